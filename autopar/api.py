@@ -1,0 +1,342 @@
+"""`parallelize`: the callable that it returns, and its plans per shape of the arguments."""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import jax
+
+from autopar import jax_compat
+from autopar.arguments import Call, States, describe, find_states, read_call
+from autopar.backends.emit import emit
+from autopar.backends.single import SingleDevice
+from autopar.compile import Compiled, Options, compile_program
+from autopar.errors import ArgumentsError, AutoparError, DonatedStateError, RecompileWarning, StepError
+from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
+from autopar.ir.program import Program
+from autopar.ir.trace import block_of
+
+#: A step that keeps changing shapes is stopped here: each shape costs a compilation.
+MAX_PLANS = 16
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is known of the step at one set of shapes.
+
+    `example` holds the leaves of the first call's arguments other than its states (None for states and for shapes).
+    """
+
+    call: Call
+    states: States
+    compiled: Compiled
+    jaxpr: Any
+    out_tree: Any
+    trace_s: float = 0.0
+    example: Sequence[Any] | None = None
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
+        if not self.compiled.plan.lifts:
+            return jax_compat.jaxpr_as_fun(self.jaxpr)
+        return emit(self.compiled.program.block, SingleDevice())
+
+    @functools.cached_property
+    def plain(self) -> Callable[..., Sequence[Any]]:
+        """The step as JAX traced it, on flat arrays."""
+        return jax_compat.jaxpr_as_fun(self.jaxpr)
+
+
+@dataclass(eq=False)
+class ParallelStep:
+    """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
+
+    Attributes:
+      plan: The plan in use (None before the first call).
+    """
+
+    fun: Callable[..., Any]
+    options: Options
+    donate: bool
+    state_argnums: tuple[int, ...] | None
+    batch_argnums: tuple[int, ...] | None
+    static_argnums: tuple[int, ...]
+    _entries: dict[Any, Entry] = field(default_factory=dict)
+    _runners: dict[Any, Any] = field(default_factory=dict)
+    _latest: Entry | None = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun)
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._latest.compiled.plan if self._latest else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runner = self._runners.get((len(args), *kwargs))
+        if runner is None:
+            runner = self._first_call(args, kwargs)
+            args, kwargs = self._place(args, kwargs)
+        try:
+            return runner(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, AutoparError):
+                raise
+            return self._recover(error, runner, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
+        runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
+        return runner.lower(*args, **kwargs)
+
+    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+        """The plan for these arguments (arrays or shapes), made if there is none yet."""
+        call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
+        entry = self._entries.get(call.key)
+        if entry is None:
+            entry = self._make(call)
+            self._announce(call)
+            self._entries[call.key] = entry
+        if entry.example is None:
+            entry.example = _example(entry, args, kwargs, self.static_argnums)
+        self._latest = entry
+        return entry
+
+    # --- planning ---
+
+    def _make(self, call: Call) -> Entry:
+        args, kwargs = call.shapes
+        start = time.perf_counter()
+        traced = jax_compat.trace(self.fun, args, kwargs, static_argnums=self.static_argnums)
+        seconds = time.perf_counter() - start
+        if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
+            raise StepError(
+                f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
+                "Pass that value as an argument"
+            )
+        states = find_states(call, traced.out_info, self.state_argnums)
+        for k in self.batch_argnums or ():
+            if any(call.arguments[a].position == k for a in states.outputs):
+                raise ArgumentsError(f"batch_argnums names argument {k}, which comes back: it is state")
+        inputs, outputs = describe(call, states, traced.out_info)
+        program = Program(block_of(traced.jaxpr), inputs, outputs, self.name)
+        compiled = compile_program(program, self.options)
+        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds)
+
+    def _announce(self, call: Call) -> None:
+        """Say that a call had new shapes; stop where that doesn't end."""
+        same = [e.call for e in self._entries.values() if len(e.call.arguments) == len(call.arguments)]
+        if not same:
+            return
+        change = _difference(same[-1], call)
+        if len(self._entries) >= MAX_PLANS:
+            raise ArgumentsError(
+                f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and compiled "
+                f"anew ({change}). Pad the batches to a few sizes"
+            )
+        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=6)
+
+    def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        entry = self.entry(*args, **kwargs)
+        states = [entry.call.arguments[k] for k in entry.states.outputs] if self.donate else []
+        runner = jax.jit(
+            self._planned,
+            static_argnums=self.static_argnums,
+            donate_argnums=tuple(a.position for a in states if a.position is not None),
+            donate_argnames=tuple(a.name for a in states if a.position is None),
+        )
+        self._runners[(len(args), *kwargs)] = runner
+        return runner
+
+    @functools.cached_property
+    def _planned(self) -> Callable[..., Any]:
+        """What is given to `jax.jit`: runs once for each set of shapes, with tracers."""
+
+        @functools.wraps(self.fun)
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            entry = self.entry(*args, **kwargs)
+            dynamic = [a for k, a in enumerate(args) if k not in self.static_argnums]
+            return jax.tree.unflatten(entry.out_tree, entry.run(*jax.tree.leaves((dynamic, kwargs))))
+
+        return planned
+
+    # --- placing the state, and what can go wrong with it ---
+
+    def _place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Copy state leaves that share a buffer with another leaf: each is to be updated in place by itself."""
+        entry = self._latest
+        if entry is None or not self.donate:
+            return args, kwargs
+        states = [entry.call.arguments[k] for k in entry.states.outputs]
+        seen: set[Any] = {
+            b for k, a in enumerate(args) if k not in {s.position for s in states} for b in _buffers(a)
+        }
+
+        def own(leaf: Any) -> Any:
+            shared = seen.intersection(_buffers(leaf))
+            seen.update(_buffers(leaf))
+            return jax.numpy.copy(leaf) if shared else leaf
+
+        placed = list(args)
+        named = dict(kwargs)
+        for state in states:
+            if state.position is not None:
+                placed[state.position] = jax.tree.map(own, args[state.position])
+            else:
+                named[state.name] = jax.tree.map(own, kwargs[state.name])
+        return placed, named
+
+    def _recover(self, error: Exception, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Explain the use of a donated state; copy shared buffers and try again."""
+        text = str(error)
+        leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
+        gone = [p for p, leaf in leaves if isinstance(leaf, jax.Array) and not _is_traced(leaf) and leaf.is_deleted()]
+        if gone:
+            raise DonatedStateError(
+                f"{self.name} got a state that it was given before ({path_of(gone[0])}): a step updates its state in "
+                "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
+                "with parallelize(step, donate=False)"
+            ) from error
+        if "donate" in text and ("same buffer" in text or "twice" in text or "also used" in text):
+            args, kwargs = self._place(args, kwargs)
+            return runner(*args, **kwargs)
+        raise error
+
+
+def path_of(path: Sequence[Any]) -> str:
+    """A readable place in (args, kwargs)."""
+    return jax.tree_util.keystr(tuple(path[1:]))
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax_compat.Tracer)
+
+
+def _buffers(tree: Any) -> list[Any]:
+    """Addresses of the buffers of all arrays in a tree."""
+    return [
+        leaf.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array)
+        and not _is_traced(leaf)
+        and not jax_compat.is_key(leaf.dtype)
+        and not leaf.is_deleted()
+        and leaf.size
+        and len(leaf.sharding.device_set) == 1
+    ]
+
+
+def _example(entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
+    """Concrete leaves of what is not state, to measure sparsity on; None where there is none."""
+    dynamic = [a for k, a in enumerate(args) if k not in static]
+    leaves: list[Any] = []
+    for k, value in enumerate([*dynamic, *(kwargs[n] for n in sorted(kwargs))]):
+        flat = jax.tree.leaves(value)
+        hidden = k in entry.states.outputs or any(_is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in flat)
+        leaves += [None] * len(flat) if hidden else flat
+    return leaves if any(x is not None for x in leaves) else None
+
+
+def _difference(old: Call, new: Call) -> str:
+    """The first leaf whose type changed."""
+    for a, b in zip(old.arguments, new.arguments, strict=True):
+        if a.treedef != b.treedef:
+            return f"{b.name} has another structure"
+        for path, x, y in zip(a.paths, a.types, b.types, strict=True):
+            if x != y:
+                return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
+    return "a static argument changed"
+
+
+@overload
+def parallelize(step: Callable[..., Any], /) -> ParallelStep: ...
+@overload
+def parallelize(step: None = None, /, **options: Any) -> Callable[[Callable[..., Any]], ParallelStep]: ...
+@overload
+def parallelize(step: Callable[..., Any], /, **options: Any) -> ParallelStep: ...
+
+
+def parallelize(
+    step: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: Any = None,
+    strategy: Strategy = "auto",
+    sparse: Sparse = "exact",
+    donate: bool = True,
+    state_argnums: int | Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] = (),
+) -> Any:
+    """Run a single-device train step by a plan that autopar makes of it.
+
+    The returned callable computes the same function as `step`, up to the order of floating-point sums. Tables that
+    are looked up by ids (embeddings) are updated on the rows that a batch touches only.
+
+    **The state is updated in place**: after `new = step(state, batch)` the old `state` can't be used any more.
+
+    Args:
+      step: A function of arrays, such as `(state, batch) -> (state, metrics)` or
+        `(params, opt_state, batch) -> (params, opt_state, loss)`. Arguments that come back are the state.
+      mesh: Devices to run on; one device so far.
+      strategy: "auto", or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on its touched
+        rows, even where that doesn't pay; "allreduce": dense), or a mapping from patterns over parameter paths to
+        methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins.
+      sparse: "exact"; "lazy": only touched rows move, whatever the optimizer does to the others (another function:
+        TensorFlow's LazyAdam); "off".
+      donate: Whether the state is updated in place.
+      state_argnums: Positions of the state, where it can't be found by its coming back.
+      batch_argnums: Positions of the batch.
+      static_argnums: Positions of arguments that are no arrays; each value of theirs is planned by itself.
+
+    Returns:
+      A `ParallelStep`: call it like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
+
+    Raises:
+      ArgumentsError: an option that doesn't exist.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopar
+      >>> @autopar.parallelize
+      ... def step(table, ids):
+      ...     return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+      >>> table, _ = step(jnp.ones((100_000, 8)), jnp.array([3, 5]))
+      >>> step.plan.parameters[0].lifted
+      True
+    """
+    if step is None:
+        given = {k: v for k, v in locals().items() if k != "step"}
+        return lambda fun: parallelize(fun, **given)
+    if not callable(step):
+        raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
+    if sparse not in ("exact", "lazy", "off"):
+        raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
+    if not isinstance(strategy, Mapping) and strategy not in METHODS:
+        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
+    if mesh is not None and mesh.size != 1:
+        raise ArgumentsError(f"mesh has {mesh.size} devices; this version of autopar plans for one")
+    return ParallelStep(
+        fun=step,
+        options=Options(strategy=strategy, sparse=sparse),
+        donate=donate,
+        state_argnums=_positions(state_argnums),
+        batch_argnums=_positions(batch_argnums),
+        static_argnums=_positions(static_argnums) or (),
+    )
+
+
+def _positions(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    return (given,) if isinstance(given, int) else tuple(given)

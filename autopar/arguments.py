@@ -1,0 +1,252 @@
+"""A call's arguments: which are state, and what each leaf is called.
+
+State is what comes back: an argument whose structure, shapes and dtypes are those of the output or of a part of it.
+A lone array is taken for state only where everything before it is state (`step(w, batch) -> (w, loss)`), because an
+input and an output of one shape are common otherwise (an autoencoder's).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.errors import ArgumentsError, StateError
+from autopar.ir.program import ArrayType, Input, Output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Argument:
+    """One argument of a call, flattened. `position` is None for a keyword argument."""
+
+    name: str
+    position: int | None
+    treedef: Any
+    types: tuple[ArrayType, ...]
+    paths: tuple[str, ...]
+
+    @property
+    def is_lone_array(self) -> bool:
+        """An array that is no part of any container."""
+        return jax.tree_util.treedef_is_leaf(self.treedef)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of the step: dynamic arguments in the order in which JAX flattens them, and the static ones."""
+
+    arguments: tuple[Argument, ...]
+    shapes: tuple[Any, Mapping[str, Any]]
+    key: Any
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A pytree path as `params/emb/embedding`."""
+    return "/".join(str(_entry(p)) for p in path)
+
+
+def _entry(entry: Any) -> Any:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def shape_of(leaf: Any) -> Any:
+    """What JAX needs to trace a leaf: its shape, dtype and weak type."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        raise ArgumentsError(
+            f"an argument holds a {type(leaf).__name__}, which is no array. "
+            "Pass it as a static argument: parallelize(step, static_argnums=...)"
+        ) from error
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """Names of the positional arguments, as far as the signature tells."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return [f"argument{k}" for k in range(count)]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named[:count] + [f"argument{k}" for k in range(len(named), count)]
+
+
+def read_call(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: frozenset[int]
+) -> Call:
+    """Flatten a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
+
+    Raises:
+      ArgumentsError: a leaf that is no array, or a static argument that can't be hashed.
+    """
+    names = parameter_names(fun, len(args))
+    arguments: list[Argument] = []
+    shaped: list[Any] = []
+    statics = []
+    for k, value in enumerate(args):
+        if k in static:
+            shaped.append(value)
+            statics.append((k, value))
+            continue
+        arguments.append(_argument(names[k], k, value))
+        shaped.append(jax.tree.map(shape_of, value))
+    for name in sorted(kwargs):
+        arguments.append(_argument(name, None, kwargs[name]))
+    shaped_kwargs = {name: jax.tree.map(shape_of, value) for name, value in kwargs.items()}
+    key = (tuple(statics), tuple((a.name, a.treedef, a.types) for a in arguments))
+    try:
+        hash(key)
+    except TypeError as error:
+        raise ArgumentsError(f"a static argument can't be hashed ({error}); pass it as an ordinary one") from error
+    return Call(tuple(arguments), (tuple(shaped), shaped_kwargs), key)
+
+
+def _argument(name: str, position: int | None, value: Any) -> Argument:
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+    types = tuple(_type(shape_of(leaf)) for _, leaf in leaves)
+    return Argument(name, position, treedef, types, tuple(path_name(p) for p, _ in leaves))
+
+
+def _type(shape: Any) -> ArrayType:
+    return ArrayType(tuple(shape.shape), shape.dtype, bool(getattr(shape, "weak_type", False)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Which arguments are state: for each (its index in the call) the first output leaf of its new value."""
+
+    outputs: Mapping[int, int]
+
+
+def find_states(call: Call, outputs: Any, state_argnums: Sequence[int] | None) -> States:
+    """Match arguments with the outputs.
+
+    Args:
+      call: The call.
+      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
+      state_argnums: Positions that the user named as state; None to find them.
+
+    Raises:
+      StateError: a named state, or something that looks like one, doesn't come back as it went in.
+      ArgumentsError: two arguments could be the one that comes back.
+    """
+    leaves, treedef = jax.tree.flatten(outputs)
+    nodes = list(_nodes(treedef, 0))
+    types = [_type(leaf) for leaf in leaves]
+    claimed: list[tuple[int, int]] = []
+    found: dict[int, int] = {}
+    for k, argument in enumerate(call.arguments):
+        named = state_argnums is not None and argument.position in state_argnums
+        if (state_argnums is not None and not named) or not argument.types:
+            continue
+        lone = argument.is_lone_array and not named
+        if lone and any(j not in found for j in range(k) if call.arguments[j].types):
+            continue
+        start = _find(argument, nodes, types, claimed)
+        if start is not None:
+            found[k] = start
+            claimed.append((start, start + len(argument.types)))
+        elif not lone:
+            _check_missing(call, argument, nodes, types, found, named)
+    _check_lone(call, found, treedef, state_argnums)
+    return States(found)
+
+
+def _nodes(treedef: Any, start: int) -> Iterator[tuple[Any, int]]:
+    """All subtrees with the index of their first leaf, outer ones first."""
+    queue = [(treedef, start)]
+    while queue:
+        node, first = queue.pop(0)
+        yield node, first
+        for child in node.children():
+            queue.append((child, first))
+            first += child.num_leaves
+
+
+def _find(
+    argument: Argument, nodes: Sequence[tuple[Any, int]], types: Sequence[ArrayType], claimed: Sequence[tuple[int, int]]
+) -> int | None:
+    size = len(argument.types)
+    for node, start in nodes:
+        if node != argument.treedef or any(a < start + size and start < b for a, b in claimed):
+            continue
+        if all(_alike(a, b) for a, b in zip(argument.types, types[start : start + size], strict=True)):
+            return start
+    return None
+
+
+def _alike(a: ArrayType, b: ArrayType) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _check_missing(
+    call: Call,
+    argument: Argument,
+    nodes: Sequence[tuple[Any, int]],
+    types: Sequence[ArrayType],
+    found: Mapping[int, int],
+    named: bool,
+) -> None:
+    """Say so where an argument that doesn't come back was meant to, or is one of two that could."""
+    twin = next((j for j in found if _same_form(call.arguments[j], argument)), None)
+    if twin is not None:
+        raise ArgumentsError(
+            f"arguments {call.arguments[twin].name!r} and {argument.name!r} have the same form, and only one like them "
+            "comes back: say which is the state, parallelize(step, state_argnums=...)"
+        )
+    size = len(argument.types)
+    near = next((start for node, start in nodes if node == argument.treedef), None)
+    if near is not None and (named or size > 1):
+        pairs = zip(argument.paths, argument.types, types[near : near + size], strict=True)
+        path, old, new = next(p for p in pairs if not _alike(p[1], p[2]))
+        raise StateError(
+            f"{argument.name!r} comes back with another type at {path or 'its only leaf'}: it went in as {old} and "
+            f"returned as {new}. Cast it in the step, or say parallelize(step, state_argnums=()) if it is no state"
+        )
+    if named:
+        raise StateError(
+            f"state_argnums names {argument.name!r}, but nothing of its structure comes back. Return the new value "
+            "of every state from the step"
+        )
+
+
+def _same_form(a: Argument, b: Argument) -> bool:
+    return a.treedef == b.treedef and len(a.types) > 1 and all(map(_alike, a.types, b.types))
+
+
+def _check_lone(call: Call, found: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:
+    """An only output of the same shape as the first argument may be a new state or a prediction."""
+    if state_argnums is not None or list(found) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
+        return
+    others = [a for a in call.arguments[1:] if not a.is_lone_array]
+    if others:
+        raise ArgumentsError(
+            f"can't tell whether {call.arguments[0].name!r} is the state: the output has its shape. Say "
+            "parallelize(step, state_argnums=(0,)) if it is, or state_argnums=() if the step only reads its arguments"
+        )
+
+
+def describe(call: Call, states: States, outputs: Any) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
+    """Paths and roles of all leaves. With one state its paths stand alone, with several the argument's name leads."""
+    several = len(states.outputs) > 1
+    inputs: list[Input] = []
+    new: dict[int, int] = {}
+    for k, argument in enumerate(call.arguments):
+        is_state = k in states.outputs
+        lead = argument.name if several or not is_state else ""
+        for n, path in enumerate(argument.paths):
+            if is_state:
+                new[states.outputs[k] + n] = len(inputs)
+            full = "/".join(p for p in (lead, path) if p) or argument.name
+            inputs.append(Input(full, "state" if is_state else "batch"))
+    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    outs = [Output(path_name(p) or "output", new.get(i)) for i, (p, _) in enumerate(flat)]
+    return tuple(inputs), tuple(outs)

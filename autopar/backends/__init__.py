@@ -1,0 +1,1 @@
+"""From a lifted Program to a function that JAX compiles."""

@@ -1,0 +1,100 @@
+"""The compiler: a tuple of passes, each of which leaves a record.
+
+The record (pass, program after it, what it did) is at once the debug dump, the text of golden tests and what
+`explain` prints. The program is verified after every pass, always.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autopar.ir.plan import Plan, Sparse, Strategy
+from autopar.ir.printer import format_program
+from autopar.ir.program import Program
+from autopar.ir.verifier import verify_program
+from autopar.passes.analyze_rows import analyze_rows
+from autopar.passes.choose import choose
+from autopar.passes.classify import classify
+from autopar.passes.lift_rows import lift_rows
+from autopar.passes.normalize import normalize
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose for the whole step."""
+
+    strategy: Strategy = "auto"
+    sparse: Sparse = "exact"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """A pass, the program after it, what it says it did, and how long it took."""
+
+    name: str
+    program: Program
+    note: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"--- {self.name}: {self.note}\n{format_program(self.program)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """The analysed program, the plan, the program as the plan has it, and how it came about."""
+
+    analysed: Program
+    plan: Plan
+    program: Program
+    records: tuple[Record, ...]
+
+
+Pass = Callable[[Program, Plan | None, Options], tuple[Program, Plan | None, str]]
+
+
+def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    program, note = analyze_rows(program, lazy=options.sparse == "lazy")
+    return program, plan, note
+
+
+def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    plan, note = choose(program, strategy=options.strategy, sparse=options.sparse)
+    return program, plan, note
+
+
+def _lift_rows(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    program, note = lift_rows(program, plan)
+    return program, plan, note
+
+
+PIPELINE: tuple[tuple[str, Pass], ...] = (
+    ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
+    ("classify", lambda program, plan, options: _keep(plan, classify(program))),
+    ("analyze_rows", _analyze_rows),
+    ("choose", _choose),
+    ("lift_rows", _lift_rows),
+)
+
+
+def _keep(plan: Plan | None, result: tuple[Program, str]) -> tuple[Program, Plan | None, str]:
+    return result[0], plan, result[1]
+
+
+def compile_program(program: Program, options: Options) -> Compiled:
+    """Run the pipeline on a traced program."""
+    plan: Plan | None = None
+    records = []
+    analysed = program
+    for name, run in PIPELINE:
+        start = time.perf_counter()
+        program, plan, note = run(program, plan, options)
+        verify_program(program)
+        records.append(Record(name, program, note, time.perf_counter() - start))
+        if name == "analyze_rows":
+            analysed = program
+    assert plan is not None, "the pipeline makes a plan"
+    return Compiled(analysed, plan, program, tuple(records))

@@ -1,0 +1,1 @@
+"""What things cost: pure functions with units and sources."""

@@ -1,0 +1,38 @@
+"""Everything that autopar raises or warns with.
+
+Every message says what is wrong, where (the user's file and line, where there is one) and what to do.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base class of all errors that autopar raises on purpose."""
+
+
+class ArgumentsError(AutoparError):
+    """The step's arguments, or autopar's own options, don't fit."""
+
+
+class StateError(ArgumentsError):
+    """The state can't be told from the other arguments, or it doesn't come back as it went in."""
+
+
+class DonatedStateError(AutoparError):
+    """A state was used again after it had been given to the step, which updates it in place."""
+
+
+class StrategyError(ArgumentsError):
+    """A strategy names a method or a parameter that doesn't exist, or that can't be had."""
+
+
+class StepError(AutoparError):
+    """The step isn't a function of its arguments, so no plan of it can be right."""
+
+
+class VerificationError(AutoparError):
+    """The planned step doesn't return what the plain step returns."""
+
+
+class RecompileWarning(UserWarning):
+    """A call had other shapes than the calls before, so the step is planned and compiled again."""

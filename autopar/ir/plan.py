@@ -1,0 +1,82 @@
+"""Decisions: what is lifted and how each parameter's gradient travels. The Program holds the facts.
+
+Patterns over parameter paths: a pattern that matches a node covers its leaves; `*` stays within a segment, `**`
+crosses segments; the first match wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal as Choice
+
+#: Methods that run a table's step on its touched rows.
+ROW_METHODS = ("ps", "allgather", "allreduce_rows")
+METHODS = ("auto", "allreduce", *ROW_METHODS)
+Sparse = Choice["exact", "lazy", "off"]
+Strategy = str | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPlan:
+    """A lifted family.
+
+    Attributes:
+      family: Its id in `Program.rows`.
+      rows: Static bound on the rows a step touches, one padding row included.
+      ids: Number of ids a step looks up, duplicates included.
+      method: How its rows travel ("ps" on one device, where nothing travels).
+      lazy: Only touched rows move, whatever the optimizer says.
+    """
+
+    family: int
+    rows: int
+    ids: int
+    method: str
+    lazy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlan:
+    """What was decided for one table, and why."""
+
+    path: str
+    lifted: bool
+    method: str
+    reason: str
+    remedy: str = ""
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decisions for one step at one set of shapes."""
+
+    families: tuple[FamilyPlan, ...]
+    parameters: tuple[ParameterPlan, ...]
+    sparse: Sparse
+    devices: int = 1
+
+    @property
+    def lifts(self) -> bool:
+        """Whether anything is lifted."""
+        return bool(self.families)
+
+    def family(self, family: int) -> FamilyPlan | None:
+        """The plan of a family, None if it stays dense."""
+        return next((f for f in self.families if f.family == family), None)
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*)", pattern.strip("/"))
+    text = "".join({"**": ".*", "*": "[^/]*"}.get(p, re.escape(p)) for p in parts)
+    text = text.replace("/.*/", "/(?:.*/)?")
+    return re.compile(f"{text}(?:/.*)?")
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern covers a path: `matches("params/item*", "params/item_emb/embedding")`."""
+    return _compiled(pattern).fullmatch(path) is not None

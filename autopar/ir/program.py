@@ -1,0 +1,223 @@
+"""The intermediate representation: a train step as plain, frozen data.
+
+JAX's own jaxprs drift from version to version (primitives, parameters, classes), so a step is copied once into
+these classes, and nothing above `ir.trace` reads a jaxpr. A `Program` holds facts, never decisions (those are the
+`Plan`'s): inputs with paths and roles, equations with source lines, outputs.
+
+Invariants, checked by `ir.verifier` after every pass: each variable is defined once and before its use (single
+static assignment); a nested block reads nothing but its own inputs; types agree at every boundary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
+
+
+def short_dtype(dtype: Any) -> str:
+    """`float32` as `f32`, in the way jaxprs print it."""
+    name = str(np.dtype(dtype).name) if not hasattr(dtype, "_impl") else str(dtype)
+    stem = name.rstrip("0123456789")
+    return _SHORT.get(stem, stem) + name[len(stem) :]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """Shape and dtype of a value. `weak_type` is JAX's: a Python scalar's dtype, which yields to others."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * int(getattr(self.dtype, "itemsize", 4))
+
+    def __str__(self) -> str:
+        return f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteType:
+    """The sorted unique rows that a step touches in tables of `extent` rows, padded to `rows` entries."""
+
+    extent: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"route[{self.rows} of {self.extent}]"
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueType:
+    """A value that is no array (a token, a reference): carried through, never looked into."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Type = ArrayType | RouteType | OpaqueType
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Var:
+    """A value, defined once: by an equation or as a block's input. Compared by identity."""
+
+    type: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return getattr(self.type, "shape", ())
+
+    @property
+    def dtype(self) -> Any:
+        return getattr(self.type, "dtype", None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    """A constant: a scalar written in the program, or an array that the step closes over."""
+
+    value: Any
+    type: ArrayType
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.type.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.type.dtype
+
+
+Atom = Var | Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's own code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Equation:
+    """One operation.
+
+    Attributes:
+      op: The JAX primitive's name, or the name of a row-space operation (`ROW_OPS`).
+      inputs, outputs: Operands and results.
+      params: The operation's static parameters (of a scan or cond: ours, not JAX's).
+      bodies: Nested programs: one for scan and remat, one per branch of a cond, (condition, body) of a while.
+      primitive: JAX's primitive, None for a row-space operation.
+      original: JAX's own parameters of a control-flow equation whose bodies are as they were traced: it is emitted
+        as it was. None once a pass has changed a body.
+      effects: Whether running it can be observed (a print, an ordered callback): it is never removed.
+      context, info: JAX's equation context and source info, which emission restores.
+      origin: Resolves to the `Source`; see `ir.trace`.
+    """
+
+    op: str
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Var, ...]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    bodies: tuple[Block, ...] = ()
+    primitive: Any = None
+    original: Mapping[str, Any] | None = None
+    effects: bool = False
+    context: Any = None
+    info: Any = None
+    origin: Any = None
+
+    @property
+    def source(self) -> Source | None:
+        """The line of the user's code that this equation comes from, where it is known."""
+        return self.origin.resolve() if self.origin is not None else None
+
+    @property
+    def where(self) -> str:
+        """`file:line` for a message; says so when it isn't known."""
+        source = self.source
+        return str(source) if source else "an unknown line"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A straight-line program: inputs, equations in an order that can be run, outputs."""
+
+    inputs: tuple[Var, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+
+    def walk(self) -> Iterator[Equation]:
+        """All equations, those of nested blocks too, outer ones first."""
+        for equation in self.equations:
+            yield equation
+            for body in equation.bodies:
+                yield from body.walk()
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A flat input: `role` is 'state', 'batch' or 'constant' (a state that the step only reads)."""
+
+    path: str
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A flat output; `state` is the index of the input that it is the new value of, or None."""
+
+    path: str
+    state: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A whole train step, and what analysis has found out about it.
+
+    Attributes:
+      block: The equations.
+      inputs, outputs: Paths and roles of the block's inputs and outputs, in order.
+      name: The user's name of the step.
+      tables: (index of a state input, its row axis) of those that are looked up by rows (`classify`).
+      candidates: The same of all state inputs that have as many rows as a table (`classify`).
+      rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
+    """
+
+    block: Block
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    name: str = "step"
+    tables: tuple[tuple[int, int], ...] = ()
+    candidates: tuple[tuple[int, int], ...] = ()
+    rows: Any = None
+
+    @property
+    def new_states(self) -> dict[int, int]:
+        """Index of a state input -> index of the output that is its new value."""
+        return {o.state: k for k, o in enumerate(self.outputs) if o.state is not None}
+
+
+def count_equations(block: Block) -> int:
+    """Number of equations, those of nested blocks included."""
+    return sum(1 for _ in block.walk())

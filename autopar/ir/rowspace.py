@@ -1,0 +1,176 @@
+"""Row space: the facts that let a step run on the touched rows only (DESIGN: lifting).
+
+A *family* is a set of state leaves with the same number of rows V (a table, its optimizer slots) that are tied by
+row-parallel equations. A value is *in row space* if each of its rows depends on that row of the family alone. What it
+is on the rows that the step doesn't touch is its `off`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.program import Atom, Equation, Source, Var
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """Off the touched rows the value is this scalar everywhere."""
+
+    value: Any
+
+    @property
+    def is_zero(self) -> bool:
+        return bool(np.all(np.asarray(self.value) == 0))
+
+    @property
+    def is_one(self) -> bool:
+        return bool(np.all(np.asarray(self.value) == 1))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Const) and bool(np.array_equal(np.asarray(self.value), np.asarray(other.value)))
+
+    def __hash__(self) -> int:
+        return hash(np.asarray(self.value).item())
+
+    def __str__(self) -> str:
+        return f"constant {np.asarray(self.value).item():g}" if np.ndim(self.value) == 0 else "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Off the touched rows the value is the old value of a state leaf (in whatever float that holds it exactly)."""
+
+    leaf: int
+    dtype: Any
+
+    def __str__(self) -> str:
+        return "unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Off the touched rows the value is some function of the row."""
+
+    def __str__(self) -> str:
+        return "some other function of the row"
+
+
+UNKNOWN = Unknown()
+Off = Const | Same | Unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """In row space: rows along `axis`, of a family (an id, see `RowFacts.find`)."""
+
+    axis: int
+    family: int
+    off: Off
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Belongs to no family: along each of `axes` it can be made anew for any rows (a broadcast, a constant, an iota).
+
+    `index_axis` is the axis along which it depends on the row's number, if it does.
+    """
+
+    axes: frozenset[int]
+    off: Off
+    index_axis: int | None = None
+
+
+#: None: an ordinary (dense) value.
+Value = Row | Free | None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a family stays dense."""
+
+    reason: str
+    source: Source | None = None
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.source})" if self.source else ""
+        return f"{self.reason}{where}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Access:
+    """An equation that reads or writes rows by their ids.
+
+    Attributes:
+      equation: A gather, scatter, dynamic_slice, dynamic_update_slice, slice or pad.
+      path: The scans and remats around it, outermost first.
+      axis: The row axis of the equation's operand (of its result for pad).
+    """
+
+    equation: Equation
+    path: tuple[Equation, ...]
+    axis: int
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it reads rows (rather than adding gradients to them)."""
+        return self.equation.op in ("gather", "dynamic_slice", "slice")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSpace:
+    """A family of leaves with `extent` rows.
+
+    Attributes:
+      family: Its representative in `RowFacts`; -1 if it is refused.
+      leaves, tables: Its members, and those of them that are looked up, as indices of the program's inputs.
+      axes: The row axis of each of `leaves`.
+      accesses: All equations that read or write its rows by ids.
+      refusal: Why it can't be lifted, None if it can.
+      notes: What is to be said of it although it lifts.
+      depends_on: Families whose rows the ids of this one depend on.
+    """
+
+    family: int
+    extent: int
+    leaves: tuple[int, ...]
+    axes: tuple[int, ...]
+    tables: tuple[int, ...]
+    accesses: tuple[Access, ...]
+    refusal: Refusal | None = None
+    notes: tuple[str, ...] = ()
+    depends_on: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowFacts:
+    """What `analyze_rows` found: what each variable is, and the families.
+
+    `roles` says how an equation that touches row space is to be lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense'
+    (a dense read of a whole leaf). `whole`: row values that can be had for all rows, with the families whose updated
+    leaves that needs.
+    """
+
+    values: Mapping[Var, Value]
+    roles: Mapping[Equation, str]
+    spaces: tuple[RowSpace, ...]
+    parents: tuple[int, ...]
+    whole: Mapping[Var, frozenset[int]]
+
+    def find(self, family: int) -> int:
+        """The representative of a family that may have been united with others."""
+        while self.parents[family] != family:
+            family = self.parents[family]
+        return family
+
+    def value(self, atom: Atom) -> Value:
+        """What a variable is along rows; constants are dense."""
+        return self.values.get(atom) if isinstance(atom, Var) else None
+
+    def space_of(self, leaf: int) -> RowSpace | None:
+        """The family that a state leaf belongs to."""
+        return next((s for s in self.spaces if leaf in s.leaves), None)

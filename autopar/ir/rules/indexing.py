@@ -1,0 +1,148 @@
+"""Gathers, scatters and slices along the rows: the doors of row space.
+
+A value leaves it by a gather along the row axis (`table[ids]`, `jnp.take`), by `dynamic_slice` (`table[i]`) and by a
+slice (`table[0]`). It enters it by their transposes: a scatter-add into zeros, a dynamic_update_slice into zeros, a
+pad with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar import jax_compat
+from autopar.ir.program import Equation
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Row, Value
+from autopar.ir.rules import RULES, Analysis, Mixes
+from autopar.ir.rules.elementwise import off_of
+from autopar.ir.rules.shape import pad_other_axis
+
+
+def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    row, numbers = values[0], equation.params["dimension_numbers"]
+    if isinstance(values[1], Row):
+        raise Mixes("the ids are themselves rows of a table")
+    if not isinstance(row, Row):
+        return [None]
+    if row.axis in numbers.operand_batching_dims:
+        raise Mixes("a gather that is batched over the rows")
+    if row.axis not in numbers.start_index_map:
+        raise Mixes("a gather of columns", "look rows up along the table's first axis")
+    if equation.params["slice_sizes"][row.axis] != 1:
+        raise Mixes("a gather of several adjacent rows at a time")
+    analysis.access(row.family, equation, row.axis)
+    analysis.role(equation, "lookup")
+    return [None]
+
+
+def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    numbers, operand = equation.params["dimension_numbers"], values[0]
+    if any(isinstance(v, Row) for v in values[1:]):
+        raise Mixes("a scatter of rows of a table")
+    single = _single_rows(equation)
+    rows = [d for d in numbers.scatter_dims_to_operand_dims if d in single]
+    if isinstance(operand, Row):
+        if operand.axis not in rows or not is_known_scatter(equation):
+            raise Mixes(f"a {equation.op} that is not by rows")
+        family, axis, off = operand.family, operand.axis, operand.off
+    elif isinstance(operand, Free) and equation.op == "scatter-add":
+        free = [d for d in rows if d in operand.axes]
+        if not free or not isinstance(operand.off, Const):
+            return [None]
+        axis, off = free[0], operand.off
+        family = analysis.new_family(equation.outputs[0].shape[axis])
+    else:
+        return [None]
+    analysis.access(family, equation, axis)
+    analysis.role(equation, "push")
+    return [Row(axis, family, off)]
+
+
+def _single_rows(equation: Equation) -> set[int]:
+    """Operand dimensions along which each update is one row."""
+    numbers, update = equation.params["dimension_numbers"], equation.inputs[2]
+    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(equation.inputs[0].shape)) if d not in inserted]
+    single = {d for d, at in zip(window, numbers.update_window_dims, strict=True) if update.shape[at] == 1}
+    return single | set(numbers.inserted_window_dims)
+
+
+def is_known_scatter(equation: Equation) -> bool:
+    """A plain 'scatter' may carry any function (`scatter_apply`); only the one that replaces is known."""
+    if equation.op != "scatter":
+        return True
+    update = equation.params.get("update_jaxpr")
+    if update is None:
+        return True
+    jaxpr, _ = jax_compat.open_jaxpr(update)
+    return not jaxpr.eqns and jaxpr.outvars[0] is jaxpr.invars[1]
+
+
+def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    row, p = values[0], equation.params
+    if not isinstance(row, Row):
+        return [None]
+    if p["start_indices"][row.axis] == 0 and p["limit_indices"][row.axis] == equation.inputs[0].shape[row.axis]:
+        if p["strides"] is None or p["strides"][row.axis] == 1:
+            return [Row(row.axis, row.family, row.off if isinstance(row.off, Const) else UNKNOWN)]
+    analysis.access(row.family, equation, row.axis)
+    analysis.role(equation, "lookup")
+    return [None]
+
+
+def dynamic_slice(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    row = values[0]
+    if any(isinstance(v, Row) for v in values[1:]):
+        raise Mixes("the ids are themselves rows of a table")
+    if not isinstance(row, Row):
+        return [None]
+    if equation.params["slice_sizes"][row.axis] == equation.inputs[0].shape[row.axis]:
+        return [Row(row.axis, row.family, row.off if isinstance(row.off, Const) else UNKNOWN)]
+    analysis.access(row.family, equation, row.axis)
+    analysis.role(equation, "lookup")
+    return [None]
+
+
+def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    operand, update = equation.inputs[0], equation.inputs[1]
+    value = values[0]
+    if any(isinstance(v, Row) for v in values[1:]):
+        raise Mixes("a dynamic_update_slice of rows of a table")
+    short = [d for d in range(len(operand.shape)) if update.shape[d] != operand.shape[d]]
+    if isinstance(value, Row):
+        if short != [value.axis]:
+            raise Mixes("a dynamic_update_slice that is not by rows")
+        family, axis, off = value.family, value.axis, value.off
+    elif isinstance(value, Free) and isinstance(value.off, Const) and len(short) == 1 and short[0] in value.axes:
+        axis, off = short[0], value.off
+        family = analysis.new_family(operand.shape[axis])
+    else:
+        return [None]
+    analysis.access(family, equation, axis)
+    analysis.role(equation, "push")
+    return [Row(axis, family, off)]
+
+
+def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    if any(isinstance(v, Row) for v in values):
+        return pad_other_axis(equation, values)
+    config = equation.params["padding_config"]
+    padded = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
+    off = off_of(equation.inputs[1], values[1], 0)
+    if len(padded) != 1 or not isinstance(off, Const) or not off.is_zero or any(x < 0 for x in config[padded[0]]):
+        return [None]
+    axis = padded[0]
+    family = analysis.new_family(equation.outputs[0].shape[axis])
+    analysis.access(family, equation, axis)
+    analysis.role(equation, "push")
+    return [Row(axis, family, off)]
+
+
+RULES |= {
+    "gather": gather,
+    "slice": slice_,
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "pad": pad,
+}
+for _op in ("scatter-add", "scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_add", "scatter_mul"):
+    RULES[_op] = scatter

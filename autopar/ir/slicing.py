@@ -1,0 +1,172 @@
+"""Backward slices of blocks: what is live, dead-code elimination, and computing an inner value outside its loop.
+
+Precise through scan (a carry is live only if something live reads it), remat and cond; a while is all or nothing.
+Effects are always live.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+
+
+def eliminate_dead(block: Block, live: Sequence[bool] | None = None) -> tuple[Block, list[bool]]:
+    """The block with its live outputs only, and which inputs it still reads (all inputs are kept).
+
+    Args:
+      block: Any block.
+      live: Which outputs are wanted; all by default.
+    """
+    live = [True] * len(block.outputs) if live is None else live
+    outputs = tuple(a for a, keep in zip(block.outputs, live, strict=True) if keep)
+    needed: set[Atom] = {a for a in outputs if isinstance(a, Var)}
+    kept: list[Equation] = []
+    for equation in reversed(block.equations):
+        wanted = [v in needed for v in equation.outputs]
+        if not (any(wanted) or equation.effects):
+            continue
+        reduced = reduce_equation(equation, wanted)
+        needed.update(a for a in reduced.inputs if isinstance(a, Var))
+        kept.append(reduced)
+    used = [v in needed for v in block.inputs]
+    if len(kept) == len(block.equations) and all(a is b for a, b in zip(reversed(kept), block.equations, strict=True)):
+        return (block if all(live) else dataclasses.replace(block, outputs=outputs)), used
+    return Block(block.inputs, tuple(reversed(kept)), outputs), used
+
+
+def reduce_equation(equation: Equation, wanted: Sequence[bool]) -> Equation:
+    """The equation without the outputs (and the operands behind them) that nobody wants."""
+    if equation.op == "scan":
+        return _reduce_scan(equation, wanted)
+    if equation.op == "remat":
+        return _reduce_remat(equation, wanted)
+    if equation.op == "cond" and not all(wanted):
+        bodies = tuple(eliminate_dead(b, wanted)[0] for b in equation.bodies)
+        outputs = tuple(v for v, keep in zip(equation.outputs, wanted, strict=True) if keep)
+        return dataclasses.replace(equation, outputs=outputs, bodies=bodies, original=None)
+    return equation
+
+
+def _reduce_remat(equation: Equation, wanted: Sequence[bool]) -> Equation:
+    body, used = eliminate_dead(equation.bodies[0], wanted)
+    if body is equation.bodies[0] and all(used):
+        return equation
+    return dataclasses.replace(
+        equation,
+        inputs=_select(equation.inputs, used),
+        outputs=_select(equation.outputs, wanted),
+        bodies=(dataclasses.replace(body, inputs=_select(body.inputs, used)),),
+        original=None,
+    )
+
+
+def _reduce_scan(equation: Equation, wanted: Sequence[bool]) -> Equation:
+    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+    live = list(wanted)
+    while True:
+        body, used = eliminate_dead(equation.bodies[0], live)
+        grown = [a or b for a, b in zip(live[:carry], used[consts : consts + carry], strict=True)] + live[carry:]
+        if grown == live:
+            break
+        live = grown
+    # A carry that is wanted stays an operand even where the body itself doesn't read it.
+    used[consts : consts + carry] = live[:carry]
+    if body is equation.bodies[0] and all(used):
+        return equation
+    return dataclasses.replace(
+        equation,
+        inputs=_select(equation.inputs, used),
+        outputs=_select(equation.outputs, live),
+        bodies=(dataclasses.replace(body, inputs=_select(body.inputs, used)),),
+        params={**equation.params, "num_consts": sum(used[:consts]), "num_carry": sum(live[:carry])},
+        original=None,
+    )
+
+
+def _select(items: Sequence, keep: Sequence[bool]) -> tuple:
+    return tuple(x for x, k in zip(items, keep, strict=True) if k)
+
+
+def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
+    """The block's own equations that the atoms depend on, in order, reduced to what they need."""
+    needed: set[Atom] = {a for a in atoms if isinstance(a, Var)}
+    kept: list[Equation] = []
+    for equation in reversed(block.equations):
+        wanted = [v in needed for v in equation.outputs]
+        if any(wanted):
+            reduced = reduce_equation(equation, wanted)
+            needed.update(a for a in reduced.inputs if isinstance(a, Var))
+            kept.append(reduced)
+    return kept[::-1]
+
+
+def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom]:
+    """Compute a value that is defined inside loops and remats outside of them, and nothing else that they do.
+
+    Args:
+      path: The equations around the value, outermost first: scans and remats.
+      atom: A value of the innermost body.
+
+    Returns:
+      New equations, to be appended to the block that holds `path[0]`, and the value there: with a leading axis per
+      scan that it varies in.
+    """
+    if not path or isinstance(atom, Literal):
+        return [], atom
+    equation, body = path[0], path[0].bodies[0]
+    inner, value = hoist(path[1:], atom)
+    if isinstance(value, Literal):
+        return [], value
+    body = Block(body.inputs, body.equations + tuple(inner), body.outputs)
+    if equation.op == "remat":
+        return _inline(Block(body.inputs, body.equations, (value,)), equation.inputs)
+    assert equation.op == "scan", f"a lookup inside {equation.op} can't be hoisted"
+    return _hoist_from_scan(equation, body, value)
+
+
+def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[Equation], Atom]:
+    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+    body = Block(body.inputs, body.equations, (*body.outputs[:carry], value))
+    stacked = Var(ArrayType((equation.params["length"], *value.shape), value.dtype))
+    outputs = (*(Var(v.type) for v in equation.outputs[:carry]), stacked)
+    scan = dataclasses.replace(equation, outputs=outputs, bodies=(body,), original=None, effects=False)
+    scan = _reduce_scan(scan, [False] * carry + [True])
+    reduced = scan.bodies[0]
+    consts, carry = scan.params["num_consts"], scan.params["num_carry"]
+    if len(scan.inputs) == consts:  # the same in every iteration
+        return _inline(reduced, scan.inputs)
+    if not reduced.equations and carry == 0:  # a sequence as it is
+        return [], scan.inputs[reduced.inputs.index(reduced.outputs[0])]
+    copy, _ = clone(reduced)
+    return [dataclasses.replace(scan, bodies=(copy,))], stacked
+
+
+def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom]:
+    """The single output of a body, computed from `operands` by equations of its own."""
+    body, _ = eliminate_dead(body)
+    copy, env = clone(body, dict(zip(body.inputs, operands, strict=True)))
+    output = body.outputs[0]
+    return list(copy.equations), env.get(output, output) if isinstance(output, Var) else output
+
+
+def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict[Var, Atom]]:
+    """A copy with variables of its own; inputs found in `env` are replaced by what it maps them to."""
+    env = {} if env is None else env
+    for var in block.inputs:
+        env.setdefault(var, Var(var.type))
+
+    def read(atom: Atom) -> Atom:
+        return env[atom] if isinstance(atom, Var) else atom
+
+    equations = []
+    for equation in block.equations:
+        inputs = tuple(read(a) for a in equation.inputs)
+        bodies = tuple(clone(b)[0] for b in equation.bodies)
+        for var in equation.outputs:
+            env[var] = Var(var.type)
+        outputs = tuple(env[v] for v in equation.outputs)
+        equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
+    inputs = tuple(v for v in (env[i] for i in block.inputs) if isinstance(v, Var))
+    return Block(inputs, tuple(equations), tuple(read(a) for a in block.outputs)), env

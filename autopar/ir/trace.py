@@ -1,0 +1,158 @@
+"""jaxpr -> Block: the only module above `jax_compat` that reads JAX's own program.
+
+Calls (`jit`, `custom_jvp`, `custom_vjp`) are inlined; scan, while, cond and remat keep nested blocks (inlining a
+remat would let XLA merge the recomputation away); everything else is copied as it is, whatever its primitive.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import jax_compat
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, OpaqueType, Source, Type, Var
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
+
+
+def type_of(aval: Any) -> Type:
+    """The type of an abstract value."""
+    if hasattr(aval, "shape") and hasattr(aval, "dtype") and type(aval).__name__ == "ShapedArray":
+        return ArrayType(tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
+    return OpaqueType(str(aval))
+
+
+def block_of(jaxpr: Any) -> Block:
+    """Copy a (closed) jaxpr into a Block."""
+    return _Reader().block(jaxpr, ())
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Whether a file is nobody's own code: an installed package, the standard library, autopar."""
+    real = os.path.realpath(file)
+    parts = real.replace("\\", "/")
+    if "/site-packages/" in parts or "/dist-packages/" in parts or real.startswith(_HERE + os.sep):
+        return True
+    return real.startswith(_STDLIB + os.sep) or file.startswith("<frozen")
+
+
+@dataclass(slots=True)
+class Origin:
+    """Source infos of an equation and of the calls it was inlined from, innermost first; resolved when asked."""
+
+    infos: tuple[Any, ...]
+    _source: Source | None | str = "unresolved"
+
+    def resolve(self) -> Source | None:
+        """The innermost frame that is the user's own."""
+        if isinstance(self._source, str):
+            self._source = self._find()
+        return self._source
+
+    def _find(self) -> Source | None:
+        for info in self.infos:
+            for file, line, function in jax_compat.frames(info):
+                if not _is_library(file):
+                    return Source(file, line, function)
+        return None
+
+
+class _Reader:
+    """Copies equations; one per traced step."""
+
+    def block(self, jaxpr: Any, outer: tuple[Any, ...]) -> Block:
+        jaxpr, consts = jax_compat.open_jaxpr(jaxpr)
+        env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        inputs = []
+        for invar in jaxpr.invars:
+            var = Var(type_of(invar.aval))
+            env[invar] = var
+            inputs.append(var)
+        equations: list[Equation] = []
+        outputs = self._run(jaxpr, env, equations, outer)
+        return Block(tuple(inputs), tuple(equations), tuple(outputs))
+
+    def _run(
+        self, jaxpr: Any, env: dict[Any, Atom], equations: list[Equation], outer: tuple[Any, ...]
+    ) -> Sequence[Atom]:
+        def read(atom: Any) -> Atom:
+            if isinstance(atom, jax_compat.Literal):
+                return Literal(atom.val, type_of(atom.aval))
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(a) for a in eqn.invars]
+            body = jax_compat.call_body(eqn)
+            if body is not None:
+                results = self._inline(body, operands, eqn, equations, outer)
+            else:
+                equation = self._equation(eqn, operands, outer)
+                equations.append(equation)
+                results = equation.outputs
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _inline(
+        self, body: Any, operands: Sequence[Atom], eqn: Any, equations: list[Equation], outer: tuple[Any, ...]
+    ) -> Sequence[Atom]:
+        inner, consts = jax_compat.open_jaxpr(body)
+        env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(inner.constvars, consts, strict=True)}
+        env.update(zip(inner.invars, operands, strict=True))
+        return self._run(inner, env, equations, (eqn, *outer))
+
+    def _equation(self, eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equation:
+        outputs = tuple(Var(type_of(v.aval)) for v in eqn.outvars)
+        name, params = eqn.primitive.name, eqn.params
+        infos = (eqn.source_info, *(e.source_info for e in outer))
+        # A cached body of a library's jit (`jnp.take`) remembers the line that called it first: use this call's.
+        library = [k for k, e in enumerate(outer) if _is_library(_defined_in(jax_compat.call_body(e)))]
+        if library:
+            infos = infos[library[-1] + 1 :]
+        bodies: tuple[Block, ...] = ()
+        ours: dict[str, Any] = dict(params)
+        original = None
+        if name == "scan":
+            consts, carry = jax_compat.scan_counts(params)
+            bodies = (self.block(params["jaxpr"], (eqn, *outer)),)
+            ours = {k: params[k] for k in ("length", "reverse", "unroll")} | {"num_consts": consts, "num_carry": carry}
+            original = params
+        elif name in jax_compat.REMATS:
+            name = "remat"
+            bodies = (self.block(params["jaxpr"], (eqn, *outer)),)
+            ours = {k: params.get(k) for k in ("prevent_cse", "policy")}
+            original = params
+        elif name == "cond":
+            bodies = tuple(self.block(b, (eqn, *outer)) for b in params["branches"])
+            ours, original = {}, params
+        elif name == "while":
+            bodies = (self.block(params["cond_jaxpr"], (eqn, *outer)), self.block(params["body_jaxpr"], (eqn, *outer)))
+            ours, original = {k: params[k] for k in ("cond_nconsts", "body_nconsts")}, params
+        return Equation(
+            op=name,
+            inputs=tuple(operands),
+            outputs=outputs,
+            params=ours,
+            bodies=bodies,
+            primitive=eqn.primitive,
+            original=original,
+            effects=bool(eqn.effects),
+            context=eqn.ctx,
+            info=eqn.source_info,
+            origin=Origin(infos),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _file_of(text: str) -> str:
+    """'f at /a/b.py:12' -> '/a/b.py'."""
+    return text.rpartition(" at ")[2].rpartition(":")[0]
+
+
+def _defined_in(body: Any) -> str:
+    return _file_of(jax_compat.body_file(body)) if body is not None else ""

@@ -1,0 +1,80 @@
+"""Checks a Program's invariants; run after every pass, always. What it finds is a bug in autopar, never the user's."""
+
+from __future__ import annotations
+
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+
+
+def verify_program(program: Program) -> None:
+    """Raise AssertionError, naming the equation, unless the program is well formed."""
+    block = program.block
+    assert len(block.inputs) == len(program.inputs), "every input has a path and a role"
+    assert len(block.outputs) == len(program.outputs), "every output has a path"
+    verify_block(block, set(), program.name)
+    for output, atom in zip(program.outputs, block.outputs, strict=True):
+        if output.state is not None:
+            old = block.inputs[output.state].type
+            assert atom.type.shape == old.shape, f"new {output.path} is {atom.type}, was {old}"
+            assert atom.type.dtype == old.dtype, f"new {output.path} is {atom.type}, was {old}"
+
+
+def verify_block(block: Block, defined: set[Var], where: str) -> None:
+    """Check one block and the blocks nested in it; `defined` collects every variable of the program."""
+    visible: set[Var] = set()
+    for var in block.inputs:
+        _define(var, visible, defined, where)
+    for equation in block.equations:
+        place = f"{where}, {equation.op} ({equation.where})"
+        for atom in equation.inputs:
+            _read(atom, visible, place)
+        for body in equation.bodies:
+            verify_block(body, defined, place)
+        _verify_boundaries(equation, place)
+        for var in equation.outputs:
+            _define(var, visible, defined, place)
+    for atom in block.outputs:
+        _read(atom, visible, f"{where}, outputs")
+
+
+def _define(var: Var, visible: set[Var], defined: set[Var], where: str) -> None:
+    assert var not in defined, f"{where}: a variable of type {var.type} is defined twice"
+    visible.add(var)
+    defined.add(var)
+
+
+def _read(atom: Atom, visible: set[Var], where: str) -> None:
+    assert isinstance(atom, Literal) or atom in visible, f"{where}: reads a {atom.type} that is not defined before"
+
+
+def _same(a: Atom, b: Atom, where: str) -> None:
+    left, right = a.type, b.type
+    if hasattr(left, "shape") and hasattr(right, "shape"):
+        assert (left.shape, left.dtype) == (right.shape, right.dtype), f"{where}: {left} meets {right}"
+    else:
+        assert type(left) is type(right), f"{where}: {left} meets {right}"
+
+
+def _verify_boundaries(equation: Equation, where: str) -> None:
+    """Operands against the inputs of bodies, results of bodies against outputs."""
+    if equation.op == "scan":
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        (body,) = equation.bodies
+        assert len(body.inputs) == len(equation.inputs), f"{where}: {len(body.inputs)} inputs"
+        assert len(body.outputs) == len(equation.outputs), f"{where}: {len(body.outputs)} outputs"
+        for outer, inner in zip(equation.inputs[: consts + carry], body.inputs, strict=False):
+            _same(outer, inner, where)
+        for outer, inner in zip(equation.inputs[consts + carry :], body.inputs[consts + carry :], strict=True):
+            assert outer.shape[1:] == inner.shape, f"{where}: a sequence of {outer.type} gives {inner.type}"
+        for outer, inner in zip(equation.outputs[:carry], body.outputs, strict=False):
+            _same(outer, inner, where)
+        for start, inner in zip(body.inputs[consts : consts + carry], body.outputs, strict=False):
+            _same(start, inner, f"{where}, carry")
+        for outer, inner in zip(equation.outputs[carry:], body.outputs[carry:], strict=True):
+            assert outer.shape[1:] == inner.shape, f"{where}: {inner.type} stacks to {outer.type}"
+    elif equation.op == "remat" or equation.op == "cond":
+        skip = 1 if equation.op == "cond" else 0
+        for body in equation.bodies:
+            for outer, inner in zip(equation.inputs[skip:], body.inputs, strict=True):
+                _same(outer, inner, where)
+            for outer, inner in zip(equation.outputs, body.outputs, strict=True):
+                _same(outer, inner, where)

@@ -1,0 +1,122 @@
+"""The one file that knows JAX's versions and private names.
+
+autopar supports jax 0.10 (Python 3.11) to 0.12 (Python 3.13). What differs between them, and what has no public
+name, is wrapped here; the rest of the package reads the same on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import config as _config
+from jax._src import source_info_util as _source_info
+from jax.extend import core as jex_core
+
+Literal = jex_core.Literal
+Tracer = jax.core.Tracer
+#: A (closed) jaxpr as a function of flat arrays that returns a list.
+jaxpr_as_fun = jex_core.jaxpr_as_fun
+
+#: Call primitives: their bodies are inlined while tracing. Each maps to the parameter that holds the body.
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+}
+
+#: Names under which JAX has known `jax.checkpoint`.
+REMATS = frozenset({"checkpoint", "remat", "remat2"})
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr and its constants; since jax 0.11 a closed jaxpr and a jaxpr are one class."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def call_body(eqn: Any) -> Any | None:
+    """The body of a call that is to be inlined, or None if `eqn` is no such call."""
+    name = CALLS.get(eqn.primitive.name)
+    if name is None:
+        return None
+    return eqn.params.get(name) or eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """(number of constants, number of carries) of a scan equation; jax 0.12 keeps them in a flat tree."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    jaxpr, _ = open_jaxpr(params["jaxpr"])
+    parts = [len(list(part)) for part in params["ft_in"].update(list(range(len(jaxpr.invars)))).unpack()]
+    assert sum(parts) == len(jaxpr.invars), "a scan's operands are constants, carries and sequences"
+    return parts[0], parts[1]
+
+
+def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+    """Apply a primitive; always a list of results."""
+    out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
+    return list(out) if primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def equation_context(context: Any, source_info: Any) -> Iterator[None]:
+    """Emit under an equation's own context (compute type, metadata) and with its source line."""
+    manager = context.manager if context is not None else contextlib.nullcontext()
+    if source_info is None:
+        with manager:
+            yield
+        return
+    stack = _source_info.current_name_stack() + source_info.name_stack
+    with _source_info.user_context(source_info.traceback, name_stack=stack), manager:
+        yield
+
+
+def frames(source_info: Any) -> list[tuple[str, int, str]]:
+    """(file, line, function) of an equation's Python stack, innermost first."""
+    traceback = getattr(source_info, "traceback", None)
+    if traceback is None:
+        return []
+    return [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
+
+
+def body_file(jaxpr: Any) -> str:
+    """The file that defines the function a jaxpr was traced from ('' where JAX doesn't say)."""
+    info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
+    return str(getattr(info, "func_src_info", "") or "")
+
+
+def enable_x64() -> contextlib.AbstractContextManager[Any]:
+    """A context in which 64-bit types exist, whatever the process's own setting."""
+    return _config.enable_x64(True)
+
+
+def is_key(dtype: Any) -> bool:
+    """Whether a dtype is that of typed PRNG keys."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is a real floating-point one, the small ones (bfloat16, float8) included."""
+    return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
+
+
+def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **jit_options: Any) -> Any:
+    """`jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
+    return jax.jit(fun, **jit_options).trace(*args, **kwargs)
+
+
+def promotes_to(narrow: Any, wide: Any) -> bool:
+    """Whether JAX promotes `narrow` with `wide` to `wide`: for floats, that `wide` holds every `narrow` value."""
+    return bool(jax.numpy.promote_types(narrow, wide) == wide)
+
+
+def is_weak(value: Any) -> bool:
+    """Whether JAX lets this value's dtype yield to others."""
+    return bool(getattr(jax.typeof(value), "weak_type", False))

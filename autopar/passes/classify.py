@@ -1,0 +1,147 @@
+"""Which state leaves are looked up by rows: the candidates for lifting, and the leaves that may be their slots.
+
+A leaf is a *table* if a gather (or a slice of rows) along one of its axes reads it, directly or through row-parallel
+equations. A leaf with as many rows may be one of its optimizer slots: whether it is, `analyze_rows` finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.rules import ALIGNED
+
+#: Where a variable's rows come from: (state leaf, the leaf's axis, the variable's axis).
+Trace = tuple[int, int, int]
+
+
+def classify(program: Program) -> tuple[Program, str]:
+    """Mark tables and candidates, each with its row axis."""
+    states = [k for k, given in enumerate(program.inputs) if given.role == "state"]
+    start: dict[Var, frozenset[Trace]] = {}
+    for k in states:
+        var = program.block.inputs[k]
+        if isinstance(var.type, ArrayType):
+            start[var] = frozenset((k, axis, axis) for axis, size in enumerate(var.shape) if size > 1)
+    axes: dict[int, int] = {}
+    for leaf, axis in sorted(_looked_up(program.block, start)):
+        axes.setdefault(leaf, axis)
+    tables = tuple(sorted(axes.items()))
+    candidates = tuple((k, axes.get(k, axis)) for k in states if (axis := _slot_axis(program, k, tables)) is not None)
+    names = ", ".join(program.inputs[k].path for k, _ in tables)
+    note = f"looked up by rows: {names}" if tables else "no parameter is looked up by rows"
+    return dataclasses.replace(program, tables=tables, candidates=candidates), note
+
+
+def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> int | None:
+    """The axis along which a state leaf may hold a slot of one of the tables."""
+    shape = program.block.inputs[k].shape
+    for table, axis in tables:
+        like = program.block.inputs[table].shape
+        if shape == like:
+            return axis
+        if shape[:1] == like[axis : axis + 1]:
+            return 0
+    return None
+
+
+def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[int, int]]:
+    """(leaf, axis) that a lookup reads; `traces` grows by the block's variables."""
+    found: set[tuple[int, int]] = set()
+    for equation in block.equations:
+        sources = [traces.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in equation.inputs]
+        if not any(sources):
+            continue
+        if equation.op in _SLICED:
+            found |= {(leaf, of) for leaf, of, axis in sources[0] if _picks_rows(equation, axis)}
+        if equation.op in ("scan", "remat"):
+            shift = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
+            found |= _looked_up(equation.bodies[0], _into(equation, sources, shift))
+        elif equation.op in _WRITES:
+            traces[equation.outputs[0]] = sources[0]
+        elif equation.op in ALIGNED or equation.op == "optimization_barrier":
+            union = frozenset().union(*sources)
+            traces |= {v: union for v in equation.outputs}
+        elif equation.op in _MOVE:
+            moved = {
+                (leaf, of, to)
+                for k, source in enumerate(sources)
+                for leaf, of, axis in source
+                if (to := _MOVE[equation.op](equation, k, axis)) is not None
+            }
+            traces |= {v: frozenset(moved) for v in equation.outputs}
+    return found
+
+
+def _into(
+    equation: Equation, sources: Sequence[frozenset[Trace]], sequences: int | None
+) -> dict[Var, frozenset[Trace]]:
+    """Traces of a body's inputs; a scan's sequences lose their first axis."""
+    inner = {}
+    for k, (var, source) in enumerate(zip(equation.bodies[0].inputs, sources, strict=True)):
+        if sequences is not None and k >= sequences:
+            source = frozenset((leaf, of, axis - 1) for leaf, of, axis in source if axis > 0)
+        inner[var] = source
+    return inner
+
+
+_SLICED = frozenset({"gather", "dynamic_slice", "slice"})
+#: Row writes keep the rows where they are.
+_WRITES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
+
+
+def _picks_rows(equation: Equation, axis: int) -> bool:
+    """Whether a slice takes some of the rows along an axis (rather than all of them)."""
+    rows = equation.inputs[0].shape[axis]
+    if equation.op == "slice":
+        return equation.outputs[0].shape[axis] != rows
+    if equation.op == "gather" and axis not in equation.params["dimension_numbers"].start_index_map:
+        return False
+    return equation.params["slice_sizes"][axis] != rows
+
+
+def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
+    to = equation.params["broadcast_dimensions"][axis]
+    return to if equation.outputs[0].shape[to] == equation.inputs[0].shape[axis] else None
+
+
+def _reshape(equation: Equation, k: int, axis: int) -> int | None:
+    old, new = equation.inputs[0].shape, equation.outputs[0].shape
+    before = _size(old[:axis])
+    return next((d for d in range(len(new)) if new[d] == old[axis] and _size(new[:d]) == before), None)
+
+
+def _size(shape: Sequence[int]) -> int:
+    return ArrayType(tuple(shape), None).size
+
+
+def _transpose(equation: Equation, k: int, axis: int) -> int | None:
+    return list(equation.params["permutation"]).index(axis)
+
+
+def _squeeze(equation: Equation, k: int, axis: int) -> int | None:
+    gone = {d % len(equation.inputs[0].shape) for d in equation.params["dimensions"]}
+    return None if axis in gone else axis - sum(d < axis for d in gone)
+
+
+def _dot(equation: Equation, k: int, axis: int) -> int | None:
+    contract, batch = equation.params["dimension_numbers"]
+    if axis in contract[k] or axis in batch[k]:
+        return None
+    free = [d for d in range(len(_operand(equation, k).shape)) if d not in contract[k] and d not in batch[k]]
+    left = len(_operand(equation, 0).shape) - len(contract[0]) - len(batch[0]) if k == 1 else 0
+    return len(batch[k]) + left + free.index(axis)
+
+
+def _operand(equation: Equation, k: int) -> Atom:
+    return equation.inputs[k]
+
+
+_MOVE = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "dot_general": _dot,
+}

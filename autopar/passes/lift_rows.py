@@ -1,0 +1,240 @@
+"""Rewrite the step into row space: what the Plan lifts runs on the touched rows only.
+
+    ids -> route -> pull -> the step's own equations on [rows, ...] -> sweep (if need be) -> commit
+
+Order matters: pull, compute, commit last. With it a donated table is updated in place, without a copy.
+
+Lifting rests on 0 * x = 0, which holds for finite x. A route always has a padding row: a real row of the table that
+gets no gradient. If its new value differs from its old one, the untouched rows change as well (a NaN in a clip
+factor does this in plain JAX, too), and `sweep` runs the off-row equations over all rows, in place, block by block.
+Otherwise it does nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, RouteType, Var, count_equations
+from autopar.ir.row_ids import collect_ids
+from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
+from autopar.ir.slicing import clone, eliminate_dead, needed_equations
+from autopar.passes.row_scope import Lifting, OffScope, Scope
+
+#: Rows that a sweep takes at a time: its memory doesn't grow with the table.
+_BLOCK_ROWS = 512
+
+
+def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
+    """The program with every family that the plan lifts in row space."""
+    if not plan.lifts:
+        return program, "nothing is lifted"
+    block = _Lift.of(program, plan).run()
+    before, after = count_equations(program.block), count_equations(block)
+    rows = ", ".join(f"{f.rows - 1} rows" for f in plan.families)
+    return dataclasses.replace(program, block=block), f"{before} equations became {after}; at most {rows} a step"
+
+
+@dataclass(eq=False)
+class _Lift:
+    program: Program
+    plan: Plan
+    facts: RowFacts
+    scope: Scope
+    spaces: dict[int, RowSpace]
+    done: set[Equation] = field(default_factory=set)
+    committed: set[int] = field(default_factory=set)
+    known: set[Atom] = field(default_factory=set)
+
+    @staticmethod
+    def of(program: Program, plan: Plan) -> _Lift:
+        facts: RowFacts = program.rows
+        spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
+        block = program.block
+        lifting = Lifting(
+            facts=facts,
+            families={f.family: f for f in plan.families},
+            extents={f: s.extent for f, s in spaces.items()},
+            block_rows={f: min(s.extent, _BLOCK_ROWS) for f, s in spaces.items()},
+            templates={},
+            leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
+        )
+        scope = Scope(lifting, block, dense={v: v for v in block.inputs})
+        return _Lift(program, plan, facts, scope, spaces, known=set(block.inputs))
+
+    def run(self) -> Block:
+        block = self.program.block
+        waiting = list(block.equations)
+        while waiting:
+            left = [e for e in waiting if not self._try(e)]
+            if len(left) == len(waiting):
+                ready = [f for f in self.spaces if f not in self.committed and self._is_complete(f)]
+                assert ready, f"nothing can go on at {left[0].op} ({left[0].where})"
+                for family in ready:
+                    self._commit(family)
+            waiting = left
+        for family in self.spaces:
+            if family not in self.committed:
+                self._commit(family)
+        outputs = tuple(self.scope.get(a) for a in block.outputs)
+        lifted, _ = eliminate_dead(Block(block.inputs, tuple(self.scope.equations), outputs))
+        return lifted
+
+    # --- equations in an order that can be run ---
+
+    def _try(self, equation: Equation) -> bool:
+        """Rewrite an equation, unless it has to wait for a commit."""
+        if equation in self.done:
+            return True
+        if any(isinstance(a, Var) and a not in self.known for a in equation.inputs):
+            return False
+        if any(f in self.spaces and f not in self.committed for f in self._read_after(equation)):
+            return False
+        for family in self._families(equation):
+            self._route(family)
+        self.scope.rewrite(equation)
+        self.done.add(equation)
+        self.known.update(equation.outputs)
+        return True
+
+    def _read_after(self, equation: Equation) -> set[int]:
+        """Families whose updated leaves the equation reads whole."""
+        if self.facts.roles.get(equation) != "dense":
+            return set()
+        found = (self.facts.whole.get(a, frozenset()) for a in equation.inputs if isinstance(a, Var))
+        return {self.facts.find(f) for families in found for f in families}
+
+    def _families(self, equation: Equation) -> list[int]:
+        atoms: Iterable[Atom] = (*equation.inputs, *equation.outputs)
+        rows = (self.scope.lifting.row(a) for a in atoms)
+        return list(dict.fromkeys(r.family for r in rows if r is not None))
+
+    # --- routes ---
+
+    def _route(self, family: int) -> None:
+        """Compute the family's ids and route, ahead of the equations in between if need be."""
+        if family in self.scope.routes:
+            return
+        space = self.spaces[family]
+        ids = collect_ids(self.program.block, space)
+        roots = [a for e in ids.equations for a in e.inputs]
+        self._ahead(needed_equations(self.program.block, roots))
+        for equation in ids.equations:
+            bodies = tuple(clone(b)[0] for b in equation.bodies)
+            inputs = tuple(self.scope.get(a) for a in equation.inputs)
+            outputs = tuple(Var(v.type) for v in equation.outputs)
+            self.scope.equations.append(
+                dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies)
+            )
+            self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
+        type_ = RouteType(space.extent, self.scope.rows_of(family))
+        flat = [self.scope.get(v) for v in ids.results]
+        params = {"extent": space.extent, "rows": type_.rows}
+        self.scope.routes[family] = self.scope.emit("route", flat, type_, params)
+
+    def _ahead(self, equations: list[Equation]) -> None:
+        """Emit what ids depend on. A loop that is needed in part only is copied in part."""
+        whole = set(self.program.block.equations)
+        for equation in equations:
+            if equation in whole:
+                done = self._try(equation)
+                assert done, f"ids wait for {equation.op} ({equation.where})"
+                continue
+            for family in self._families(equation):
+                self._route(family)
+            bodies = tuple(clone(b)[0] for b in equation.bodies)
+            inputs = tuple(self.scope.get(a) for a in equation.inputs)
+            outputs = tuple(Var(v.type) for v in equation.outputs)
+            self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
+            self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
+            self.known.update(equation.outputs)
+
+    # --- the end of a step ---
+
+    def _updates(self, space: RowSpace) -> list[tuple[int, Atom]]:
+        """(leaf, its new value) of the family's leaves that change."""
+        block, new = self.program.block, self.program.new_states
+        pairs = [(k, block.outputs[new[k]]) for k in space.leaves if k in new]
+        return [(k, atom) for k, atom in pairs if atom is not block.inputs[k]]
+
+    def _is_complete(self, family: int) -> bool:
+        return all(not isinstance(a, Var) or a in self.known for _, a in self._updates(self.spaces[family]))
+
+    def _commit(self, family: int) -> None:
+        """Write the new rows back; first make sure that the other rows stay as they are."""
+        scope, space = self.scope, self.spaces[family]
+        self._route(family)
+        route = scope.route(family)
+        inputs = self.program.block.inputs
+        axes = dict(zip(space.leaves, space.axes, strict=True))
+        changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in self._updates(space)}
+        kept = [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
+        leaves = {k: inputs[k] for k in kept}
+        first = [v for k in space.leaves for v in self._old_readers(inputs[k])]
+        if kept and not self.plan.families[self._position(family)].lazy:
+            leaves = self._sweep(space, kept, changed, first)
+            first = []
+        for k, rows in changed.items():
+            type_, params = inputs[k].type, {"axis": axes[k], "extent": space.extent}
+            if k in leaves:
+                new = scope.emit("commit", (leaves[k], rows, route, *first), type_, params)
+            else:
+                new = scope.emit("densify", (rows, route), type_, params)
+            atom = dict(self._updates(space))[k]
+            if isinstance(atom, Var):
+                scope.dense[atom] = new
+        self.committed.add(family)
+
+    def _position(self, family: int) -> int:
+        return next(i for i, f in enumerate(self.plan.families) if f.family == family)
+
+    def _off(self, atom: Atom):
+        value = self.facts.value(atom)
+        return value.off if isinstance(value, Row) else None
+
+    def _sweep(
+        self, space: RowSpace, kept: list[int], changed: dict[int, Atom], first: list[Atom]
+    ) -> dict[int, Atom]:
+        """The leaves after the off-row equations have run over all rows, if the padding row says that they must."""
+        scope, family, inputs = self.scope, space.family, self.program.block.inputs
+        rows = scope.lifting.block_rows[family]
+        chunk = Var(RouteType(space.extent, rows))
+        inner = {k: Var(inputs[k].type) for k in kept}
+        off = OffScope(
+            scope.lifting, self.program.block, routes={family: chunk}, primary=scope, dense={inputs[k]: inner[k] for k in kept}
+        )
+        updates = dict(self._updates(space))
+        off.run([a for k in kept if isinstance(a := updates[k], Var)], family)
+        axes = dict(zip(space.leaves, space.axes, strict=True))
+        new = [off.at_rows(updates[k], axes[k], family) for k in kept]
+        frontier = [key[1] for key in off.imports]
+        assert all(key[0] == "new" for key in off.imports), "the outermost off-row form reads the first rewriting only"
+        body = Block((chunk, *inner.values(), *off.imports.values()), tuple(off.equations), tuple(new))
+        body, _ = eliminate_dead(body)
+        old = [scope.at_rows(inputs[k], axes[k], family) for k in kept]
+        operands = (*old, *(changed[k] for k in kept), *(inputs[k] for k in kept), *frontier, *first)
+        params = {
+            "axes": tuple(axes[k] for k in kept),
+            "frontier": len(frontier),
+            "rows": rows,
+            "extent": space.extent,
+        }
+        outputs = tuple(Var(inputs[k].type) for k in kept)
+        scope.equations.append(Equation("sweep", operands, outputs, params, (body,)))
+        return dict(zip(kept, outputs, strict=True))
+
+    def _old_readers(self, leaf: Var) -> list[Atom]:
+        """Results of what has read the whole old leaf so far: the commit waits for them, and so needs no copy."""
+        rows = max(leaf.shape)
+        tainted: set[Atom] = {leaf}
+        found: list[Atom] = []
+        for equation in self.scope.equations:
+            if equation.op in ("pull", "sweep", "commit") or not tainted.intersection(equation.inputs):
+                continue
+            big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and rows in v.shape]
+            tainted.update(big)
+            if not big and equation.outputs and isinstance(equation.outputs[0].type, ArrayType):
+                found.append(equation.outputs[0])
+        return found

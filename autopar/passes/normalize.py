@@ -1,0 +1,49 @@
+"""Dead-code elimination and value numbering.
+
+Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure
+equations of one block become one, so that the ids of a forward lookup and of its backward scatter are one value.
+Nested blocks are numbered by themselves: a remat's recomputation is never merged with the first computation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.ir.program import Atom, Block, Equation, Program, Var, count_equations
+from autopar.ir.slicing import eliminate_dead
+from autopar.ir.values import Numbering
+
+
+def normalize(program: Program) -> tuple[Program, str]:
+    """The same program without dead and repeated equations; notes say how many went."""
+    before = count_equations(program.block)
+    block, _ = eliminate_dead(program.block)
+    live = count_equations(block)
+    block = merge_equal(block)
+    after = count_equations(block)
+    note = f"{before} equations; {before - live} dead and {live - after} repeated ones removed"
+    return dataclasses.replace(program, block=block), note
+
+
+def merge_equal(block: Block) -> Block:
+    """Value numbering of one block and, separately, of the blocks in it."""
+    numbering = Numbering()
+    env: dict[Atom, Atom] = {}
+    equations: list[Equation] = []
+    for equation in block.equations:
+        inputs = tuple(env.get(a, a) for a in equation.inputs)
+        bodies = tuple(merge_equal(b) for b in equation.bodies)
+        changed = any(a is not b for a, b in zip(bodies, equation.bodies, strict=True))
+        if changed:
+            equation = dataclasses.replace(equation, bodies=bodies, original=None)
+        if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
+            equation = dataclasses.replace(equation, inputs=inputs)
+        earlier = numbering.find(equation)
+        if earlier is None:
+            equations.append(equation)
+        else:
+            env.update(zip(equation.outputs, earlier, strict=True))
+    if not env and all(a is b for a, b in zip(equations, block.equations, strict=True)):
+        return block
+    outputs = tuple(env.get(a, a) if isinstance(a, Var) else a for a in block.outputs)
+    return Block(block.inputs, tuple(equations), outputs)
