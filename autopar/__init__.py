@@ -11,6 +11,8 @@ from autopar.errors import (
     StrategyError,
     VerificationError,
 )
+from autopar.explain import Explanation, explain
+from autopar.verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -18,11 +20,15 @@ __all__ = [
     "ArgumentsError",
     "AutoparError",
     "DonatedStateError",
+    "Explanation",
     "ParallelStep",
     "RecompileWarning",
     "StateError",
     "StepError",
     "StrategyError",
+    "Verification",
     "VerificationError",
+    "explain",
     "parallelize",
+    "verify",
 ]

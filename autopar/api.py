@@ -58,7 +58,7 @@ class ParallelStep:
     """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
 
     Attributes:
-      plan: The plan in use (None before the first call).
+      latest: What is known of the step at the shapes of the latest call that was planned.
     """
 
     fun: Callable[..., Any]
@@ -69,7 +69,7 @@ class ParallelStep:
     static_argnums: tuple[int, ...]
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
-    _latest: Entry | None = None
+    latest: Entry | None = None
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.fun)
@@ -81,7 +81,8 @@ class ParallelStep:
 
     @property
     def plan(self) -> Plan | None:
-        return self._latest.compiled.plan if self._latest else None
+        """The plan in use, None before the first call."""
+        return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._runners.get((len(args), *kwargs))
@@ -110,7 +111,7 @@ class ParallelStep:
             self._entries[call.key] = entry
         if entry.example is None:
             entry.example = _example(entry, args, kwargs, self.static_argnums)
-        self._latest = entry
+        self.latest = entry
         return entry
 
     # --- planning ---
@@ -175,7 +176,7 @@ class ParallelStep:
 
     def _place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Copy state leaves that share a buffer with another leaf: each is to be updated in place by itself."""
-        entry = self._latest
+        entry = self.latest
         if entry is None or not self.donate:
             return args, kwargs
         states = [entry.call.arguments[k] for k in entry.states.outputs]

@@ -204,8 +204,9 @@ def _check_missing(
         )
     size = len(argument.types)
     near = next((start for node, start in nodes if node == argument.treedef), None)
-    if near is not None and (named or size > 1):
-        pairs = zip(argument.paths, argument.types, types[near : near + size], strict=True)
+    pairs = list(zip(argument.paths, argument.types, types[near : near + size], strict=True)) if near is not None else []
+    same_shapes = sum(old.shape == new.shape for _, old, new in pairs)
+    if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):
         path, old, new = next(p for p in pairs if not _alike(p[1], p[2]))
         raise StateError(
             f"{argument.name!r} comes back with another type at {path or 'its only leaf'}: it went in as {old} and "

@@ -41,6 +41,11 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a nested program."""
+    return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
+
+
 def call_body(eqn: Any) -> Any | None:
     """The body of a call that is to be inlined, or None if `eqn` is no such call."""
     name = CALLS.get(eqn.primitive.name)

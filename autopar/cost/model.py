@@ -22,3 +22,12 @@ def lifting_pays(*, extent: int, ids: int, row_bytes: int) -> bool:
       row_bytes: Bytes of one row, the slots' rows included.
     """
     return extent * row_bytes >= SMALL_FAMILY_BYTES and extent >= ROWS_PER_ID * ids
+
+
+def touched_bytes(*, table_bytes: int, family_bytes: int) -> int:
+    """Bytes of memory traffic of one dense update of a table and its slots.
+
+    The gradient is written and read once (the table's size each), and every leaf of the family is read and written.
+    A lifted update does the same on the touched rows: alpha times this.
+    """
+    return 2 * (table_bytes + family_bytes)

@@ -47,9 +47,18 @@ def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> i
 
 
 def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[int, int]]:
-    """(leaf, axis) that a lookup reads; `traces` grows by the block's variables."""
+    """(leaf, axis) that a lookup reads; `traces` grows by the block's variables.
+
+    Products are followed only where they are of states alone (`table @ w`), or every activation would carry a trace
+    of every weight before it.
+    """
     found: set[tuple[int, int]] = set()
+    pure = set(traces)
     for equation in block.equations:
+        if all(a in pure for a in equation.inputs if isinstance(a, Var)):
+            pure.update(equation.outputs)
+        elif equation.op == "dot_general":
+            continue  # activations times weights: their columns are nobody's rows
         sources = [traces.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in equation.inputs]
         if not any(sources):
             continue

@@ -1,0 +1,242 @@
+"""`explain`: the plan, and why, as a table that a person enjoys reading.
+
+Rich in a terminal, HTML in a notebook, plain text in a log: `print(autopar.explain(step, state, batch))`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.api import Entry, ParallelStep
+from autopar.cost.model import touched_bytes
+from autopar.errors import ArgumentsError
+from autopar.ir.plan import ParameterPlan
+from autopar.ir.rowspace import RowSpace
+from autopar.measure.alpha import Alpha, measure_alpha
+
+#: Dense leaves that are listed one by one; the rest is summed up.
+_SHOWN_DENSE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter (and, for a table, its optimizer slots).
+
+    Attributes:
+      path, shape, kind: As in the state; kind is "sparse" (looked up by rows) or "dense".
+      nbytes: Bytes of the parameter and of its slots.
+      alpha: Share of rows that a batch touches, None for a dense parameter.
+      action: What was done.
+      dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
+      line: Where it is looked up, or what refused it.
+      reason, remedy: Why, and what would change it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+    slots: int
+    alpha: Alpha | None
+    action: str
+    dense_bytes: int
+    planned_bytes: int
+    line: str = ""
+    reason: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` returns; `str()` is plain text."""
+
+    name: str
+    rows: tuple[Row, ...]
+    passes: tuple[tuple[str, str, float], ...]
+    trace_s: float
+    sparse: str
+
+    @property
+    def dense_bytes(self) -> int:
+        """Memory traffic of all updates in a plain step."""
+        return sum(r.dense_bytes for r in self.rows)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory traffic of all updates in the planned step."""
+        return sum(r.planned_bytes for r in self.rows)
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [self._table()]
+        parts += [_reason(r) for r in self.rows if r.kind == "sparse"]
+        parts.append(self._totals())
+        for name, note, seconds in self.passes:
+            parts.append(Text.assemble(("  " + name.ljust(14), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return self._export(None).rstrip() + "\n"
+
+    def _repr_html_(self) -> str:
+        return self._export("html")
+
+    def _export(self, kind: str | None) -> str:
+        # A log has no width of its own; long lines are better than broken paths.
+        console = Console(file=io.StringIO(), record=kind == "html", width=160, color_system=None)
+        console.print(self)
+        if kind == "html":
+            return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def _table(self) -> Table:
+        table = Table(title=f"Plan of {self.name} (one device)", title_justify="left", title_style="bold")
+        table.add_column("parameter", no_wrap=True)
+        table.add_column("shape")
+        table.add_column("bytes", justify="right")
+        table.add_column("kind")
+        table.add_column("alpha", justify="right")
+        table.add_column("update")
+        table.add_column("bytes touched a step", justify="right", no_wrap=True)
+        dense = [r for r in self.rows if r.kind == "dense"]
+        shown = [r for r in self.rows if r.kind == "sparse"] + sorted(dense, key=lambda r: -r.nbytes)[:_SHOWN_DENSE]
+        for row in shown:
+            style = "green" if row.planned_bytes < row.dense_bytes else "yellow" if row.kind == "sparse" else ""
+            slots = f" + {row.slots} slot{'s' if row.slots > 1 else ''}" if row.slots else ""
+            table.add_row(
+                row.path,
+                f"[{', '.join(map(str, row.shape))}]".replace("[", r"\["),
+                format_bytes(row.nbytes) + slots,
+                row.kind,
+                _alpha(row.alpha),
+                row.action,
+                _traffic(row),
+                style=style,
+            )
+        rest = dense[:0] if len(dense) <= _SHOWN_DENSE else sorted(dense, key=lambda r: -r.nbytes)[_SHOWN_DENSE:]
+        if rest:
+            size = format_bytes(sum(r.nbytes for r in rest))
+            traffic = format_bytes(sum(r.planned_bytes for r in rest))
+            table.add_row(f"{len(rest)} more", "", size, "dense", "", "as it is", traffic)
+        return table
+
+    def _totals(self) -> Text:
+        less = self.dense_bytes / max(self.planned_bytes, 1)
+        text = (
+            f"Parameter updates touch {format_bytes(self.planned_bytes)} a step in place of "
+            f"{format_bytes(self.dense_bytes)}"
+        )
+        if less > 1.05:
+            text += f": {less:.0f} times less" if less >= 2 else f": {less:.1f} times less"
+        if self.sparse == "lazy":
+            text += ". sparse='lazy': rows that a batch doesn't touch don't move, which is not what the plain step does"
+        seconds = sum(s for _, _, s in self.passes)
+        return Text(f"{text}.\nTraced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms:")
+
+
+def explain(step: ParallelStep, *args: Any, **kwargs: Any) -> Explanation:
+    """The plan of a step, per parameter, with the reasons.
+
+    Args:
+      step: What `parallelize` returned.
+      *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s. Nothing of the step is run but the
+        equations that ids depend on, to measure alpha. Without arguments: the plan in use.
+
+    Raises:
+      ArgumentsError: no arguments, and the step hasn't been called yet.
+    """
+    if not isinstance(step, ParallelStep):
+        raise ArgumentsError("explain takes a step that parallelize returned")
+    if args or kwargs:
+        entry = step.entry(*args, **kwargs)
+        dynamic = [a for k, a in enumerate(args) if k not in step.static_argnums]
+        leaves: Sequence[Any] | None = jax.tree.leaves((dynamic, kwargs))
+    else:
+        latest = step.latest
+        if latest is None:
+            raise ArgumentsError(f"{step.name} hasn't been called yet: explain(step, state, batch)")
+        entry, leaves = latest, latest.example
+    return _explain(entry, leaves, step.name)
+
+
+def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanation:
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    told = {p.path: p for p in plan.parameters}
+    rows: list[Row] = []
+    members: set[int] = set()
+    for space in program.rows.spaces:
+        for n, table in enumerate(space.tables):
+            rows.append(_table_row(entry, space, table, n == 0, told[program.inputs[table].path], leaves))
+        members.update(space.leaves)
+    for k, given in enumerate(program.inputs):
+        if given.role == "state" and k not in members:
+            type_ = program.block.inputs[k].type
+            size = getattr(type_, "nbytes", 0)
+            rows.append(Row(given.path, type_.shape, "dense", size, 0, None, "as it is", 2 * size, 2 * size))
+    passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
+    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse)
+
+
+def _table_row(
+    entry: Entry, space: RowSpace, table: int, first: bool, told: ParameterPlan, leaves: Sequence[Any] | None
+) -> Row:
+    """A table's row; the family's slots are counted with its first table."""
+    program = entry.compiled.analysed
+    var = program.block.inputs[table]
+    slots = [k for k in space.leaves if k not in space.tables] if first else []
+    size = var.type.nbytes + sum(program.block.inputs[k].type.nbytes for k in slots)
+    dense = touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
+    alpha = measure_alpha(program, space, leaves) if space.accesses else None
+    lazy = entry.compiled.plan.sparse == "lazy"
+    action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
+    planned = int(dense * alpha.share) if told.lifted and alpha else dense
+    line, reason, remedy = _short(told.line), told.reason, told.remedy
+    return Row(
+        told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, line, reason, remedy
+    )
+
+
+def _short(line: str) -> str:
+    """A path below the working directory, relative to it."""
+    relative = os.path.relpath(line) if line else ""
+    return relative if relative and not relative.startswith("..") else line
+
+
+def _alpha(alpha: Alpha | None) -> str:
+    if alpha is None:
+        return ""
+    mark = "" if alpha.measured else "<= "
+    return f"{mark}{alpha.share:.2%}"
+
+
+def _traffic(row: Row) -> str:
+    if row.planned_bytes == row.dense_bytes:
+        return format_bytes(row.dense_bytes)
+    return f"{format_bytes(row.dense_bytes)} -> {format_bytes(row.planned_bytes)}"
+
+
+def _reason(row: Row) -> Text:
+    text = Text.assemble(("  " + row.path, "bold"), f": {row.action}: {row.reason}")
+    if row.line:
+        text.append(f" ({row.line})")
+    if row.remedy:
+        text.append(f". To change it: {row.remedy}")
+    return text
+
+
+def format_bytes(size: float) -> str:
+    """1536 as '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

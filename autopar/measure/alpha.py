@@ -1,0 +1,61 @@
+"""alpha: the share of a table's rows that a batch touches, measured on an example batch.
+
+Only the equations that the ids depend on are run (no forward pass, no gradient). Where the ids depend on arguments of
+which only the shapes are known, the number of ids is an upper bound. Parallax (5.3.1) calls alpha the sparsity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.backends.emit import emit
+from autopar.backends.single import SingleDevice
+from autopar.ir.program import Block, Program
+from autopar.ir.row_ids import collect_ids
+from autopar.ir.rowspace import RowSpace
+from autopar.ir.slicing import eliminate_dead, needed_equations
+
+
+@dataclass(frozen=True, slots=True)
+class Alpha:
+    """Rows touched of `extent`, by `ids` looked-up ids; `measured` on a batch, or an upper bound."""
+
+    rows: int
+    extent: int
+    ids: int
+    measured: bool
+
+    @property
+    def share(self) -> float:
+        """Touched rows over all rows."""
+        return self.rows / self.extent
+
+
+def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None) -> Alpha:
+    """alpha of one family.
+
+    Args:
+      program: An analysed program.
+      space: The family.
+      leaves: Flat arguments; None (or a ShapeDtypeStruct) for those whose values aren't known.
+    """
+    ids = collect_ids(program.block, space)
+    bound = Alpha(min(space.extent, ids.count), space.extent, ids.count, False)
+    if leaves is None:
+        return bound
+    roots = [a for e in ids.equations for a in e.inputs]
+    equations = (*needed_equations(program.block, roots), *ids.equations)
+    block, used = eliminate_dead(Block(program.block.inputs, equations, ids.results))
+    known = [x is not None and not isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    if any(u and not k for u, k in zip(used, known, strict=True)) or any(e.effects for e in block.walk()):
+        return bound
+    inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
+    run = jax.jit(emit(Block(inputs, block.equations, block.outputs), SingleDevice()))
+    found = run(*(x for x, u in zip(leaves, used, strict=True) if u))
+    flat = np.concatenate([np.asarray(x) for x in found]) if found else np.zeros((0,), np.int32)
+    return Alpha(int(np.unique(flat[flat < space.extent]).size), space.extent, ids.count, True)

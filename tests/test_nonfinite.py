@@ -1,0 +1,94 @@
+"""Where 0 * x = 0 doesn't hold: a scalar of the step that isn't finite poisons every row in plain JAX, and here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+
+ROWS, WIDTH = 1300, 4  # more than two blocks of a sweep
+
+
+def make_step(tx: optax.GradientTransformation, last: float = 1.0) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    params = {"emb": jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32), "w": jnp.eye(WIDTH)}
+    params["emb"] = params["emb"].at[-1].mul(last)
+    state = {"params": params, "opt": tx.init(params)}
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss_fn(p: Any) -> jax.Array:
+            return batch["scale"] * jnp.mean(jnp.tanh(p["emb"][batch["ids"]] @ p["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        metrics = {"loss": loss, "norm": optax.tree.norm(updates), "count": jnp.sum(updates["emb"] != 0)}
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, metrics
+
+    return step, state
+
+
+def batch_of(scale: float, last: int) -> dict[str, jax.Array]:
+    return {"ids": jnp.array([[1, 2, last], [3, 999, 4]], jnp.int32), "scale": jnp.float32(scale)}
+
+
+TRANSFORMATIONS = {
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1)),
+    "sgd": lambda: optax.sgd(0.1),
+    "injected": lambda: optax.inject_hyperparams(optax.adagrad)(learning_rate=0.1),
+    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
+}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e30, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_same_rows_are_poisoned(name: str, scale: float) -> None:
+    step, state = make_step(TRANSFORMATIONS[name]())
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    plain = jax.jit(step)
+    mine = theirs = state
+    # The last row stands for the untouched ones: once it is touched itself, once it isn't.
+    for batch in (batch_of(1.0, 7), batch_of(scale, ROWS - 1), batch_of(scale, 7), batch_of(1.0, 9)):
+        mine, my_metrics = planned(mine, batch)
+        theirs, metrics = plain(theirs, batch)
+        for a, b in zip(jax.tree.leaves((mine, my_metrics)), jax.tree.leaves((theirs, metrics)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    assert planned.plan is not None
+    assert planned.plan.parameters[0].lifted
+
+
+def test_clip_poisons_all_rows() -> None:
+    step, state = make_step(TRANSFORMATIONS["clipped"]())
+    new, _ = autopar.parallelize(step, strategy="ps")(state, batch_of(np.nan, 7))
+    assert bool(jnp.all(jnp.isnan(new["params"]["emb"])))
+
+
+@pytest.mark.parametrize("last", [np.inf, np.nan])
+def test_a_last_row_that_is_not_finite_hides_nothing(last: float) -> None:
+    step, state = make_step(TRANSFORMATIONS["clipped"](), last)
+    planned, plain = autopar.parallelize(step, strategy="ps", donate=False), jax.jit(step)
+    for scale in (1.0, np.nan):
+        mine, _ = planned(state, batch_of(scale, 7))
+        theirs, _ = plain(state, batch_of(scale, 7))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), mine, theirs)
+
+
+def test_poison_inside_a_scan_of_steps() -> None:
+    step, state = make_step(TRANSFORMATIONS["clipped"]())
+
+    def many(state: Any, batch: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(lambda s, scale: step(s, {"ids": batch["ids"], "scale": scale}), state, batch["scales"])
+
+    for scales in ([1.0, 1.0, 1.0], [1.0, np.inf, 1.0]):
+        batch = {"ids": batch_of(1.0, 7)["ids"], "scales": jnp.array(scales, jnp.float32)}
+        planned = autopar.parallelize(many, strategy="ps", donate=False)
+        mine, _ = planned(state, batch)
+        theirs, _ = jax.jit(many)(state, batch)
+        assert planned.plan is not None and planned.plan.parameters[0].lifted
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), mine, theirs)
+    assert bool(jnp.all(jnp.isnan(theirs["params"]["emb"])))

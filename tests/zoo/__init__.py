@@ -1,0 +1,25 @@
+"""The zoo: ordinary single-device training steps on which autopar's contract (DESIGN.md 1) is tested.
+
+Nothing here knows autopar. Three axes, each a dict by name:
+
+- `MODELS`: whole models, crossed with any optimizer by `MODELS[m].make(OPTIMIZERS[o].make())`;
+- `OPTIMIZERS`: Optax transformations, each with whether it lets a table be lifted;
+- `VARIANTS`: one small step for each way of looking a table up, with what is expected of the table.
+"""
+
+from .case import Case, key_path
+from .models import MODELS, Model
+from .optimizers import OPTIMIZERS, Optimizer, is_table
+from .variants import VARIANTS, Variant
+
+__all__ = [
+    "MODELS",
+    "OPTIMIZERS",
+    "VARIANTS",
+    "Case",
+    "Model",
+    "Optimizer",
+    "Variant",
+    "is_table",
+    "key_path",
+]
