@@ -137,7 +137,8 @@ class ParallelStep:
 
     def _announce(self, call: Call) -> None:
         """Say that a call had new shapes; stop where that doesn't end."""
-        same = [e.call for e in self._entries.values() if len(e.call.arguments) == len(call.arguments)]
+        names = [a.name for a in call.arguments]
+        same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
         if not same:
             return
         change = _difference(same[-1], call)

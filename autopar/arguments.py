@@ -203,7 +203,8 @@ def _check_missing(
             "comes back: say which is the state, parallelize(step, state_argnums=...)"
         )
     size = len(argument.types)
-    near = next((start for node, start in nodes if node == argument.treedef), None)
+    lone = argument.is_lone_array
+    near = next((start for node, start in nodes if node == argument.treedef and not lone), None)
     pairs = list(zip(argument.paths, argument.types, types[near : near + size], strict=True)) if near is not None else []
     same_shapes = sum(old.shape == new.shape for _, old, new in pairs)
     if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):

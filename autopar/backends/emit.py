@@ -119,11 +119,25 @@ class _Emitter:
         for a, b, axis in zip(old, new, p["axes"], strict=True):
             last = (slice(None),) * axis + (-1,)
             needed = needed | jnp.any(a[last] != b[last])
-        if first:
-            needed, *_ = jax.lax.optimization_barrier((needed, *first))
+        for value in first:
+            needed = needed | _rarely(value)
         return self._backend.sweep(
             lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p
         )
+
+
+def _rarely(value: Array) -> Array:
+    """A condition on a value that hardly ever holds: what waits for it waits for the value.
+
+    XLA copies a table that is still to be read when it is overwritten in place, and on CPUs it drops optimization
+    barriers before it decides. A sweep that runs without need changes nothing, so it may wait in this way.
+    """
+    value = jnp.asarray(value)
+    if jax_compat.is_float(value.dtype):
+        return jnp.any(jnp.isnan(value))
+    if jnp.issubdtype(value.dtype, jnp.integer):
+        return jnp.any(value == jnp.iinfo(value.dtype).min)
+    return jnp.zeros((), bool)  # no value of a bool is rare: XLA may copy
 
 
 def _check(equation: Equation, var: Var, value: Array) -> None:

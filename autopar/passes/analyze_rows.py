@@ -288,8 +288,12 @@ class _Run:
         return any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
 
     def _notes(self, space: RowSpace) -> tuple[str, ...]:
-        reads = [r for f, r in self.dense_reads if self.find(f) == space.family]
-        return tuple(dict.fromkeys(f"read whole: {r}" for r in reads))
+        reads = [f"read whole: {r}" for f, r in self.dense_reads if self.find(f) == space.family]
+        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
+            value = self._value(atom)
+            if isinstance(value, Row) and self.find(value.family) == space.family and output.state not in space.leaves:
+                reads.append(f"the output {output.path} is written with all rows, {value.off} on untouched ones")
+        return tuple(dict.fromkeys(reads))
 
     def causes(self, space: RowSpace) -> dict[int, Refusal]:
         """Leaves that keep the family from being lifted, with the reason."""

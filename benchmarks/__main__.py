@@ -1,0 +1,28 @@
+"""`python -m benchmarks [NAME ...]`: all benchmarks, or those named."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import contract, one_device
+
+BENCHMARKS = {
+    "lookup": one_device.lookup,
+    "dispatch": one_device.dispatch,
+    "planning": one_device.planning,
+    "crossover": one_device.crossover,
+    "contract": contract.product,
+}
+
+
+def main(names: list[str]) -> None:
+    unknown = [n for n in names if n not in BENCHMARKS]
+    if unknown:
+        raise SystemExit(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for name in names or BENCHMARKS:
+        print(f"== {name}", flush=True)
+        BENCHMARKS[name]()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,239 @@
+"""Which arguments are state, in the forms in which people write steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+
+TX = optax.adagrad(0.1)
+IDS = jnp.array([[1, 4], [7, 4]], jnp.int32)
+
+
+def make_params() -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {"emb": jnp.asarray(rng.normal(size=(40, 3)), jnp.float32), "w": jnp.eye(3)}
+
+
+def loss_of(params: Any, ids: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(params["emb"][ids] @ params["w"]) ** 2)
+
+
+def update(params: Any, opt: Any, ids: jax.Array) -> tuple[Any, Any, jax.Array]:
+    loss, grads = jax.value_and_grad(loss_of)(params, ids)
+    updates, opt = TX.update(grads, opt, params)
+    return optax.apply_updates(params, updates), opt, loss
+
+
+def same(planned: Any, plain: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), planned, plain)
+
+
+def lifted(step: autopar.ParallelStep) -> list[str]:
+    assert step.plan is not None
+    return [p.path for p in step.plan.parameters if p.lifted]
+
+
+def test_params_and_optimizer_state_apart() -> None:
+    step = autopar.parallelize(update, strategy="ps", donate=False)
+    params = make_params()
+    same(step(params, TX.init(params), IDS), jax.jit(update)(params, TX.init(params), IDS))
+    assert lifted(step) == ["params/emb"]
+    entry = step.entry(params, TX.init(params), IDS)
+    paths = [i.path for i in entry.compiled.program.inputs]
+    assert "opt/0/sum_of_squares/emb" in paths and paths[-1] == "ids"
+
+
+def test_keyword_arguments() -> None:
+    step = autopar.parallelize(update, strategy="ps", donate=False)
+    params = make_params()
+    expected = jax.jit(update)(params, TX.init(params), IDS)
+    same(step(params, ids=IDS, opt=TX.init(params)), expected)
+    same(step(params=params, ids=IDS, opt=TX.init(params)), expected)
+    assert lifted(step) == ["params/emb"]
+
+
+def test_keyword_state_is_donated() -> None:
+    step = autopar.parallelize(update, strategy="ps")
+    params = make_params()
+    step(params=params, ids=IDS, opt=TX.init(params))
+    assert params["emb"].is_deleted()
+
+
+def test_static_arguments() -> None:
+    def by_name(params: Any, opt: Any, ids: jax.Array, kind: str) -> Any:
+        new, opt, loss = update(params, opt, ids)
+        return new, opt, {kind: loss * (2 if kind == "double" else 1)}
+
+    step = autopar.parallelize(by_name, static_argnums=3, strategy="ps", donate=False)
+    params = make_params()
+    plain = jax.jit(by_name, static_argnums=3)
+    same(step(params, TX.init(params), IDS, "loss"), plain(params, TX.init(params), IDS, "loss"))
+    with pytest.warns(autopar.RecompileWarning, match="static argument"):
+        same(step(params, TX.init(params), IDS, "double"), plain(params, TX.init(params), IDS, "double"))
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_random_keys_in_the_state(make_key: Any) -> None:
+    def noisy(state: Any, ids: jax.Array) -> Any:
+        key, now = jax.random.split(state["key"])
+        keep = jax.random.bernoulli(now, 0.5, IDS.shape)
+        params, opt, loss = update(state["params"], state["opt"], jnp.where(keep, ids, 0))
+        return {"params": params, "opt": opt, "key": key, "count": state["count"] + 1}, loss
+
+    params = make_params()
+    state = {"params": params, "opt": TX.init(params), "key": make_key(3), "count": jnp.int32(0)}
+    step, plain = autopar.parallelize(noisy, strategy="ps", donate=False), jax.jit(noisy)
+    mine = theirs = state
+    for _ in range(3):
+        mine, a = step(mine, IDS)
+        theirs, b = plain(theirs, IDS)
+        same(a, b)
+    same(mine["params"], theirs["params"])
+    assert int(mine["count"]) == 3 and lifted(step) == ["params/emb"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Batch:
+    ids: jax.Array
+    weight: jax.Array
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple", "dataclass"])
+def test_batches(form: str) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        ids = {"dict": lambda: batch["ids"], "tuple": lambda: batch[0], "dataclass": lambda: batch.ids}[form]()
+        params, opt, loss = update(*state, ids)
+        return (params, opt), loss
+
+    batch: Any = {"dict": {"ids": IDS}, "tuple": (IDS, 1.0), "dataclass": Batch(IDS, jnp.ones(2))}[form]
+    params = make_params()
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    same(planned((params, TX.init(params)), batch), jax.jit(step)((params, TX.init(params)), batch))
+    assert lifted(planned) == ["0/emb"]
+
+
+def test_step_that_is_jitted_already() -> None:
+    step = autopar.parallelize(jax.jit(update), strategy="ps", donate=False)
+    params = make_params()
+    same(step(params, TX.init(params), IDS), update(params, TX.init(params), IDS))
+    assert lifted(step) == ["params/emb"]
+
+
+def test_lone_arrays_as_state() -> None:
+    def sgd(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return table - jax.grad(lambda t: jnp.sum(t[ids] ** 2))(table), ids.sum()
+
+    step = autopar.parallelize(sgd, strategy="ps", donate=False)
+    table = make_params()["emb"]
+    same(step(table, IDS), sgd(table, IDS))
+    assert lifted(step) == ["table"]
+
+
+def test_evaluation_reads_the_state_and_keeps_it() -> None:
+    predict = autopar.parallelize(lambda params, ids: params["emb"][ids] @ params["w"])
+    params = make_params()
+    for _ in range(2):
+        same(predict(params, IDS), params["emb"][IDS] @ params["w"])
+    assert not params["emb"].is_deleted()
+    assert "the step only reads" in str(autopar.explain(predict)) or predict.plan is not None
+
+
+def test_a_prediction_of_the_inputs_shape_is_no_state() -> None:
+    """An autoencoder's output looks like its input: the input must survive."""
+    predict = autopar.parallelize(lambda params, x: x @ params["w"])
+    x = jnp.ones((5, 3))
+    predict(make_params(), x)
+    assert not x.is_deleted()
+
+
+def test_two_trees_of_one_form_are_ambiguous() -> None:
+    def distill(student: Any, teacher: Any, ids: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((p["emb"][ids] - teacher["emb"][ids]) ** 2))(student)
+        return jax.tree.map(lambda p, g: p - g, student, grads)
+
+    with pytest.raises(autopar.ArgumentsError, match=r"'student' and 'teacher'.*state_argnums"):
+        autopar.parallelize(distill)(make_params(), make_params(), IDS)
+    step = autopar.parallelize(distill, state_argnums=0, strategy="ps")
+    student, teacher = make_params(), make_params()
+    step(student, teacher, IDS)
+    assert student["emb"].is_deleted() and not teacher["emb"].is_deleted()
+    assert lifted(step) == ["emb"]
+
+
+def test_an_only_output_of_the_first_arguments_shape_is_ambiguous() -> None:
+    def denoise(x: jax.Array, params: Any) -> jax.Array:
+        return x @ params["w"]
+
+    with pytest.raises(autopar.ArgumentsError, match=r"state_argnums=\(0,\).*state_argnums=\(\)"):
+        autopar.parallelize(denoise)(jnp.ones((5, 3)), make_params())
+    x = jnp.ones((5, 3))
+    autopar.parallelize(denoise, state_argnums=())(x, make_params())
+    assert not x.is_deleted()
+
+
+def test_state_that_comes_back_with_another_dtype() -> None:
+    def halved(params: Any, ids: jax.Array) -> Any:
+        new, _, loss = update(params, TX.init(params), ids)
+        return {**new, "w": new["w"].astype(jnp.bfloat16)}, loss
+
+    with pytest.raises(autopar.StateError, match=r"w: it went in as f32\[3,3\] and returned as bf16\[3,3\]"):
+        autopar.parallelize(halved)(make_params(), IDS)
+
+
+def test_state_argnums_that_name_no_state() -> None:
+    with pytest.raises(autopar.StateError, match="'ids'.*nothing of its structure comes back"):
+        autopar.parallelize(update, state_argnums=(0, 1, 2))(make_params(), TX.init(make_params()), IDS)
+
+
+def test_batch_argnums_that_name_a_state() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="argument 0, which comes back"):
+        autopar.parallelize(update, batch_argnums=0)(make_params(), TX.init(make_params()), IDS)
+
+
+def test_arguments_that_are_no_arrays() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="a str, which is no array.*static_argnums"):
+        autopar.parallelize(lambda params, name: (params, name))(make_params(), "x")
+
+
+def test_changing_shapes_are_announced_and_bounded() -> None:
+    step = autopar.parallelize(update, strategy="ps", donate=False)
+    params = make_params()
+    step(params, TX.init(params), IDS)
+    with pytest.warns(autopar.RecompileWarning, match=r"ids was i32\[2,2\] and is i32\[3\]"):
+        step(params, TX.init(params), jnp.zeros((3,), jnp.int32))
+    with pytest.warns(autopar.RecompileWarning):  # noqa: SIM117
+        with pytest.raises(autopar.ArgumentsError, match="different sets of shapes.*Pad the batches"):
+            for n in range(4, 40):
+                step.entry(params, TX.init(params), jax.ShapeDtypeStruct((n,), jnp.int32))
+
+
+def test_options_that_do_not_exist() -> None:
+    for options, text in (
+        ({"sparse": "maybe"}, "'exact', 'lazy' and 'off'"),
+        ({"strategy": "mpi"}, "there are auto"),
+    ):
+        with pytest.raises(autopar.ArgumentsError, match=text):
+            autopar.parallelize(update, **options)
+    with pytest.raises(autopar.ArgumentsError, match="takes a function"):
+        autopar.parallelize(3)  # pyright: ignore
+
+
+def test_decorator_with_options_and_attributes() -> None:
+    @autopar.parallelize(strategy="ps", donate=False)
+    def train_step(params: Any, ids: jax.Array) -> Any:
+        """Doc."""
+        return update(params, TX.init(params), ids)[::2]
+
+    assert train_step.__wrapped__ is not None and train_step.__doc__ == "Doc." and train_step.plan is None
+    text = train_step.lower(make_params(), IDS).as_text()
+    assert "stablehlo" in text or "module" in text
+    assert lifted(train_step) == ["emb"]
