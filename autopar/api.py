@@ -16,7 +16,7 @@ from autopar.arguments import Call, States, describe, find_states, read_call
 from autopar.backends.emit import emit
 from autopar.backends.single import SingleDevice
 from autopar.compile import Compiled, Options, compile_program
-from autopar.errors import ArgumentsError, AutoparError, DonatedStateError, RecompileWarning, StepError
+from autopar.errors import ArgumentsError, DonatedStateError, RecompileWarning, StepError
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
@@ -88,12 +88,16 @@ class ParallelStep:
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
             runner = self._first_call(args, kwargs)
-            args, kwargs = self._place(args, kwargs)
+            return self._run(runner, *self._place(args, kwargs))
         try:
             return runner(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, AutoparError):
-                raise
+            return self._recover(error, runner, args, kwargs)
+
+    def _run(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return runner(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
             return self._recover(error, runner, args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,9 +185,7 @@ class ParallelStep:
         if entry is None or not self.donate:
             return args, kwargs
         states = [entry.call.arguments[k] for k in entry.states.outputs]
-        seen: set[Any] = {
-            b for k, a in enumerate(args) if k not in {s.position for s in states} for b in _buffers(a)
-        }
+        seen: set[Any] = {b for k, a in enumerate(args) if k not in {s.position for s in states} for b in _buffers(a)}
 
         def own(leaf: Any) -> Any:
             shared = seen.intersection(_buffers(leaf))
@@ -262,11 +264,31 @@ def _difference(old: Call, new: Call) -> str:
 
 
 @overload
-def parallelize(step: Callable[..., Any], /) -> ParallelStep: ...
+def parallelize(
+    step: Callable[..., Any],
+    /,
+    *,
+    mesh: Any = ...,
+    strategy: Strategy = ...,
+    sparse: Sparse = ...,
+    donate: bool = ...,
+    state_argnums: int | Sequence[int] | None = ...,
+    batch_argnums: int | Sequence[int] | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> ParallelStep: ...
 @overload
-def parallelize(step: None = None, /, **options: Any) -> Callable[[Callable[..., Any]], ParallelStep]: ...
-@overload
-def parallelize(step: Callable[..., Any], /, **options: Any) -> ParallelStep: ...
+def parallelize(
+    step: None = None,
+    /,
+    *,
+    mesh: Any = ...,
+    strategy: Strategy = ...,
+    sparse: Sparse = ...,
+    donate: bool = ...,
+    state_argnums: int | Sequence[int] | None = ...,
+    batch_argnums: int | Sequence[int] | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> Callable[[Callable[..., Any]], ParallelStep]: ...
 
 
 def parallelize(

@@ -79,9 +79,7 @@ def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
     return named[:count] + [f"argument{k}" for k in range(len(named), count)]
 
 
-def read_call(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: frozenset[int]
-) -> Call:
+def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: frozenset[int]) -> Call:
     """Flatten a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
 
     Raises:
@@ -205,7 +203,9 @@ def _check_missing(
     size = len(argument.types)
     lone = argument.is_lone_array
     near = next((start for node, start in nodes if node == argument.treedef and not lone), None)
-    pairs = list(zip(argument.paths, argument.types, types[near : near + size], strict=True)) if near is not None else []
+    pairs = (
+        list(zip(argument.paths, argument.types, types[near : near + size], strict=True)) if near is not None else []
+    )
     same_shapes = sum(old.shape == new.shape for _, old, new in pairs)
     if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):
         path, old, new = next(p for p in pairs if not _alike(p[1], p[2]))

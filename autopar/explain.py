@@ -200,9 +200,7 @@ def _table_row(
     action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
     planned = int(dense * alpha.share) if told.lifted and alpha else dense
     line, reason, remedy = _short(told.line), told.reason, told.remedy
-    return Row(
-        told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, line, reason, remedy
-    )
+    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, line, reason, remedy)
 
 
 def _short(line: str) -> str:

@@ -17,7 +17,7 @@ from jax._src import source_info_util as _source_info
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
-Tracer = jax.core.Tracer
+Tracer = jax.core.Tracer  # pyright: ignore[reportAttributeAccessIssue]
 #: A (closed) jaxpr as a function of flat arrays that returns a list.
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 
@@ -104,7 +104,7 @@ def enable_x64() -> contextlib.AbstractContextManager[Any]:
 
 def is_key(dtype: Any) -> bool:
     """Whether a dtype is that of typed PRNG keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_float(dtype: Any) -> bool:

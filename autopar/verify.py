@@ -23,7 +23,7 @@ from autopar.backends.emit import emit
 from autopar.backends.single import SingleDevice
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
-from autopar.ir.program import Block
+from autopar.ir.program import Block, Literal
 from autopar.ir.row_ids import collect_ids
 from autopar.ir.slicing import needed_equations
 from autopar.ir.trace import block_of
@@ -123,7 +123,7 @@ def _text(block: Block) -> list[str]:
         str(np.asarray(a.value))
         for e in block.walk()
         for a in e.inputs
-        if hasattr(a, "value") and not jax_compat.is_key(a.type.dtype)
+        if isinstance(a, Literal) and not jax_compat.is_key(a.dtype)
     ]
     return [*format_block(block), *literals]
 

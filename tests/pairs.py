@@ -10,9 +10,7 @@ def pairwise(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
     """Rows such that every pair of values of two axes occurs in one."""
     names = list(axes)
     missing = {
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(names, 2)
-        for x, y in itertools.product(axes[a], axes[b])
+        ((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x, y in itertools.product(axes[a], axes[b])
     }
     rows: list[dict[str, str]] = []
     while missing:

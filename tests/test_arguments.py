@@ -210,7 +210,7 @@ def test_changing_shapes_are_announced_and_bounded() -> None:
     step(params, TX.init(params), IDS)
     with pytest.warns(autopar.RecompileWarning, match=r"ids was i32\[2,2\] and is i32\[3\]"):
         step(params, TX.init(params), jnp.zeros((3,), jnp.int32))
-    with pytest.warns(autopar.RecompileWarning):  # noqa: SIM117
+    with pytest.warns(autopar.RecompileWarning):
         with pytest.raises(autopar.ArgumentsError, match="different sets of shapes.*Pad the batches"):
             for n in range(4, 40):
                 step.entry(params, TX.init(params), jax.ShapeDtypeStruct((n,), jnp.int32))

@@ -104,7 +104,9 @@ def test_strategy_errors() -> None:
     ):
         with pytest.raises(autopar.StrategyError, match=text):
             autopar.parallelize(step, strategy=strategy)(state, IDS)
-    assert autopar.parallelize(step, strategy={"params/emb": "allreduce"}).entry(state, IDS).compiled.plan.lifts is False
+    assert (
+        autopar.parallelize(step, strategy={"params/emb": "allreduce"}).entry(state, IDS).compiled.plan.lifts is False
+    )
 
 
 def test_outputs_that_need_all_rows_are_said() -> None:
@@ -114,6 +116,6 @@ def test_outputs_that_need_all_rows_are_said() -> None:
 
     planned = autopar.parallelize(step, strategy="ps", donate=False)
     table = jnp.ones((200, 3))
-    new, grad = planned(table, IDS % 200)
+    _, grad = planned(table, IDS % 200)
     np.testing.assert_allclose(grad, step(table, IDS % 200)[1])
     assert "all rows" in str(autopar.explain(planned)) and planned.plan is not None and planned.plan.lifts

@@ -21,7 +21,7 @@ class RowBackend(Protocol):
         ...
 
     def pull(self, leaf: Array, route: Route, axis: int) -> Array:
-        """The routed rows of a leaf: [V, ...] -> [U, ...]. Padding entries hold some real row; the last is made finite."""
+        """The routed rows of a leaf: [V, ...] -> [U, ...]. Padding holds some real row; the last is made finite."""
         ...
 
     def row_numbers(self, route: Route) -> Array:

@@ -92,15 +92,15 @@ class Literal:
     """A constant: a scalar written in the program, or an array that the step closes over."""
 
     value: Any
-    type: ArrayType
+    type: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.type.shape
+        return getattr(self.type, "shape", ())
 
     @property
     def dtype(self) -> Any:
-        return self.type.dtype
+        return getattr(self.type, "dtype", None)
 
 
 Atom = Var | Literal

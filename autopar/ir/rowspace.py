@@ -150,16 +150,16 @@ class RowSpace:
 class RowFacts:
     """What `analyze_rows` found: what each variable is, and the families.
 
-    `roles` says how an equation that touches row space is to be lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense'
-    (a dense read of a whole leaf). `whole`: row values that can be had for all rows, with the families whose updated
-    leaves that needs.
+    `roles` says how an equation that touches row space is to be lifted: 'rows', 'lookup', 'push', 'reduce', 'contract'
+    or 'dense' (a dense read of a whole leaf). `whole`: row values that can be had for all rows, with the families whose
+    updated leaves that needs.
     """
 
     values: Mapping[Var, Value]
     roles: Mapping[Equation, str]
     spaces: tuple[RowSpace, ...]
     parents: tuple[int, ...]
-    whole: Mapping[Var, frozenset[int]]
+    whole: Mapping[Atom, frozenset[int]]
 
     def find(self, family: int) -> int:
         """The representative of a family that may have been united with others."""

@@ -47,7 +47,7 @@ class Origin:
     """Source infos of an equation and of the calls it was inlined from, innermost first; resolved when asked."""
 
     infos: tuple[Any, ...]
-    _source: Source | None | str = "unresolved"
+    _source: Source | str | None = "unresolved"
 
     def resolve(self) -> Source | None:
         """The innermost frame that is the user's own."""

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, RowFacts, RowSpace, Same, Value
 from autopar.ir.row_ids import index_atoms
+from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, RowFacts, RowSpace, Same, Value
 from autopar.ir.rules import ALIGNED, RULES, Mixes
 from autopar.ir.slicing import hoist, needed_equations
 
@@ -90,9 +90,9 @@ class _Run:
     mixed_with_dense: list[tuple[int, Equation]] = field(default_factory=list)
     path: tuple[Equation, ...] = ()
     #: Row values that can be had for all rows -> families whose committed leaves that needs.
-    whole: dict[Var, frozenset[int]] = field(default_factory=dict)
+    whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Top-level variables -> families whose committed leaves they depend on.
-    after: dict[Var, frozenset[int]] = field(default_factory=dict)
+    after: dict[Atom, frozenset[int]] = field(default_factory=dict)
 
     # --- what rules ask (ir.rules.Analysis) ---
 
@@ -266,7 +266,9 @@ class _Run:
         troubled = {self.find(f) for f, _ in (*self.refusals, *self.dense_reads)}
         tables = {k for k, _ in self.program.tables}
         return {
-            k for family, leaves in self._members().items() if family in troubled and not tables.intersection(leaves)
+            k
+            for family, leaves in self._members().items()
+            if family in troubled and not tables.intersection(leaves)
             for k in leaves
         }
 
@@ -329,7 +331,9 @@ class _Run:
             if mixed is not None or read is not None:
                 return read or Refusal("its gradient is dense", mixed.source if mixed else source)
             return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LATER)
-        return self._product(space) or Refusal(f"{path} comes back as something that is not computed row by row", source)
+        return self._product(space) or Refusal(
+            f"{path} comes back as something that is not computed row by row", source
+        )
 
     def _product(self, space: RowSpace) -> Refusal | None:
         """A matrix product over all rows: its gradient is dense, which tells more than what comes of it."""

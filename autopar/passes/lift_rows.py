@@ -21,7 +21,9 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, RouteT
 from autopar.ir.row_ids import collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
-from autopar.passes.row_scope import Lifting, OffScope, Scope
+from autopar.passes.lifting.control_flow import rewrite
+from autopar.passes.lifting.off_rows import OffScope
+from autopar.passes.lifting.scope import Lifting, Scope
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
@@ -94,7 +96,7 @@ class _Lift:
             return False
         for family in self._families(equation):
             self._route(family)
-        self.scope.rewrite(equation)
+        rewrite(self.scope, equation)
         self.done.add(equation)
         self.known.update(equation.outputs)
         return True
@@ -125,9 +127,7 @@ class _Lift:
             bodies = tuple(clone(b)[0] for b in equation.bodies)
             inputs = tuple(self.scope.get(a) for a in equation.inputs)
             outputs = tuple(Var(v.type) for v in equation.outputs)
-            self.scope.equations.append(
-                dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies)
-            )
+            self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
             self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
         type_ = RouteType(space.extent, self.scope.rows_of(family))
         flat = [self.scope.get(v) for v in ids.results]
@@ -194,16 +194,18 @@ class _Lift:
         value = self.facts.value(atom)
         return value.off if isinstance(value, Row) else None
 
-    def _sweep(
-        self, space: RowSpace, kept: list[int], changed: dict[int, Atom], first: list[Atom]
-    ) -> dict[int, Atom]:
+    def _sweep(self, space: RowSpace, kept: list[int], changed: dict[int, Atom], first: list[Atom]) -> dict[int, Atom]:
         """The leaves after the off-row equations have run over all rows, if the padding row says that they must."""
         scope, family, inputs = self.scope, space.family, self.program.block.inputs
         rows = scope.lifting.block_rows[family]
         chunk = Var(RouteType(space.extent, rows))
         inner = {k: Var(inputs[k].type) for k in kept}
         off = OffScope(
-            scope.lifting, self.program.block, routes={family: chunk}, primary=scope, dense={inputs[k]: inner[k] for k in kept}
+            scope.lifting,
+            self.program.block,
+            routes={family: chunk},
+            primary=scope,
+            dense={inputs[k]: inner[k] for k in kept},
         )
         updates = dict(self._updates(space))
         off.run([a for k in kept if isinstance(a := updates[k], Var)], family)

@@ -59,4 +59,15 @@ def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
 # Importing the modules fills the tables.
 from autopar.ir.rules import control_flow, elementwise, indexing, reduction, shape  # noqa: E402
 
-__all__ = ["ALIGNED", "RESIZE", "RULES", "Mixes", "Row", "control_flow", "elementwise", "indexing", "reduction", "shape"]
+__all__ = [
+    "ALIGNED",
+    "RESIZE",
+    "RULES",
+    "Mixes",
+    "Row",
+    "control_flow",
+    "elementwise",
+    "indexing",
+    "reduction",
+    "shape",
+]

@@ -1,0 +1,45 @@
+# Everything runs from a virtual environment that is made from pyproject.toml; only Python >= 3.11 is needed.
+#
+#   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
+#   make test            the tests           (ARGS="-k rules" passes flags on)
+#   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
+#   make bench           the benchmarks
+#   make lint            ruff, basedpyright, import-linter
+
+SHELL  := /bin/bash
+PYTHON ?= $(shell .ci/find-python 3.11 3)
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+
+.PHONY: demo test test-versions bench lint clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/language_model.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks $(ARGS)
+
+lint: $(VENV)/.installed-lint $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+test-versions:
+	.ci/test-versions $(ARGS)
+
+clean:
+	rm -rf .venv .venv-3.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+# One stamp an extra, so that `make demo` fetches nothing that only the linters need.
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[$*]'
+	@touch $@
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or later (with its venv module) found" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

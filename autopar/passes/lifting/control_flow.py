@@ -1,0 +1,203 @@
+"""Scans and remats in row space, and `rewrite`, which dispatches every equation.
+
+A scan's carries and sequences change form where they are in row space; what else its body reads is imported. Each
+family that comes out of a body gets the body's off-row form as well (a `Template`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.passes.lifting.equations import LIFT
+from autopar.passes.lifting.off_rows import OffScope, emit_scan
+from autopar.passes.lifting.scope import Key, Lifting, Scope, Template
+
+
+def rewrite(scope: Scope, equation: Equation) -> None:
+    """Rewrite one equation of the block, whatever it is."""
+    role = scope.lifting.facts.roles.get(equation)
+    if not scope.lifting.touches(equation) or role == "dense":
+        inputs = tuple(scope.get(a) for a in equation.inputs)
+        outputs = tuple(Var(v.type) for v in equation.outputs)
+        scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        scope.dense.update(zip(equation.outputs, outputs, strict=True))
+    elif equation.op == "scan":
+        _Loop(scope, equation).lift()
+    elif equation.op == "remat":
+        _lift_remat(scope, equation)
+    else:
+        LIFT[role or "rows"](scope, equation)
+
+
+@dataclass(eq=False)
+class _Loop:
+    """Rewriting one scan."""
+
+    scope: Scope
+    equation: Equation
+
+    def lift(self) -> None:
+        scope, equation, lifting = self.scope, self.equation, self.scope.lifting
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        body = equation.bodies[0]
+        child = Scope(lifting, body, scope, dict(zip(body.inputs[:consts], equation.inputs[:consts], strict=True)))
+        starts, start_vars = self._bind(child, range(consts, consts + carry), equation.outputs[:carry], 0)
+        xs, x_vars = self._bind(child, range(consts + carry, len(equation.inputs)), None, 1)
+        for inner in body.equations:
+            rewrite(child, inner)
+        outputs = [self._result(child, k, 0 if k < carry else 1) for k in range(len(equation.outputs))]
+        pending = self._off_bodies(child, carry)
+        exported: dict[Atom, int] = {}
+        for off in pending:
+            for atom in off.exports:
+                exported.setdefault(atom, len(outputs) + len(exported))
+        inputs = (*child.imports.values(), *start_vars, *x_vars)
+        block = Block(inputs, tuple(child.equations), (*outputs, *exported))
+        results = emit_scan(scope, equation, block, [scope.resolve(k) for k in child.imports], starts, xs)
+        for old, new in zip(equation.outputs, results, strict=False):
+            row = lifting.row(old)
+            if row is None:
+                scope.dense[old] = new
+            else:
+                scope.rows[old, row.axis, row.family] = new
+        for off in pending:
+            stacked = tuple(results[exported[a]] for a in off.exports)
+            lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)
+
+    def _bind(
+        self, child: Scope, positions: range, fixed: Sequence[Var] | None, shift: int
+    ) -> tuple[list[Atom], list[Var]]:
+        """Inputs of the body that vary: outside and inside, in row form where they are in row space."""
+        outside, inside = [], []
+        for n, k in enumerate(positions):
+            operand, var = self.equation.inputs[k], self.equation.bodies[0].inputs[k]
+            row = self.scope.lifting.row(var if fixed is None else fixed[n])
+            if row is None:
+                outside.append(self.scope.get(operand))
+                child.dense[var] = new = Var(var.type)
+            else:
+                outside.append(self.scope.at_rows(operand, row.axis + shift, row.family))
+                new = Var(child.at(var.type, row.axis, row.family))
+                child.rows[var, row.axis, row.family] = new
+            inside.append(new)
+        return outside, inside
+
+    def _result(self, child: Scope, k: int, shift: int) -> Atom:
+        atom, row = self.equation.bodies[0].outputs[k], self.scope.lifting.row(self.equation.outputs[k])
+        return child.get(atom) if row is None else child.at_rows(atom, row.axis - shift, row.family)
+
+    def _off_bodies(self, child: Scope, carry: int) -> list[_OffBody]:
+        """The body once more for each family that comes out of the loop."""
+        equation, lifting = self.equation, self.scope.lifting
+        consts, body = equation.params["num_consts"], equation.bodies[0]
+        made = []
+        for family in _families(lifting, equation.outputs):
+            off = OffScope(lifting, body, None, dict(child.operands), primary=child)
+            carries, sequences, inner = [], [], []
+            for k in range(consts, len(equation.inputs)):
+                is_carry = k < consts + carry
+                row = lifting.row(equation.outputs[k - consts] if is_carry else body.inputs[k])
+                if row is None or row.family != family:
+                    continue
+                var = Var(off.at(body.inputs[k].type, row.axis, family))
+                off.rows[body.inputs[k], row.axis, family] = var
+                inner.append(var)
+                (carries if is_carry else sequences).append((equation.inputs[k], row.axis + (0 if is_carry else 1)))
+            outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := lifting.row(v)) and r.family == family]
+            targets = [body.outputs[k] for k, _ in outs]
+            off.run([t for t in targets if isinstance(t, Var)], family)
+            results = [off.at_rows(body.outputs[k], r.axis - (k >= carry), family) for k, r in outs]
+            made.append(_OffBody.of(equation, family, off, inner, results, carries, sequences, [k for k, _ in outs]))
+        return made
+
+
+def _families(lifting: Lifting, outputs: Sequence[Var]) -> list[int]:
+    return list(dict.fromkeys(r.family for v in outputs if (r := lifting.row(v)) is not None))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OffBody:
+    """A template without its stacked values, and the values of the first rewriting that it needs."""
+
+    template: Template
+    exports: tuple[Atom, ...]
+
+    @staticmethod
+    def of(
+        equation: Equation,
+        family: int,
+        off: OffScope,
+        inner: Sequence[Var],
+        results: Sequence[Atom],
+        carries: Sequence[tuple[Atom, int]],
+        sequences: Sequence[tuple[Atom, int]],
+        outputs: Sequence[int],
+    ) -> _OffBody:
+        """Sort what the off-row body reads: what the loop leaves alone is imported, the rest is exported by it."""
+        assert off.primary is not None
+        outside = {var: key for key, var in off.primary.imports.items()}
+        imports: list[Key] = []
+        invariant, varying, exports = [], [], []
+        for key, var in off.imports.items():
+            if key[0] == "new" and key[1] not in outside:
+                varying.append(var)
+                exports.append(key[1])
+            else:
+                invariant.append(var)
+                imports.append(_outer_key(outside[key[1]]) if key[0] == "new" else key)
+        body = Block((*invariant, *inner, *varying), tuple(off.equations), tuple(results))
+        template = Template(
+            equation=equation,
+            family=family,
+            body=body,
+            imports=tuple(imports),
+            carries=tuple(carries),
+            sequences=tuple(sequences),
+            stacked=(),
+            outputs=tuple(equation.outputs[k] for k in outputs),
+        )
+        return _OffBody(template, tuple(exports))
+
+
+def _outer_key(key: Key) -> Key:
+    """An import of the first rewriting's body, as an import of the second's: resolved in its dense form outside."""
+    assert key[0] == "dense", "the off-row form takes only dense values from the first rewriting"
+    return key
+
+
+def _lift_remat(scope: Scope, equation: Equation) -> None:
+    """A remat whose body works on rows."""
+    lifting, body = scope.lifting, equation.bodies[0]
+    child = Scope(lifting, body, scope, dict(zip(body.inputs, equation.inputs, strict=True)))
+    for inner in body.equations:
+        rewrite(child, inner)
+    outputs = []
+    for atom, old in zip(body.outputs, equation.outputs, strict=True):
+        row = lifting.row(old)
+        outputs.append(child.get(atom) if row is None else child.at_rows(atom, row.axis, row.family))
+    pending = []
+    for family in _families(lifting, equation.outputs):
+        off = OffScope(lifting, body, None, dict(child.operands), primary=child)
+        outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := lifting.row(v)) and r.family == family]
+        off.run([a for k, _ in outs if isinstance(a := body.outputs[k], Var)], family)
+        results = [off.at_rows(body.outputs[k], r.axis, family) for k, r in outs]
+        pending.append(_OffBody.of(equation, family, off, (), results, (), (), [k for k, _ in outs]))
+    exports = list(dict.fromkeys(a for off in pending for a in off.exports))
+    block = Block(tuple(child.imports.values()), tuple(child.equations), (*outputs, *exports))
+    results = tuple(Var(a.type) for a in block.outputs)
+    inputs = tuple(scope.resolve(k) for k in child.imports)
+    scope.equations.append(
+        dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=(block,), original=None)
+    )
+    for old, new in zip(equation.outputs, results, strict=False):
+        row = lifting.row(old)
+        if row is None:
+            scope.dense[old] = new
+        else:
+            scope.rows[old, row.axis, row.family] = new
+    for off in pending:
+        stacked = tuple(results[len(outputs) + exports.index(a)] for a in off.exports)
+        lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)

@@ -1,0 +1,162 @@
+"""Single equations in row space: row-parallel ones, lookups, pushes and reductions over the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
+from autopar.ir.row_ids import id_params, ids_equation, index_atoms
+from autopar.ir.rowspace import Access, Free, Row
+from autopar.ir.rules import ALIGNED, resized
+from autopar.passes.lifting.scope import Scope
+
+
+def lift_row_equation(scope: Scope, equation: Equation) -> None:
+    """A row-parallel equation, at the routed rows."""
+    lifting = scope.lifting
+    if equation.op == "optimization_barrier":
+        return _lift_barrier(scope, equation)
+    place = next(r for v in equation.outputs if (r := lifting.row(v)) is not None)
+    inputs = []
+    for atom in equation.inputs:
+        row = lifting.row(atom)
+        if row is not None:
+            inputs.append(scope.at_rows(atom, row.axis, row.family))
+        elif equation.op in ALIGNED:
+            inputs.append(scope.at_rows(atom, place.axis, place.family))
+        else:
+            inputs.append(scope.get(atom))
+    scope.again(equation, inputs, place.axis, place.family)
+    for old, new in zip(equation.outputs, scope.equations[-1].outputs, strict=True):
+        scope.rows[old, place.axis, place.family] = new
+    return None
+
+
+def _lift_barrier(scope: Scope, equation: Equation) -> None:
+    """Each operand in its own form behind the barrier; what belongs to no family needs none."""
+    inputs, outputs = [], []
+    for atom, old in zip(equation.inputs, equation.outputs, strict=True):
+        row, value = scope.lifting.row(atom), scope.lifting.facts.value(atom)
+        if isinstance(value, Free):
+            scope.producers.pop(old, None)
+            if isinstance(atom, Var):
+                scope.producers |= {old: scope.producers[atom]} if atom in scope.producers else {}
+            scope.dense[old] = scope.get(atom)
+            continue
+        new = scope.get(atom) if row is None else scope.at_rows(atom, row.axis, row.family)
+        out = Var(new.type)
+        inputs.append(new)
+        outputs.append(out)
+        if row is None:
+            scope.dense[old] = out
+        else:
+            scope.rows[old, row.axis, row.family] = out
+    scope.equations.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=tuple(outputs)))
+
+
+def _lift_lookup(scope: Scope, equation: Equation) -> None:
+    """Rows in the shape of the ids."""
+    row = scope.lifting.row(equation.inputs[0])
+    assert row is not None, "a lookup reads rows"
+    rows, route = scope.at_rows(equation.inputs[0], row.axis, row.family), scope.route(row.family)
+    access = Access(equation, (), row.axis)
+    out = equation.outputs[0]
+    params = id_params(access, scope.lifting.extents[row.family])
+    if equation.op == "gather":
+        index = scope.get(equation.inputs[1])
+        ours = {**equation.params, **{k: params[k] for k in ("extent", "position", "clip")}}
+        scope.dense[out] = scope.emit("lookup", (rows, route, index), out.type, ours)
+        return
+    starts = [scope.get(a) for a in equation.inputs[1:]]
+    ids = _local_ids(scope, access, params)
+    shape = resized(rows.shape, row.axis, ids.shape[0])
+    taken_type = ArrayType(shape, out.dtype)
+    taken = scope.emit("lookup_ids", (rows, route, ids), taken_type, {"axis": row.axis})
+    if equation.op == "dynamic_slice":  # other axes may be sliced as well
+        starts[row.axis] = Literal(np.zeros((), starts[row.axis].dtype), ArrayType((), starts[row.axis].dtype))
+        cut = dataclasses.replace(equation, inputs=(taken, *starts), outputs=(Var(out.type),))
+    else:
+        p = equation.params
+        strides = None if p["strides"] is None else tuple(resized(p["strides"], row.axis, 1))
+        params = {
+            "start_indices": resized(p["start_indices"], row.axis, 0),
+            "limit_indices": resized(p["limit_indices"], row.axis, ids.shape[0]),
+            "strides": strides,
+        }
+        cut = dataclasses.replace(equation, inputs=(taken,), outputs=(Var(out.type),), params=params)
+    scope.equations.append(cut)
+    scope.dense[out] = cut.outputs[0]
+
+
+def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
+    """The flat ids of a slice or pad, where it stands."""
+    atoms = index_atoms(access)
+    made = ids_equation(params, scope.get(atoms[0]) if atoms else None)
+    scope.equations.append(made)
+    return made.outputs[0]
+
+
+def _lift_push(scope: Scope, equation: Equation) -> None:
+    """Gradients (or new values) of rows, added to (or set in) the rows they belong to."""
+    out = equation.outputs[0]
+    row = scope.lifting.row(out)
+    assert row is not None, "a push makes rows"
+    key = (out, row.axis, row.family)
+    access = Access(equation, (), row.axis)
+    params = id_params(access, scope.lifting.extents[row.family])
+    type_ = scope.at(out.type, row.axis, row.family)
+    base = push_base(scope, equation, row)
+    if equation.op.startswith("scatter"):
+        index, updates = scope.get(equation.inputs[1]), scope.get(equation.inputs[2])
+        ours = {**equation.params, **{k: params[k] for k in ("extent", "position", "clip")}}
+        pushed = scope.emit("push", (base, scope.route(row.family), index, updates), type_, ours | {"op": equation.op})
+        scope.equations[-1] = dataclasses.replace(scope.equations[-1], primitive=equation.primitive)
+        scope.rows[key] = pushed
+        return
+    updates = scope.get(equation.inputs[1 if equation.op == "dynamic_update_slice" else 0])
+    ids = _local_ids(scope, access, params)
+    scope.rows[key] = scope.emit("push_ids", (base, scope.route(row.family), ids, updates), type_, {"axis": row.axis})
+
+
+def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
+    """What a push adds to: the operand at the rows; for a pad its padding value."""
+    if equation.op == "pad":
+        return scope.full(scope.get(equation.inputs[1]), equation.outputs[0].type, row.axis, row.family)
+    return scope.at_rows(equation.inputs[0], row.axis, row.family)
+
+
+def _lift_reduce(scope: Scope, equation: Equation) -> None:
+    """A reduction over all rows, from the routed ones."""
+    row = scope.lifting.row(equation.inputs[0])
+    assert row is not None, "a reduction over rows reads rows"
+    rows = scope.at_rows(equation.inputs[0], row.axis, row.family)
+    out, extent = equation.outputs[0], scope.lifting.extents[row.family]
+    axes = tuple(equation.params["axes"])
+    params = {"op": equation.op, "axes": axes, "axis": row.axis, "extent": extent, "dtype": out.dtype}
+    scope.dense[out] = scope.emit("reduce_rows", (rows, scope.route(row.family)), out.type, params)
+
+
+def _lift_contract(scope: Scope, equation: Equation) -> None:
+    """A product that sums over all rows, one side being zero on the untouched ones."""
+    inputs = []
+    for atom in equation.inputs:
+        row = scope.lifting.row(atom)
+        assert row is not None, "both sides are rows"
+        inputs.append(scope.at_rows(atom, row.axis, row.family))
+    out = Var(equation.outputs[0].type)
+    scope.equations.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(out,)))
+    scope.dense[equation.outputs[0]] = out
+
+
+#: How an equation is lifted, by the role that analysis gave it.
+LIFT: Mapping[str, Callable[[Scope, Equation], None]] = {
+    "rows": lift_row_equation,
+    "lookup": _lift_lookup,
+    "push": _lift_push,
+    "reduce": _lift_reduce,
+    "contract": _lift_contract,
+}

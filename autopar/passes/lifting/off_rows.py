@@ -1,0 +1,112 @@
+"""The second rewriting of a block, for rows of a family that the step does not touch.
+
+Pushes are dropped, and dense values are taken from the first rewriting (out of a loop: stacked). The result is the
+family's off-row function, which a sweep over all rows runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.slicing import clone
+from autopar.passes.lifting.equations import lift_row_equation, push_base
+from autopar.passes.lifting.scope import Key, Scope, Template
+
+
+@dataclass(eq=False)
+class OffScope(Scope):
+    """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported.
+
+    `primary` is the first rewriting of the same block.
+    """
+
+    primary: Scope | None = None
+
+    @property
+    def may_import(self) -> bool:
+        return True
+
+    def get(self, atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            return atom
+        if atom in self.dense:  # a leaf of the family, which the sweep updates in place
+            return self.dense[atom]
+        assert self.primary is not None
+        return self.frontier(self.primary.get(atom))
+
+    def frontier(self, atom: Atom) -> Atom:
+        """A value of the first rewriting, as an input of this one."""
+        if isinstance(atom, Literal):
+            return atom
+        return self.import_(("new", atom))
+
+    def _import_type(self, key: Key) -> Any:
+        return key[1].type if key[0] == "new" else super()._import_type(key)
+
+    def rows_of(self, family: int) -> int:
+        return self.lifting.block_rows[family]
+
+    def run(self, targets: Sequence[Var], family: int) -> None:
+        """Rewrite the row equations that the targets need, in order."""
+        lifting = self.lifting
+        needed = set(targets)
+        kept = []
+        for equation in reversed(self.block.equations):
+            if not needed.intersection(equation.outputs):
+                continue
+            if not any((r := lifting.row(v)) is not None and r.family == family for v in equation.outputs):
+                continue
+            kept.append(equation)
+            push = lifting.facts.roles.get(equation) == "push"
+            inputs = equation.inputs[:1] if push else equation.inputs
+            needed.update(a for a in inputs if isinstance(a, Var))
+        for equation in reversed(kept):
+            self._off(equation, family)
+
+    def _off(self, equation: Equation, family: int) -> None:
+        if self.lifting.facts.roles.get(equation) == "push":
+            out = equation.outputs[0]
+            row = self.lifting.row(out)
+            assert row is not None, "a push makes rows"
+            self.rows[out, row.axis, family] = push_base(self, equation, row)
+        elif equation.bodies:
+            self._use(self.lifting.templates[equation, family])
+        else:
+            lift_row_equation(self, equation)
+
+    def _use(self, template: Template) -> None:
+        """Put the off-row form of a scan or remat here."""
+        outer = [self.frontier(k[1]) if k[0] == "new" else self.resolve(k) for k in template.imports]
+        equation = template.equation
+        stacked = [self.frontier(v) for v in template.stacked]
+        if equation.op == "remat":
+            copy, env = clone(template.body, dict(zip(template.body.inputs, [*outer, *stacked], strict=True)))
+            self.equations += copy.equations
+            results = [env.get(a, a) if isinstance(a, Var) else a for a in template.body.outputs]
+        else:
+            starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
+            sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
+            results = emit_scan(self, equation, template.body, outer, starts, [*sequences, *stacked])
+        for old, new in zip(template.outputs, results, strict=True):
+            row = self.lifting.row(old)
+            assert row is not None, "the off-row form returns rows"
+            self.rows[old, row.axis, row.family] = new
+
+
+def emit_scan(
+    scope: Scope, like: Equation, body: Block, consts: Sequence[Atom], starts: Sequence[Atom], xs: Sequence[Atom]
+) -> tuple[Var, ...]:
+    """Append a scan with a new body; its carries and stacked results."""
+    carry, length = len(starts), like.params["length"]
+    outputs = [Var(a.type) for a in body.outputs[:carry]]
+    outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
+    params = {**like.params, "num_consts": len(consts), "num_carry": carry}
+    inputs = (*consts, *starts, *xs)
+    scope.equations.append(
+        dataclasses.replace(like, inputs=inputs, outputs=tuple(outputs), params=params, bodies=(body,), original=None)
+    )
+    return tuple(outputs)

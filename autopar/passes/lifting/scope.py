@@ -1,0 +1,247 @@
+"""A block being rewritten: `get` gives the dense form of a value, `at_rows` its form at the touched rows of a family.
+
+The body of a scan or remat has a scope of its own, which imports what it needs from the scope around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.ir.plan import FamilyPlan
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
+from autopar.ir.rowspace import Const, Free, Row, RowFacts
+from autopar.ir.rules import RESIZE, resized
+
+#: What an import brings into a nested block: a dense value, a value at a family's rows, or a route.
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lifting:
+    """What all scopes of one rewriting share."""
+
+    facts: RowFacts
+    families: Mapping[int, FamilyPlan]
+    extents: Mapping[int, int]
+    #: Rows that a sweep over a whole table takes at a time.
+    block_rows: Mapping[int, int]
+    #: (scan or remat equation, family) -> its off-row form.
+    templates: dict[tuple[Equation, int], Template]
+    leaves: Mapping[Var, int]
+
+    def row(self, atom: Atom) -> Row | None:
+        """The value's place in row space if its family is lifted (the family given by its representative)."""
+        value = self.facts.value(atom)
+        if isinstance(value, Row):
+            family = self.facts.find(value.family)
+            if family in self.families:
+                return Row(value.axis, family, value.off)
+        return None
+
+    def touches(self, equation: Equation) -> bool:
+        """Whether an equation reads or makes a value of a lifted family."""
+        return any(self.row(a) is not None for a in (*equation.inputs, *equation.outputs))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """The off-row form of a scan or remat: built with the first rewriting, used by the second.
+
+    `imports` are what the body reads from around it; `stacked` the dense values that the first rewriting exported.
+    """
+
+    equation: Equation
+    family: int
+    body: Block
+    imports: tuple[Key, ...]
+    carries: tuple[tuple[Atom, int], ...]
+    sequences: tuple[tuple[Atom, int], ...]
+    stacked: tuple[Var, ...]
+    outputs: tuple[Var, ...]
+
+
+@dataclass(eq=False)
+class Scope:
+    """One block being rewritten. `operands` maps a nested block's loop-invariant inputs to the atoms outside."""
+
+    lifting: Lifting
+    block: Block
+    parent: Scope | None = None
+    operands: dict[Var, Atom] = field(default_factory=dict)
+    equations: list[Equation] = field(default_factory=list)
+    dense: dict[Var, Atom] = field(default_factory=dict)
+    rows: dict[tuple[Atom, int, int], Atom] = field(default_factory=dict)
+    routes: dict[int, Atom] = field(default_factory=dict)
+    imports: dict[Key, Var] = field(default_factory=dict)
+    producers: dict[Var, Equation] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.producers = {v: e for e in self.block.equations for v in e.outputs}
+
+    @property
+    def may_import(self) -> bool:
+        """Whether there is something around this block."""
+        return self.parent is not None
+
+    # --- values ---
+
+    def get(self, atom: Atom) -> Atom:
+        """The dense form of a value."""
+        if isinstance(atom, Literal):
+            return atom
+        if atom in self.dense:
+            return self.dense[atom]
+        if atom in self.operands:
+            found = self.import_(("dense", self.operands[atom]))
+        else:
+            found = self._whole(atom)
+        self.dense[atom] = found
+        return found
+
+    def at_rows(self, atom: Atom, axis: int, family: int) -> Atom:
+        """The value at the rows of a family that lie along `axis`."""
+        if atom.shape == ():
+            return self.get(atom)
+        key = (atom, axis, family)
+        found = self.rows.get(key)
+        if found is None:
+            self.rows[key] = found = self._make_rows(atom, axis, family)
+        return found
+
+    def _make_rows(self, atom: Atom, axis: int, family: int) -> Atom:
+        value = self.lifting.facts.value(atom)
+        row = self.lifting.row(atom)
+        if isinstance(atom, Var) and atom in self.operands and (row is not None or isinstance(value, Free)):
+            return self.import_(("rows", self.operands[atom], axis, family))
+        if isinstance(atom, Var) and atom in self.producers and isinstance(value, Free) and axis in value.axes:
+            return self._free_rows(self.producers[atom], axis, family)
+        assert row is None or atom in self.lifting.leaves, f"a row value of type {atom.type} is used before it is made"
+        return self.pull(self.get(atom), axis, family)
+
+    def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
+        """The routed rows of a leaf, or of any dense value with as many rows."""
+        return self.emit("pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), {"axis": axis})
+
+    def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
+        """A value of no family, made anew for the rows."""
+        out = equation.outputs[0]
+        if equation.op == "iota" and equation.params["dimension"] == axis:
+            params = {"axis": axis, "shape": resized(out.shape, axis, self.rows_of(family)), "dtype": out.dtype}
+            return self.emit("row_iota", (self.route(family),), self.at(out.type, axis, family), params)
+        inputs = []
+        for atom in equation.inputs:
+            inner = _operand_axis(equation, atom, axis)
+            inputs.append(self.get(atom) if inner is None else self.at_rows(atom, inner, family))
+        if equation.op == "reshape":  # of a constant: any shape is as good
+            value = self.lifting.facts.value(out)
+            assert isinstance(value, Free) and isinstance(value.off, Const), "only constants are reshaped freely"
+            literal = Literal(value.off.value, ArrayType((), out.dtype))
+            return self.full(literal, out.type, axis, family)
+        return self.again(equation, inputs, axis, family)
+
+    def full(self, value: Atom, type_: Any, axis: int, family: int) -> Var:
+        """A scalar at every routed row."""
+        at = self.at(type_, axis, family)
+        return self.emit("full", (value,), at, {"shape": at.shape, "dtype": at.dtype})
+
+    def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
+        """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
+        resize = RESIZE.get(equation.op)
+        params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
+        types = [self.at(v.type, axis, family) for v in equation.outputs]
+        outputs = tuple(Var(t) for t in types)
+        self.equations.append(
+            dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None)
+        )
+        return outputs[0]
+
+    def _whole(self, var: Var) -> Atom:
+        """All rows of a value in row space: what is made of whole leaves, or a constant with the touched rows set."""
+        row = self.lifting.row(var)
+        assert row is not None, f"a {var.type} is used before it is defined"
+        equation = self.producers.get(var)
+        if equation is not None and self._is_made_of_whole(equation):
+            copy = dataclasses.replace(
+                equation,
+                inputs=tuple(self.get(a) for a in equation.inputs),
+                outputs=tuple(Var(v.type) for v in equation.outputs),
+            )
+            self.equations.append(copy)
+            return copy.outputs[equation.outputs.index(var)]
+        rows = self.at_rows(var, row.axis, row.family)
+        params = {"axis": row.axis, "extent": self.lifting.extents[row.family]}
+        return self.emit("densify", (rows, self.route(row.family)), var.type, params)
+
+    def _is_made_of_whole(self, equation: Equation) -> bool:
+        if self.lifting.facts.roles.get(equation) != "rows" or equation.bodies:
+            return False
+        rows = [a for a in equation.inputs if self.lifting.row(a) is not None]
+        return all(a in self.dense or a in self.operands or self._cheaply_whole(a) for a in rows)
+
+    def _cheaply_whole(self, atom: Atom) -> bool:
+        return atom in self.lifting.facts.whole
+
+    # --- routes and types ---
+
+    def rows_of(self, family: int) -> int:
+        """Number of routed rows."""
+        return self.lifting.families[family].rows
+
+    def at(self, type_: Any, axis: int, family: int) -> ArrayType:
+        """The type of a value at the routed rows."""
+        return dataclasses.replace(type_, shape=resized(type_.shape, axis, self.rows_of(family)))
+
+    def route(self, family: int) -> Atom:
+        """The family's route, imported where it was made outside."""
+        if family not in self.routes:
+            self.routes[family] = self.import_(("route", family))
+        return self.routes[family]
+
+    def import_(self, key: Key) -> Var:
+        """An input of this nested block for something outside; `resolve` says what, when the block is complete."""
+        assert self.may_import, "the outermost block imports nothing"
+        if key not in self.imports:
+            self.imports[key] = Var(self._import_type(key))
+        return self.imports[key]
+
+    def _import_type(self, key: Key) -> Any:
+        if key[0] == "dense":
+            return key[1].type
+        if key[0] == "route":
+            return RouteType(self.lifting.extents[key[1]], self.rows_of(key[1]))
+        return self.at(key[1].type, key[2], key[3])
+
+    def resolve(self, key: Key) -> Atom:
+        """The atom of this scope that an import of a nested one means."""
+        if key[0] == "dense":
+            return self.get(key[1])
+        if key[0] == "route":
+            return self.route(key[1])
+        return self.at_rows(key[1], key[2], key[3])
+
+    # --- equations ---
+
+    def emit(self, op: str, inputs: Sequence[Atom], type_: Any, params: Mapping[str, Any] | None = None) -> Var:
+        """Append a row-space operation; its result."""
+        out = Var(type_)
+        self.equations.append(Equation(op, tuple(inputs), (out,), params or {}))
+        return out
+
+
+def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
+    """The axis of an operand that becomes `axis` of the result; None where the operand has none."""
+    if atom.shape == ():
+        return None
+    if equation.op == "broadcast_in_dim":
+        dims = equation.params["broadcast_dimensions"]
+        inner = dims.index(axis) if axis in dims else None
+        return inner if inner is not None and atom.shape[inner] == equation.outputs[0].shape[axis] else None
+    if equation.op == "transpose":
+        return equation.params["permutation"][axis]
+    if equation.op == "squeeze":
+        gone = {d % len(atom.shape) for d in equation.params["dimensions"]}
+        return [d for d in range(len(atom.shape)) if d not in gone][axis]
+    return axis
