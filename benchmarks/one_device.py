@@ -43,12 +43,16 @@ def crossover() -> None:
     for dim in (8, 64, 256):
         for per_id in (0.5, 1, 2, 4, 8, 16):
             rows = int(640 * per_id)
-            print(f"  D={dim:4d} rows/id={per_id:5.1f} V={rows:6d}: {_against_plain(rows, dim, (32, 20)):.2f}", flush=True)
+            print(
+                f"  D={dim:4d} rows/id={per_id:5.1f} V={rows:6d}: {_against_plain(rows, dim, (32, 20)):.2f}", flush=True
+            )
     for ids in (16, 128, 1024):
         rows = 4 * ids
         for dim in (4, 32):
             size = 2 * rows * dim * 4
-            print(f"  ids={ids:5d} D={dim:3d} family of {size:8d} B: {_against_plain(rows, dim, (ids,)):.2f}", flush=True)
+            print(
+                f"  ids={ids:5d} D={dim:3d} family of {size:8d} B: {_against_plain(rows, dim, (ids,)):.2f}", flush=True
+            )
 
 
 def _against_plain(rows: int, dim: int, shape: tuple[int, ...]) -> float:

@@ -27,7 +27,9 @@ class Runner:
         return time.perf_counter() - start
 
 
-def alternate(runners: Mapping[str, Runner], batches: Callable[[int], Any], rounds: int, warm: int = 3) -> dict[str, list[float]]:
+def alternate(
+    runners: Mapping[str, Runner], batches: Callable[[int], Any], rounds: int, warm: int = 3
+) -> dict[str, list[float]]:
     """Seconds of each step, round by round; the same batch for all in a round."""
     found: dict[str, list[float]] = {name: [] for name in runners}
     for k in range(rounds + warm):

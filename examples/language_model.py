@@ -1,0 +1,187 @@
+"""The demo: a word-level language model with a vocabulary of everything, trained on two cores.
+
+`make demo`, or `python examples/language_model.py`. The model (model.py) has tables of some 200,000 rows, the words
+come from the Python source on this machine (corpus.py), and a step touches less than one row in a hundred. Under
+plain `jax.jit` each step computes a gradient for every row, and runs the optimizer over all of them; autopar takes
+the same `train_step`, as it stands, and computes the rows that the batch touches. The demo prints the plan, trains,
+and at the end times both forms of the step side by side (compare.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from compare import Step, compare
+from corpus import UNKNOWN, Batch, Corpus, CorpusError, batches, held_out_windows, load_corpus, unigram_perplexity
+from flax.training.train_state import TrainState
+from model import LanguageModel, perplexity_of
+from progress import Screen
+
+import autopar
+
+NEGATIVES = 256  # words sampled for the softmax, a step
+CLIP_NORM = 0.5  # low enough that most steps are clipped
+WARM_UP_STEPS = 100
+EVALUATIONS = 4  # while training, beside the one before it
+EVALUATION_TOKENS = 1280
+REPORT_EVERY = 20  # steps; reading the loss waits for the step, so not after each
+TURNS = 5  # of each form, in the comparison at the end
+
+# Each with a learning rate that suits this model; --learning-rate overrides it.
+OPTIMIZERS: dict[str, tuple[Callable[[optax.Schedule], optax.GradientTransformation], float]] = {
+    "adagrad": (optax.adagrad, 2.0),
+    "sgd": (optax.sgd, 2.0),
+    "momentum": (lambda rate: optax.sgd(rate, momentum=0.9), 0.5),
+    "rmsprop": (optax.rmsprop, 0.003),
+    "adam": (optax.adam, 0.005),
+    "adamw": (optax.adamw, 0.005),
+}
+
+
+def train_step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    """An ordinary Flax and Optax step for one device. Nothing in it is written for autopar."""
+
+    def loss_of(params: Any) -> jax.Array:
+        return state.apply_fn({"params": params}, batch["inputs"], batch["targets"], batch["negatives"])
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.global_norm(grads)}
+
+
+def state_maker(
+    model: LanguageModel, optimizer: str, learning_rate: float | None, seed: int
+) -> Callable[[], TrainState]:
+    """A function that makes the same new state each time, and compiles the initialization once."""
+    make_optimizer, usual_rate = OPTIMIZERS[optimizer]
+    rate = learning_rate or usual_rate
+    warm_up = optax.linear_schedule(rate / WARM_UP_STEPS, rate, WARM_UP_STEPS)
+    tx = optax.chain(optax.clip_by_global_norm(CLIP_NORM), make_optimizer(warm_up))
+    init = jax.jit(model.init)
+    ids = jnp.zeros((1, 1), jnp.int32)
+
+    def make_state() -> TrainState:
+        params = init(jax.random.key(seed), ids, ids, ids[0])["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return make_state
+
+
+def train(
+    step: Step,
+    state: TrainState,
+    data: Iterator[Batch],
+    steps: int,
+    perplexity: Callable[[Any], float],
+    screen: Screen,
+) -> TrainState:
+    """Trains, and prints the held-out perplexity before, now and then, and after."""
+    milestones = {steps * part // EVALUATIONS for part in range(1, EVALUATIONS + 1)}
+    screen.print(f"held-out perplexity before training: {perplexity(state.params):,.0f}")
+    with screen.training(steps) as update:
+        words, start = 0, time.perf_counter()
+        for done in range(1, steps + 1):
+            batch = next(data)
+            state, metrics = step(state, batch)
+            words += batch["inputs"].size
+            if done % REPORT_EVERY and done not in milestones and done > 1:
+                continue
+            loss = finite(float(metrics["loss"]), done)  # waits for the step
+            if done > 1:  # the first step compiles: its time says nothing
+                update(done, words / (time.perf_counter() - start), loss)
+            if done in milestones:
+                screen.print(f"held-out perplexity after {done:,} steps: {perplexity(state.params):,.0f}")
+            words, start = 0, time.perf_counter()
+    return state
+
+
+def finite(loss: float, step: int) -> float:
+    if not math.isfinite(loss):
+        raise SystemExit(f"the loss is {loss} after {step} steps: try a smaller --learning-rate")
+    return loss
+
+
+def describe(corpus: Corpus, windows: Batch) -> str:
+    """What was read, in counts."""
+    unknown = float(np.mean(corpus.held_out == 0))
+    return (
+        f"corpus: {corpus.tokens:,} words in {corpus.files:,} files, {corpus.distinct_words:,} distinct\n"
+        f"vocabulary: {len(corpus.words):,} (the most frequent: {', '.join(corpus.words[1:9])})\n"
+        f"held out: {len(corpus.held_out):,} words of other files, {unknown:.1%} of them {UNKNOWN}; "
+        f"word frequencies alone reach perplexity {unigram_perplexity(corpus, windows['targets']):,.0f}"
+    )
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def positive_rate(text: str) -> float:
+    number = float(text)
+    if not (number > 0 and math.isfinite(number)):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Trains a language model with large sparse tables under autopar.")
+    parser.add_argument("--steps", type=positive, default=2000, help="train steps (default %(default)s)")
+    parser.add_argument("--vocab", type=int, help="the most frequent N words (default: all seen at least twice)")
+    parser.add_argument("--corpus", type=Path, help="a text file or a folder of them (default: Python's own source)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad")
+    parser.add_argument("--learning-rate", type=positive_rate, help="default: one that suits the optimizer")
+    parser.add_argument("--sparse", choices=("exact", "lazy", "off"), default="exact", help="default %(default)s")
+    parser.add_argument("--batch", type=positive, default=32, help="texts in a batch (default %(default)s)")
+    parser.add_argument("--length", type=positive, default=20, help="words in a text (default %(default)s)")
+    parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches (default %(default)s)")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    screen = Screen()
+
+    def data(seed: int) -> Iterator[Batch]:
+        return batches(corpus, batch=args.batch, length=args.length, negatives=NEGATIVES, seed=seed)
+
+    screen.print("reading the corpus ...")
+    try:
+        corpus = load_corpus(args.corpus, args.vocab)
+        windows = held_out_windows(corpus, tokens=EVALUATION_TOKENS, length=args.length)
+        training_data = data(args.seed)
+    except CorpusError as error:
+        parser.error(str(error))
+    screen.print(describe(corpus, windows))
+
+    model = LanguageModel(len(corpus.words), args.dim, hidden=args.dim)
+    perplexity = perplexity_of(model)
+    make_state = state_maker(model, args.optimizer, args.learning_rate, args.seed)
+    state = make_state()
+    step = autopar.parallelize(train_step, sparse=args.sparse, strategy="auto")
+    screen.print()
+    screen.print(autopar.explain(step, state, next(training_data)))
+    screen.print()
+
+    state = train(step, state, training_data, args.steps, lambda params: perplexity(params, windows), screen)
+    del state  # two more are to come
+    screen.print()
+    screen.print("timing the same train step under plain jax.jit and under autopar ...")
+    plain = jax.jit(train_step, donate_argnums=0)
+    screen.print(compare(plain, step, make_state, data(args.seed + 1), TURNS))
+
+
+if __name__ == "__main__":
+    main()
