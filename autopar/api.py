@@ -20,6 +20,7 @@ from autopar.errors import ArgumentsError, DonatedStateError, RecompileWarning, 
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
+from autopar.measure.alpha import id_inputs
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
@@ -29,7 +30,7 @@ MAX_PLANS = 16
 class Entry:
     """What is known of the step at one set of shapes.
 
-    `example` holds the leaves of the first call's arguments other than its states (None for states and for shapes).
+    `example` holds the leaves of the first call's batch that ids depend on (None for all others).
     """
 
     call: Call
@@ -242,13 +243,15 @@ def _buffers(tree: Any) -> list[Any]:
 
 
 def _example(entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
-    """Concrete leaves of what is not state, to measure sparsity on; None where there is none."""
+    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none."""
     dynamic = [a for k, a in enumerate(args) if k not in static]
     leaves: list[Any] = []
     for k, value in enumerate([*dynamic, *(kwargs[n] for n in sorted(kwargs))]):
         flat = jax.tree.leaves(value)
         hidden = k in entry.states.outputs or any(_is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in flat)
         leaves += [None] * len(flat) if hidden else flat
+    needed = id_inputs(entry.compiled.analysed)
+    leaves = [x if wanted else None for x, wanted in zip(leaves, needed, strict=True)]
     return leaves if any(x is not None for x in leaves) else None
 
 

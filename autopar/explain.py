@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +25,8 @@ from autopar.measure.alpha import Alpha, measure_alpha
 
 #: Dense leaves that are listed one by one; the rest is summed up.
 _SHOWN_DENSE = 8
+#: Columns of a terminal below which the table leaves out shapes and sizes.
+_WIDE = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +77,16 @@ class Explanation:
         """Memory traffic of all updates in the planned step."""
         return sum(r.planned_bytes for r in self.rows)
 
-    def __rich__(self) -> RenderableType:
-        parts: list[RenderableType] = [self._table()]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r) for r in self.rows if r.kind == "sparse"]
         parts.append(self._totals())
         for name, note, seconds in self.passes:
             parts.append(Text.assemble(("  " + name.ljust(14), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
-        return Group(*parts)
+        return parts
 
     def __str__(self) -> str:
-        return self._export(None).rstrip() + "\n"
+        return self._export(None).rstrip()
 
     def _repr_html_(self) -> str:
         return self._export("html")
@@ -98,35 +100,30 @@ class Explanation:
         assert isinstance(console.file, io.StringIO)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
-    def _table(self) -> Table:
+    def _table(self, narrow: bool) -> Table:
         table = Table(title=f"Plan of {self.name} (one device)", title_justify="left", title_style="bold")
-        table.add_column("parameter", no_wrap=True)
-        table.add_column("shape")
-        table.add_column("bytes", justify="right")
-        table.add_column("kind")
-        table.add_column("alpha", justify="right")
-        table.add_column("update")
-        table.add_column("bytes touched a step", justify="right", no_wrap=True)
+        table.add_column("parameter", overflow="fold")
+        if not narrow:
+            table.add_column("shape", no_wrap=True)
+            table.add_column("bytes", justify="right", no_wrap=True)
+            table.add_column("kind", no_wrap=True)
+        table.add_column("alpha", justify="right", no_wrap=True)
+        table.add_column("update", no_wrap=True)
+        table.add_column("bytes touched a step", justify="right", no_wrap=not narrow)
         dense = [r for r in self.rows if r.kind == "dense"]
         shown = [r for r in self.rows if r.kind == "sparse"] + sorted(dense, key=lambda r: -r.nbytes)[:_SHOWN_DENSE]
         for row in shown:
             style = "green" if row.planned_bytes < row.dense_bytes else "yellow" if row.kind == "sparse" else ""
             slots = f" + {row.slots} slot{'s' if row.slots > 1 else ''}" if row.slots else ""
-            table.add_row(
-                row.path,
-                f"[{', '.join(map(str, row.shape))}]".replace("[", r"\["),
-                format_bytes(row.nbytes) + slots,
-                row.kind,
-                _alpha(row.alpha),
-                row.action,
-                _traffic(row),
-                style=style,
-            )
+            shape = f"[{', '.join(map(str, row.shape))}]".replace("[", r"\[")
+            details = () if narrow else (shape, format_bytes(row.nbytes) + slots, row.kind)
+            table.add_row(row.path, *details, _alpha(row.alpha), row.action, _traffic(row), style=style)
         rest = dense[:0] if len(dense) <= _SHOWN_DENSE else sorted(dense, key=lambda r: -r.nbytes)[_SHOWN_DENSE:]
         if rest:
             size = format_bytes(sum(r.nbytes for r in rest))
             traffic = format_bytes(sum(r.planned_bytes for r in rest))
-            table.add_row(f"{len(rest)} more", "", size, "dense", "", "as it is", traffic)
+            details = () if narrow else ("", size, "dense")
+            table.add_row(f"{len(rest)} more", *details, "", "as it is", traffic)
         return table
 
     def _totals(self) -> Text:

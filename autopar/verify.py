@@ -24,9 +24,8 @@ from autopar.backends.single import SingleDevice
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
-from autopar.ir.row_ids import collect_ids
-from autopar.ir.slicing import needed_equations
 from autopar.ir.trace import block_of
+from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
 
 #: Error allowed, as a share of the largest change in a leaf.
@@ -191,10 +190,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
             plan = entry.compiled.plan.family(space.family)
             if plan is None or not plan.lazy:
                 continue
-            ids = collect_ids(program.block, space)
-            roots = [a for e in ids.equations for a in e.inputs]
-            needed = tuple(needed_equations(program.block, roots)) + ids.equations
-            flat = emit(Block(program.block.inputs, needed, ids.results), backend)(*inputs)
+            flat = emit(id_program(program, space)[0], backend)(*inputs)
             touched = jnp.zeros((space.extent,), bool)
             for some in flat:
                 touched = touched.at[some].set(True, mode="drop")

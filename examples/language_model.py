@@ -115,7 +115,7 @@ def describe(corpus: Corpus, windows: Batch) -> str:
     return (
         f"corpus: {corpus.tokens:,} words in {corpus.files:,} files, {corpus.distinct_words:,} distinct\n"
         f"vocabulary: {len(corpus.words):,} (the most frequent: {', '.join(corpus.words[1:9])})\n"
-        f"held out: {len(corpus.held_out):,} words of other files, {unknown:.1%} of them {UNKNOWN}; "
+        f"held out: {len(corpus.held_out):,} words, {unknown:.1%} of them {UNKNOWN}; "
         f"word frequencies alone reach perplexity {unigram_perplexity(corpus, windows['targets']):,.0f}"
     )
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -265,6 +265,7 @@ RECIPES = st.builds(
     derandomize=True,
     deadline=None,
     database=None,
+    phases=[Phase.generate],  # each try compiles three programs: shrinking takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(recipe=RECIPES)

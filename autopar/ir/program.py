@@ -177,7 +177,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state', 'batch' or 'constant' (a state that the step only reads)."""
+    """A flat input: `role` is 'state' (it comes back) or 'batch' (everything else)."""
 
     path: str
     role: str

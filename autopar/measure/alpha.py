@@ -44,13 +44,11 @@ def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | Non
       space: The family.
       leaves: Flat arguments; None (or a ShapeDtypeStruct) for those whose values aren't known.
     """
-    ids = collect_ids(program.block, space)
-    bound = Alpha(min(space.extent, ids.count), space.extent, ids.count, False)
+    block, used = id_program(program, space)
+    count = sum(v.shape[0] for v in block.outputs)
+    bound = Alpha(min(space.extent, count), space.extent, count, False)
     if leaves is None:
         return bound
-    roots = [a for e in ids.equations for a in e.inputs]
-    equations = (*needed_equations(program.block, roots), *ids.equations)
-    block, used = eliminate_dead(Block(program.block.inputs, equations, ids.results))
     known = [x is not None and not isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
     if any(u and not k for u, k in zip(used, known, strict=True)) or any(e.effects for e in block.walk()):
         return bound
@@ -58,4 +56,20 @@ def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | Non
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs), SingleDevice()))
     found = run(*(x for x, u in zip(leaves, used, strict=True) if u))
     flat = np.concatenate([np.asarray(x) for x in found]) if found else np.zeros((0,), np.int32)
-    return Alpha(int(np.unique(flat[flat < space.extent]).size), space.extent, ids.count, True)
+    return Alpha(int(np.unique(flat[flat < space.extent]).size), space.extent, count, True)
+
+
+def id_program(program: Program, space: RowSpace) -> tuple[Block, list[bool]]:
+    """The ids of a family, flat, as a program of the step's inputs; and which of those it reads."""
+    ids = collect_ids(program.block, space)
+    roots = [a for e in ids.equations for a in e.inputs]
+    equations = (*needed_equations(program.block, roots), *ids.equations)
+    return eliminate_dead(Block(program.block.inputs, equations, ids.results))
+
+
+def id_inputs(program: Program) -> list[bool]:
+    """Which of the step's inputs the ids of any table depend on."""
+    used = [False] * len(program.inputs)
+    for space in program.rows.spaces:
+        used = [a or b for a, b in zip(used, id_program(program, space)[1], strict=True)]
+    return used
