@@ -131,12 +131,15 @@ class ParallelStep:
                 f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
                 "Pass that value as an argument"
             )
+        block = block_of(traced.jaxpr)
         states = find_states(call, traced.out_info, self.state_argnums)
+        if self.state_argnums is None:
+            states = states.confirmed(call, block)
         for k in self.batch_argnums or ():
             if any(call.arguments[a].position == k for a in states.outputs):
                 raise ArgumentsError(f"batch_argnums names argument {k}, which comes back: it is state")
         inputs, outputs = describe(call, states, traced.out_info)
-        program = Program(block_of(traced.jaxpr), inputs, outputs, self.name)
+        program = Program(block, inputs, outputs, self.name)
         compiled = compile_program(program, self.options)
         return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds)
 

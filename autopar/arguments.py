@@ -1,6 +1,7 @@
 """A call's arguments: which are state, and what each leaf is called.
 
-State is what comes back: an argument whose structure, shapes and dtypes are those of the output or of a part of it.
+State is what comes back: an argument whose structure, shapes and dtypes are those of the output or of a part of it,
+and of which some leaf is carried on to its new value.
 A lone array is taken for state only where everything before it is state (`step(w, batch) -> (w, loss)`), because an
 input and an output of one shape are common otherwise (an autoencoder's).
 """
@@ -15,7 +16,8 @@ from typing import Any
 import jax
 
 from autopar.errors import ArgumentsError, StateError
-from autopar.ir.program import ArrayType, Input, Output
+from autopar.ir.flow import carried
+from autopar.ir.program import ArrayType, Block, Input, Output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +124,17 @@ class States:
     """Which arguments are state: for each (its index in the call) the first output leaf of its new value."""
 
     outputs: Mapping[int, int]
+
+    def confirmed(self, call: Call, block: Block) -> States:
+        """Without those of which no leaf carries on to its new value: a gradient has its parameters' form, too."""
+        found = carried(block)
+        start, kept = 0, {}
+        for k, argument in enumerate(call.arguments):
+            new = self.outputs.get(k)
+            if new is not None and any(found[new + n] >> (start + n) & 1 for n in range(len(argument.types))):
+                kept[k] = new
+            start += len(argument.types)
+        return States(kept)
 
 
 def find_states(call: Call, outputs: Any, state_argnums: Sequence[int] | None) -> States:

@@ -18,7 +18,7 @@ from benchmarks.lookup import hand_step, make_state, plain_step, transformation,
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
 
-def lookup(rows: int = 800_000, rounds: int = 15, hand_rounds: int = 150) -> None:
+def lookup(rows: int = 800_000, rounds: int = 8, hand_rounds: int = 60) -> None:
     """V=800,000, D=256, 640 Zipf ids, clip and Adagrad."""
     batches = zipf_batches(rows)
     planned = autopar.parallelize(plain_step)
@@ -26,7 +26,7 @@ def lookup(rows: int = 800_000, rounds: int = 15, hand_rounds: int = 150) -> Non
         "autopar": Runner(planned, make_state(rows)),
         "hand": Runner(jax.jit(hand_step, donate_argnums=0), make_state(rows)),
     }
-    times = alternate(fast, batches, hand_rounds, warm=10)
+    times = alternate(fast, batches, hand_rounds)
     assert planned.plan is not None and planned.plan.lifts, "the table is lifted"
     told = {k: f"{median_ms(v):.2f} ms" for k, v in times.items()}
     print(f"V={rows:,}: {told}; autopar / by hand {ratio(times['autopar'], times['hand']):.3f}", flush=True)
@@ -63,7 +63,7 @@ def _against_plain(rows: int, dim: int, shape: tuple[int, ...]) -> float:
         "lifted": Runner(autopar.parallelize(plain_step, strategy="ps"), make_state(rows, dim)),
         "plain": Runner(jax.jit(plain_step, donate_argnums=0), make_state(rows, dim)),
     }
-    times = alternate(runners, uniform, 60, warm=5)
+    times = alternate(runners, uniform, 20)
     return ratio(times["plain"], times["lifted"])
 
 

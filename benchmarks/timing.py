@@ -1,4 +1,4 @@
-"""Timing of steps against each other: alternating, so that a machine that drifts slows all of them alike."""
+"""Timing of steps against each other: taking turns, so that a machine that drifts slows all of them alike."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ class Runner:
 
 
 def alternate(
-    runners: Mapping[str, Runner], batches: Callable[[int], Any], rounds: int, warm: int = 3
+    runners: Mapping[str, Runner], batches: Callable[[int], Any], rounds: int, warm: int = 2, turn: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each step, round by round; the same batch for all in a round."""
+    """Seconds a step, a median for each turn.
+
+    The steps take turns of a few steps in a row, as in training; the first of a turn isn't timed, for it finds the
+    caches full of what the others left there. All see the same batches.
+    """
     found: dict[str, list[float]] = {name: [] for name in runners}
     for k in range(rounds + warm):
-        batch = batches(k)
+        data = [batches(k * (turn + 1) + n) for n in range(turn + 1)]
         for name, runner in runners.items():
-            seconds = runner.seconds(batch)
+            seconds = [runner.seconds(batch) for batch in data][1:]
             if k >= warm:
-                found[name].append(seconds)
+                found[name].append(float(np.median(seconds)))
     return found
 
 
@@ -47,5 +51,5 @@ def median_ms(seconds: list[float]) -> float:
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:
-    """Median of the ratios round by round."""
+    """Median of the ratios turn by turn."""
     return float(np.median(np.asarray(slow) / np.asarray(fast)))

@@ -237,3 +237,10 @@ def test_decorator_with_options_and_attributes() -> None:
     text = train_step.lower(make_params(), IDS).as_text()
     assert "stablehlo" in text or "module" in text
     assert lifted(train_step) == ["emb"]
+
+
+def test_gradients_of_the_parameters_form_are_no_state() -> None:
+    gradients = autopar.parallelize(lambda params, ids: jax.grad(loss_of)(params, ids))
+    params = make_params()
+    gradients(params, IDS)
+    assert not params["emb"].is_deleted()

@@ -1,0 +1,86 @@
+"""Pure functions, by hand; and the examples in the documentation."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+import autopar.api
+from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
+from autopar.explain import format_bytes
+from autopar.ir.plan import matches
+
+from .pairs import pairwise
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("params/emb", "params/emb", True),
+        ("params/emb", "params/emb/embedding", True),  # a node covers its leaves
+        ("params/emb", "params/embedding", False),
+        ("params/item*", "params/item_emb/embedding", True),
+        ("params/*/embedding", "params/a/embedding", True),
+        ("params/*/embedding", "params/a/b/embedding", False),  # * stays within a segment
+        ("params/**/embedding", "params/a/b/embedding", True),
+        ("params/**/embedding", "params/embedding", True),
+        ("**", "anything/at/all", True),
+        ("**/embedding", "params/a/embedding", True),
+        ("*", "params/emb", True),
+        ("a.b", "axb", False),
+    ],
+)
+def test_patterns(pattern: str, path: str, expected: bool) -> None:
+    assert matches(pattern, path) is expected
+
+
+def test_lifting_pays_by_hand() -> None:
+    wide = SMALL_FAMILY_BYTES
+    assert lifting_pays(extent=int(100 * ROWS_PER_ID), ids=100, row_bytes=wide)
+    assert not lifting_pays(extent=int(100 * ROWS_PER_ID) - 1, ids=100, row_bytes=wide)
+    assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_FAMILY_BYTES // 1000 - 1)
+
+
+def test_touched_bytes_by_hand() -> None:
+    # A table of 100 bytes with one slot: gradient written and read (200), table and slot read and written (400).
+    assert touched_bytes(table_bytes=100, family_bytes=200) == 600
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(x) for x in (0, 1023, 1536, 5 * 2**20, 3 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3072.0 GiB",
+    ]
+
+
+def test_pairwise_covers_every_pair() -> None:
+    axes = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("p", "q", "r")}
+    rows = pairwise(axes)
+    for first, second in (("a", "b"), ("a", "c"), ("b", "c")):
+        assert {(r[first], r[second]) for r in rows} == {(x, y) for x in axes[first] for y in axes[second]}
+    assert len(rows) < 3 * 2 * 3
+
+
+def test_docstring_examples() -> None:
+    found = doctest.testmod(autopar.api)
+    assert found.attempted >= 4 and found.failed == 0
+
+
+def test_readme_is_valid_python_and_names_real_options() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "autopar.parallelize":
+                for keyword in node.keywords:
+                    assert keyword.arg in autopar.parallelize.__kwdefaults__
+    for name in re.findall(r"autopar\.([a-z_]+)\(", text):
+        assert hasattr(autopar, name)
