@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import autopar
-from benchmarks.lookup import hand_step, make_state, plain_step, transformation, zipf_batches
+from benchmarks.lookup import bare_step, hand_step, make_state, plain_step, transformation, zipf_batches
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
 
@@ -38,32 +38,30 @@ def lookup(rows: int = 800_000, rounds: int = 8, hand_rounds: int = 60) -> None:
 
 
 def crossover() -> None:
-    """Dense against lifted for tables of few rows: where does lifting begin to pay?"""
-    print("plain / lifted, by rows per id (640 ids a step) and by the table's size (rows = 4 x ids):")
+    """Dense against lifted for tables of few rows, without a model around them: where does lifting begin to pay?
+
+    `cost.model.lifting_pays` has its constants from this.
+    """
     for dim in (8, 64, 256):
-        for per_id in (0.5, 1, 2, 4, 8, 16):
-            rows = int(640 * per_id)
-            print(
-                f"  D={dim:4d} rows/id={per_id:5.1f} V={rows:6d}: {_against_plain(rows, dim, (32, 20)):.2f}", flush=True
-            )
-    for ids in (16, 128, 1024):
-        rows = 4 * ids
-        for dim in (4, 32):
-            size = 2 * rows * dim * 4
-            print(
-                f"  ids={ids:5d} D={dim:3d} family of {size:8d} B: {_against_plain(rows, dim, (ids,)):.2f}", flush=True
-            )
+        for ids in (64, 640, 6400):
+            ratios = [(n, _against_plain(int(ids * n), dim, ids)) for n in (1, 2, 4, 8, 16, 32)]
+            told = ", ".join(f"{n} rows/id {r:.2f}" for n, r in ratios)
+            print(f"plain / lifted at D={dim}, {ids} ids: {told}", flush=True)
 
 
-def _against_plain(rows: int, dim: int, shape: tuple[int, ...]) -> float:
+def _against_plain(rows: int, dim: int, ids: int) -> float:
     def uniform(k: int) -> dict[str, Any]:
-        return {"ids": jnp.asarray(np.random.default_rng(k).integers(0, rows, shape), jnp.int32)}
+        return {"ids": jnp.asarray(np.random.default_rng(k).integers(0, rows, (ids,)), jnp.int32)}
+
+    def make() -> dict[str, Any]:
+        params = {"emb": jax.random.normal(jax.random.key(0), (rows, dim)) * 0.1}
+        return {"params": params, "opt": transformation().init(params)}
 
     runners = {
-        "lifted": Runner(autopar.parallelize(plain_step, strategy="ps"), make_state(rows, dim)),
-        "plain": Runner(jax.jit(plain_step, donate_argnums=0), make_state(rows, dim)),
+        "lifted": Runner(autopar.parallelize(bare_step, strategy="ps"), make()),
+        "plain": Runner(jax.jit(bare_step, donate_argnums=0), make()),
     }
-    times = alternate(runners, uniform, 20)
+    times = alternate(runners, uniform, 15, turn=8)
     return ratio(times["plain"], times["lifted"])
 
 

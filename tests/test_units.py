@@ -39,9 +39,10 @@ def test_patterns(pattern: str, path: str, expected: bool) -> None:
 
 
 def test_lifting_pays_by_hand() -> None:
-    wide = SMALL_FAMILY_BYTES
-    assert lifting_pays(extent=int(100 * ROWS_PER_ID), ids=100, row_bytes=wide)
-    assert not lifting_pays(extent=int(100 * ROWS_PER_ID) - 1, ids=100, row_bytes=wide)
+    # 256 bytes a row: 192 / 16 = 12 rows per id.
+    assert ROWS_PER_ID == 192
+    assert lifting_pays(extent=12_000, ids=1000, row_bytes=256)
+    assert not lifting_pays(extent=11_999, ids=1000, row_bytes=256)
     assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_FAMILY_BYTES // 1000 - 1)
 
 

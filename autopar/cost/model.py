@@ -1,16 +1,19 @@
 """When lifting pays on one device.
 
-The dense step walks every row of a table and its slots; the lifted one sorts the ids and walks the touched rows,
-with a higher price per row (gather and scatter in place of a contiguous loop). The crossover is a ratio of rows to
-ids, measured by `benchmarks/crossover.py`.
+The dense step walks every row of a table and its slots; the lifted one sorts the ids and walks the touched rows, with
+a higher price per row (gather and scatter in place of a contiguous loop), which weighs more where rows are short. The
+crossover is a number of rows per id, measured by `python -m benchmarks crossover`.
 """
 
 from __future__ import annotations
 
-#: Rows per looked-up id above which the lifted step is faster (CPU; `python -m benchmarks crossover`).
-ROWS_PER_ID = 2.0
+import math
+
+#: The lifted step is faster from this many rows per looked-up id on, times 1 / sqrt(bytes of a row and its slots').
+#: Measured on 2 CPU cores with Adagrad: 24 rows per id at 64 bytes, 9 at 512, 4 at 2048.
+ROWS_PER_ID = 192.0
 #: Below this many bytes in a table and its slots both steps cost about as much as dispatching them.
-SMALL_FAMILY_BYTES = 1 << 18
+SMALL_FAMILY_BYTES = 1 << 16
 
 
 def lifting_pays(*, extent: int, ids: int, row_bytes: int) -> bool:
@@ -21,7 +24,7 @@ def lifting_pays(*, extent: int, ids: int, row_bytes: int) -> bool:
       ids: Ids looked up in a step, duplicates included.
       row_bytes: Bytes of one row, the slots' rows included.
     """
-    return extent * row_bytes >= SMALL_FAMILY_BYTES and extent >= ROWS_PER_ID * ids
+    return extent * row_bytes >= SMALL_FAMILY_BYTES and extent >= ids * ROWS_PER_ID / math.sqrt(row_bytes)
 
 
 def touched_bytes(*, table_bytes: int, family_bytes: int) -> int:

@@ -77,7 +77,7 @@ def _decide(
         return dense("the strategy says 'allreduce'")
     ids = collect_ids(program.block, space).count
     rows = min(space.extent, ids) + 1
-    row_bytes = sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent
+    row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
     if method == "auto" and not lifting_pays(extent=space.extent, ids=ids, row_bytes=row_bytes):
         return dense(f"{ids} ids a step against {space.extent} rows: the dense update is faster", "strategy='ps'")
     lazy = sparse == "lazy"
