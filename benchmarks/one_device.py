@@ -18,7 +18,7 @@ from benchmarks.lookup import bare_step, hand_step, make_state, plain_step, tran
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
 
-def lookup(rows: int = 800_000, rounds: int = 8, hand_rounds: int = 60) -> None:
+def lookup(rows: int = 800_000, rounds: int = 5, hand_rounds: int = 30) -> None:
     """V=800,000, D=256, 640 Zipf ids, clip and Adagrad."""
     batches = zipf_batches(rows)
     planned = autopar.parallelize(plain_step)
@@ -32,7 +32,7 @@ def lookup(rows: int = 800_000, rounds: int = 8, hand_rounds: int = 60) -> None:
     print(f"V={rows:,}: {told}; autopar / by hand {ratio(times['autopar'], times['hand']):.3f}", flush=True)
     del fast["hand"]
     fast["plain"] = Runner(jax.jit(plain_step, donate_argnums=0), make_state(rows))
-    times = alternate(fast, batches, rounds)
+    times = alternate(fast, batches, rounds, turns={"autopar": 40, "plain": 2})
     told = {k: f"{median_ms(v):.2f} ms" for k, v in times.items()}
     print(f"V={rows:,}: {told}; plain / autopar {ratio(times['plain'], times['autopar']):.1f}", flush=True)
 
@@ -61,7 +61,7 @@ def _against_plain(rows: int, dim: int, ids: int) -> float:
         "lifted": Runner(autopar.parallelize(bare_step, strategy="ps"), make()),
         "plain": Runner(jax.jit(bare_step, donate_argnums=0), make()),
     }
-    times = alternate(runners, uniform, 15, turn=8)
+    times = alternate(runners, uniform, 12)
     return ratio(times["plain"], times["lifted"])
 
 

@@ -28,20 +28,32 @@ class Runner:
 
 
 def alternate(
-    runners: Mapping[str, Runner], batches: Callable[[int], Any], rounds: int, warm: int = 2, turn: int = 3
+    runners: Mapping[str, Runner],
+    batches: Callable[[int], Any],
+    rounds: int,
+    *,
+    turns: Mapping[str, int] | None = None,
+    warm: int = 1,
 ) -> dict[str, list[float]]:
-    """Seconds a step, a median for each turn.
+    """Seconds a step, a median for each turn; the steps take turns of several in a row, as in training.
 
-    The steps take turns of a few steps in a row, as in training; the first of a turn isn't timed, for it finds the
-    caches full of what the others left there. All see the same batches.
+    The first half of a turn isn't timed. A plain step on a large table leaves cold caches and gigabytes that go back
+    to the system: for a third of a second whatever comes next runs at half its speed, and that is not its own doing.
+
+    Args:
+      runners: Steps by name.
+      batches: The n-th batch; all steps see the same ones.
+      rounds: Turns of each.
+      turns: Steps in a turn, 8 for those that aren't named.
+      warm: Rounds before the first that counts.
     """
     found: dict[str, list[float]] = {name: [] for name in runners}
     for k in range(rounds + warm):
-        data = [batches(k * (turn + 1) + n) for n in range(turn + 1)]
         for name, runner in runners.items():
-            seconds = [runner.seconds(batch) for batch in data][1:]
+            count = (turns or {}).get(name, 8)
+            seconds = [runner.seconds(batches(100 * k + n)) for n in range(count)]
             if k >= warm:
-                found[name].append(float(np.median(seconds)))
+                found[name].append(float(np.median(seconds[count // 2 :])))
     return found
 
 

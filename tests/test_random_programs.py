@@ -93,7 +93,7 @@ ID_KINDS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 LOSSES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "square": lambda h, y: jnp.mean((h - y) ** 2),
     "logistic": lambda h, y: jnp.mean(jnp.logaddexp(0.0, -h * jnp.sign(y))),
-    "softmax": lambda h, y: -jnp.mean(jax.nn.log_softmax(h)[:, 0]) + 0.1 * jnp.sum(h * y),
+    "softmax": lambda h, y: -jnp.mean(jnp.sum(jax.nn.log_softmax(h) * jax.nn.softmax(y), axis=1)),
 }
 
 
@@ -289,9 +289,11 @@ def _is_open(recipe: Recipe) -> bool:
     return by_columns or (recipe.repeated and recipe.optimizer == "last gradient")
 
 
-def _check(recipe: Recipe, steps: int = 2) -> None:
+def _check(recipe: Recipe) -> None:
     step, state = _make_step(recipe), _make_state(recipe)
     planned = autopar.parallelize(step, strategy="ps", donate=False)
+    # Once a row is infinite itself, 0 * row is NaN in plain JAX: the contract is for finite tables.
+    steps = 1 if recipe.repeated and recipe.optimizer == "poisoned" else 2
     batches = [_make_batch(recipe.seed + k) for k in range(steps)]
     entry = planned.entry(state, batches[0])
     if not _is_open(recipe):
@@ -361,3 +363,20 @@ def test_columns_of_a_slot_are_not_its_rows() -> None:
     compiled = autopar.parallelize(step, strategy="ps").entry(state, jnp.arange(IDS)).compiled
     (space,) = compiled.analysed.rows.spaces
     assert (space.leaves, space.refusal, space.notes) == ((0, 1), None, ())
+
+
+def test_a_classifier_has_one_table() -> None:
+    """Picking the labels' log probabilities reads columns of activations; it makes no table of the last layer."""
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        logits = jnp.tanh(params["emb"][batch["ids"]]) @ params["w"] + params["bias"]
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][:, None], axis=1))
+
+    def step(params: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"emb": jnp.ones((ROWS, WIDTH)), "w": jnp.ones((WIDTH, 5)), "bias": jnp.zeros(5)}
+    batch = {"ids": jnp.arange(IDS), "labels": jnp.arange(IDS) % 5}
+    plan = autopar.parallelize(step, strategy="ps").entry(params, batch).compiled.plan
+    assert [(p.path, p.lifted) for p in plan.parameters] == [("emb", True)], plan.parameters

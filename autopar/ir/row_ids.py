@@ -90,8 +90,9 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
 def collect_ids(block: Block, space: RowSpace) -> RowIds:
     """The ids of all accesses of a family, each distinct set once."""
     numbering = Numbering()
-    for equation in block.equations:
-        numbering.find(equation)
+    if any(access.path for access in space.accesses):  # hoisted equations may stand in the block already
+        for equation in block.equations:
+            numbering.find(equation)
     wanted: dict[Any, tuple[Mapping[str, Any], Atom | None]] = {}
     equations: list[Equation] = []
     for access in space.accesses:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
 
 
@@ -18,13 +20,24 @@ def verify_program(program: Program) -> None:
             assert atom.type.dtype == old.dtype, f"new {output.path} is {atom.type}, was {old}"
 
 
-def verify_block(block: Block, defined: set[Var], where: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where something is wrong; made into words only if it is."""
+
+    outer: str | _Place
+    equation: Equation
+
+    def __str__(self) -> str:
+        return f"{self.outer}, {self.equation.op} ({self.equation.where})"
+
+
+def verify_block(block: Block, defined: set[Var], where: str | _Place) -> None:
     """Check one block and the blocks nested in it; `defined` collects every variable of the program."""
     visible: set[Var] = set()
     for var in block.inputs:
         _define(var, visible, defined, where)
     for equation in block.equations:
-        place = f"{where}, {equation.op} ({equation.where})"
+        place = _Place(where, equation)
         for atom in equation.inputs:
             _read(atom, visible, place)
         for body in equation.bodies:
@@ -33,20 +46,20 @@ def verify_block(block: Block, defined: set[Var], where: str) -> None:
         for var in equation.outputs:
             _define(var, visible, defined, place)
     for atom in block.outputs:
-        _read(atom, visible, f"{where}, outputs")
+        _read(atom, visible, where)
 
 
-def _define(var: Var, visible: set[Var], defined: set[Var], where: str) -> None:
+def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Place) -> None:
     assert var not in defined, f"{where}: a variable of type {var.type} is defined twice"
     visible.add(var)
     defined.add(var)
 
 
-def _read(atom: Atom, visible: set[Var], where: str) -> None:
+def _read(atom: Atom, visible: set[Var], where: str | _Place) -> None:
     assert isinstance(atom, Literal) or atom in visible, f"{where}: reads a {atom.type} that is not defined before"
 
 
-def _same(a: Atom, b: Atom, where: str) -> None:
+def _same(a: Atom, b: Atom, where: str | _Place) -> None:
     left, right = a.type, b.type
     if hasattr(left, "shape") and hasattr(right, "shape"):
         assert (left.shape, left.dtype) == (right.shape, right.dtype), f"{where}: {left} meets {right}"
@@ -54,7 +67,7 @@ def _same(a: Atom, b: Atom, where: str) -> None:
         assert type(left) is type(right), f"{where}: {left} meets {right}"
 
 
-def _verify_boundaries(equation: Equation, where: str) -> None:
+def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
     """Operands against the inputs of bodies, results of bodies against outputs."""
     if equation.op == "scan":
         consts, carry = equation.params["num_consts"], equation.params["num_carry"]
@@ -68,7 +81,7 @@ def _verify_boundaries(equation: Equation, where: str) -> None:
         for outer, inner in zip(equation.outputs[:carry], body.outputs, strict=False):
             _same(outer, inner, where)
         for start, inner in zip(body.inputs[consts : consts + carry], body.outputs, strict=False):
-            _same(start, inner, f"{where}, carry")
+            _same(start, inner, where)
         for outer, inner in zip(equation.outputs[carry:], body.outputs[carry:], strict=True):
             assert outer.shape[1:] == inner.shape, f"{where}: {inner.type} stacks to {outer.type}"
     elif equation.op == "remat" or equation.op == "cond":
