@@ -461,7 +461,6 @@ def test_ids_with_a_padded_zero_are_no_rows_of_the_table() -> None:
 
 _UPDATE = "dynamic_update_slice"
 REFUSALS: dict[str, tuple[str, Build, str]] = {
-    "columns": ("gather", lambda r: r.t[:, r.ids - 1], "a gather of columns"),
     "pairs": ("gather", lambda r: jax.vmap(lambda i: lax.dynamic_slice_in_dim(r.t, i, 2))(r.ids), "adjacent rows"),
     "own columns": ("gather", lambda r: jnp.take_along_axis(r.t, r.x.astype(int) - 2, axis=1), "batched over the rows"),
     "ids are rows": ("gather", lambda r: r.t[r.q[:, 0]], "the ids are themselves rows"),

@@ -12,12 +12,15 @@ from collections.abc import Iterable, Sequence
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
 
-def eliminate_dead(block: Block, live: Sequence[bool] | None = None) -> tuple[Block, list[bool]]:
+def eliminate_dead(
+    block: Block, live: Sequence[bool] | None = None, *, effects: bool = True
+) -> tuple[Block, list[bool]]:
     """The block with its live outputs only, and which inputs it still reads (all inputs are kept).
 
     Args:
       block: Any block.
       live: Which outputs are wanted; all by default.
+      effects: Whether effects are live by themselves. They are not in a second copy of a block.
     """
     live = [True] * len(block.outputs) if live is None else live
     outputs = tuple(a for a, keep in zip(block.outputs, live, strict=True) if keep)
@@ -25,9 +28,9 @@ def eliminate_dead(block: Block, live: Sequence[bool] | None = None) -> tuple[Bl
     kept: list[Equation] = []
     for equation in reversed(block.equations):
         wanted = [v in needed for v in equation.outputs]
-        if not (any(wanted) or equation.effects):
+        if not (any(wanted) or (effects and equation.effects)):
             continue
-        reduced = reduce_equation(equation, wanted)
+        reduced = reduce_equation(equation, wanted, effects)
         needed.update(a for a in reduced.inputs if isinstance(a, Var))
         kept.append(reduced)
     used = [v in needed for v in block.inputs]
@@ -36,21 +39,21 @@ def eliminate_dead(block: Block, live: Sequence[bool] | None = None) -> tuple[Bl
     return Block(block.inputs, tuple(reversed(kept)), outputs), used
 
 
-def reduce_equation(equation: Equation, wanted: Sequence[bool]) -> Equation:
+def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = True) -> Equation:
     """The equation without the outputs (and the operands behind them) that nobody wants."""
     if equation.op == "scan":
-        return _reduce_scan(equation, wanted)
+        return _reduce_scan(equation, wanted, effects)
     if equation.op == "remat":
-        return _reduce_remat(equation, wanted)
+        return _reduce_remat(equation, wanted, effects)
     if equation.op == "cond" and not all(wanted):
-        bodies = tuple(eliminate_dead(b, wanted)[0] for b in equation.bodies)
+        bodies = tuple(eliminate_dead(b, wanted, effects=effects)[0] for b in equation.bodies)
         outputs = tuple(v for v, keep in zip(equation.outputs, wanted, strict=True) if keep)
         return dataclasses.replace(equation, outputs=outputs, bodies=bodies, original=None)
     return equation
 
 
-def _reduce_remat(equation: Equation, wanted: Sequence[bool]) -> Equation:
-    body, used = eliminate_dead(equation.bodies[0], wanted)
+def _reduce_remat(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
+    body, used = eliminate_dead(equation.bodies[0], wanted, effects=effects)
     if body is equation.bodies[0] and all(used):
         return equation
     return dataclasses.replace(
@@ -59,14 +62,19 @@ def _reduce_remat(equation: Equation, wanted: Sequence[bool]) -> Equation:
         outputs=_select(equation.outputs, wanted),
         bodies=(dataclasses.replace(body, inputs=_select(body.inputs, used)),),
         original=None,
+        effects=_has_effects(body),
     )
 
 
-def _reduce_scan(equation: Equation, wanted: Sequence[bool]) -> Equation:
+def _has_effects(body: Block) -> bool:
+    return any(e.effects for e in body.equations)
+
+
+def _reduce_scan(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
     consts, carry = equation.params["num_consts"], equation.params["num_carry"]
     live = list(wanted)
     while True:
-        body, used = eliminate_dead(equation.bodies[0], live)
+        body, used = eliminate_dead(equation.bodies[0], live, effects=effects)
         grown = [a or b for a, b in zip(live[:carry], used[consts : consts + carry], strict=True)] + live[carry:]
         if grown == live:
             break
@@ -82,6 +90,7 @@ def _reduce_scan(equation: Equation, wanted: Sequence[bool]) -> Equation:
         bodies=(dataclasses.replace(body, inputs=_select(body.inputs, used)),),
         params={**equation.params, "num_consts": sum(used[:consts]), "num_carry": sum(live[:carry])},
         original=None,
+        effects=_has_effects(body),
     )
 
 
@@ -90,13 +99,13 @@ def _select(items: Sequence, keep: Sequence[bool]) -> tuple:
 
 
 def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
-    """The block's own equations that the atoms depend on, in order, reduced to what they need."""
+    """The block's own equations that the atoms depend on, in order, reduced to what they need and without effects."""
     needed: set[Atom] = {a for a in atoms if isinstance(a, Var)}
     kept: list[Equation] = []
     for equation in reversed(block.equations):
         wanted = [v in needed for v in equation.outputs]
         if any(wanted):
-            reduced = reduce_equation(equation, wanted)
+            reduced = reduce_equation(equation, wanted, effects=False)
             needed.update(a for a in reduced.inputs if isinstance(a, Var))
             kept.append(reduced)
     return kept[::-1]
@@ -131,8 +140,8 @@ def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[
     body = Block(body.inputs, body.equations, (*body.outputs[:carry], value))
     stacked = Var(ArrayType((equation.params["length"], *value.shape), value.dtype))
     outputs = (*(Var(v.type) for v in equation.outputs[:carry]), stacked)
-    scan = dataclasses.replace(equation, outputs=outputs, bodies=(body,), original=None, effects=False)
-    scan = _reduce_scan(scan, [False] * carry + [True])
+    scan = dataclasses.replace(equation, outputs=outputs, bodies=(body,), original=None)
+    scan = _reduce_scan(scan, [False] * carry + [True], effects=False)
     reduced = scan.bodies[0]
     consts, carry = scan.params["num_consts"], scan.params["num_carry"]
     if len(scan.inputs) == consts:  # the same in every iteration
@@ -145,7 +154,7 @@ def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[
 
 def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom]:
     """The single output of a body, computed from `operands` by equations of its own."""
-    body, _ = eliminate_dead(body)
+    body, _ = eliminate_dead(body, effects=False)
     copy, env = clone(body, dict(zip(body.inputs, operands, strict=True)))
     output = body.outputs[0]
     return list(copy.equations), env.get(output, output) if isinstance(output, Var) else output

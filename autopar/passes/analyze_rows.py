@@ -35,12 +35,15 @@ def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]
     dropped: dict[int, Refusal] = {}
     refused: list[RowSpace] = []
     strangers: set[int] = set()
+    barred: set[Equation] = set()
     while True:
         candidates = {k: axis for k, axis in program.candidates if k not in dropped and k not in strangers}
-        run = _Run(program, candidates, lazy)
+        run = _Run(program, candidates, lazy, barred=barred)
         run.start()
-        if found := run.strangers():
+        found, entries = run.strangers()
+        if found or entries:
             strangers |= found
+            barred |= entries
             continue
         spaces = run.spaces()
         causes = {k: reason for space in spaces for k, reason in run.causes(space).items()}
@@ -89,10 +92,17 @@ class _Run:
     dense_reads: list[tuple[int, Refusal]] = field(default_factory=list)
     mixed_with_dense: list[tuple[int, Equation]] = field(default_factory=list)
     path: tuple[Equation, ...] = ()
+    #: Equations that make rows which turned out to be no table's.
+    barred: set[Equation] = field(default_factory=set)
+    entries: dict[int, Equation] = field(default_factory=dict)
     #: Row values that can be had for all rows -> families whose committed leaves that needs.
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Top-level variables -> families whose committed leaves they depend on.
     after: dict[Atom, frozenset[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        inputs = self.program.block.inputs
+        self.table_extents = {inputs[k].shape[axis] for k, axis in self.candidates.items()}
 
     # --- what rules ask (ir.rules.Analysis) ---
 
@@ -111,9 +121,19 @@ class _Run:
         return self.extents[self.find(family)]
 
     def new_family(self, extent: int) -> int:
+        """A family by itself."""
         self.parents.append(len(self.parents))
         self.extents.append(extent)
         return len(self.parents) - 1
+
+    def enter(self, equation: Equation, axis: int) -> int | None:
+        """A family for what an equation puts into zeros; None where it can't be a table's gradient."""
+        extent = equation.outputs[0].shape[axis]
+        if equation in self.barred or extent not in self.table_extents:
+            return None
+        family = self.new_family(extent)
+        self.entries[family] = equation
+        return family
 
     def access(self, family: int, equation: Equation, axis: int) -> None:
         self.accesses[equation] = (family, Access(equation, self.path, axis))
@@ -261,16 +281,16 @@ class _Run:
             members.setdefault(self.find(value.family), []).append(k)
         return members
 
-    def strangers(self) -> set[int]:
-        """Leaves that have as many rows as a table by chance: they belong to none and stand in the way of something."""
+    def strangers(self) -> tuple[set[int], set[Equation]]:
+        """What has as many rows as a table by chance, belongs to none, and stands in the way of something: state
+        leaves, and equations that put something into zeros."""
         troubled = {self.find(f) for f, _ in (*self.refusals, *self.dense_reads)}
-        tables = {k for k, _ in self.program.tables}
-        return {
-            k
-            for family, leaves in self._members().items()
-            if family in troubled and not tables.intersection(leaves)
-            for k in leaves
-        }
+        looked_up = {k for k, _ in self.program.tables}
+        members = self._members()
+        tables = {family for family, leaves in members.items() if looked_up.intersection(leaves)}
+        leaves = {k for family, found in members.items() if family in troubled - tables for k in found}
+        entries = {e for f, e in self.entries.items() if self.find(f) in troubled - tables}
+        return leaves, entries
 
     def spaces(self) -> list[RowSpace]:
         """The families that hold a table, with everything in them."""

@@ -54,7 +54,10 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[i
     """
     found: set[tuple[int, int]] = set()
     pure = set(traces)
+    constants: set[Atom] = set()
     for equation in block.equations:
+        if all(a in constants for a in equation.inputs if isinstance(a, Var)):
+            constants.update(equation.outputs)
         if all(a in pure for a in equation.inputs if isinstance(a, Var)):
             pure.update(equation.outputs)
         elif equation.op == "dot_general":
@@ -63,14 +66,18 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[i
         if not any(sources):
             continue
         if equation.op in _SLICED:
-            found |= {(leaf, of) for leaf, of, axis in sources[0] if _picks_rows(equation, axis)}
+            fixed = all(a in constants for a in equation.inputs[1:] if isinstance(a, Var))
+            # Fixed columns are no lookup; fixed rows are.
+            picked = (t for t in sources[0] if t[1] == 0 or not fixed)
+            found |= {(leaf, of) for leaf, of, axis in picked if _picks_rows(equation, axis)}
         if equation.op in ("scan", "remat"):
             shift = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
             found |= _looked_up(equation.bodies[0], _into(equation, sources, shift))
         elif equation.op in _WRITES:
             traces[equation.outputs[0]] = sources[0]
         elif equation.op in ALIGNED or equation.op == "optimization_barrier":
-            union = frozenset().union(*sources)
+            pairs = zip(equation.inputs, sources, strict=True)
+            union = frozenset().union(*(s for a, s in pairs if not _is_repeated(equation, a)))
             traces |= {v: union for v in equation.outputs}
         elif equation.op in _MOVE:
             moved = {
@@ -81,6 +88,12 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[i
             }
             traces |= {v: frozenset(moved) for v in equation.outputs}
     return found
+
+
+def _is_repeated(equation: Equation, atom: Atom) -> bool:
+    """Whether an elementwise equation repeats an operand along an axis (as it does with a bias)."""
+    shape = equation.outputs[0].shape
+    return equation.op != "concatenate" and equation.op in ALIGNED and atom.shape != shape
 
 
 def _into(
@@ -111,7 +124,11 @@ def _picks_rows(equation: Equation, axis: int) -> bool:
 
 
 def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
-    to = equation.params["broadcast_dimensions"][axis]
+    dims, shape = equation.params["broadcast_dimensions"], equation.outputs[0].shape
+    to = dims[axis]
+    kept = {d for k, d in enumerate(dims) if equation.inputs[0].shape[k] == shape[d]}
+    if any(size > 1 for d, size in enumerate(shape) if d not in kept):
+        return None  # repeated for each example, as a bias is: an activation
     return to if equation.outputs[0].shape[to] == equation.inputs[0].shape[axis] else None
 
 
@@ -147,7 +164,25 @@ def _operand(equation: Equation, k: int) -> Atom:
     return equation.inputs[k]
 
 
+def _columns(equation: Equation, k: int, axis: int) -> int | None:
+    """A gather of columns takes all rows along."""
+    numbers = equation.params["dimension_numbers"]
+    if k > 0 or equation.params["slice_sizes"][axis] != equation.inputs[0].shape[axis]:
+        return None
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(equation.inputs[0].shape)) if d not in gone]
+    return numbers.offset_dims[window.index(axis)]
+
+
+def _other_columns(equation: Equation, k: int, axis: int) -> int | None:
+    """A slice of columns takes all rows along."""
+    return axis if k == 0 and not _picks_rows(equation, axis) else None
+
+
 _MOVE = {
+    "slice": _other_columns,
+    "dynamic_slice": _other_columns,
+    "gather": _columns,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,

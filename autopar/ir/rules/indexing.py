@@ -7,12 +7,13 @@ pad with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autopar import jax_compat
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Row, Value
-from autopar.ir.rules import RULES, Analysis, Mixes
+from autopar.ir.rules import RESIZE, RULES, Analysis, Mixes, resized
 from autopar.ir.rules.elementwise import off_of
 from autopar.ir.rules.shape import pad_other_axis
 
@@ -25,8 +26,10 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         return [None]
     if row.axis in numbers.operand_batching_dims:
         raise Mixes("a gather that is batched over the rows")
-    if row.axis not in numbers.start_index_map:
-        raise Mixes("a gather of columns", "look rows up along the table's first axis")
+    if equation.params["slice_sizes"][row.axis] == equation.inputs[0].shape[row.axis]:
+        window = _window(equation, numbers.collapsed_slice_dims)
+        off = row.off if isinstance(row.off, Const) and "FILL" not in str(equation.params["mode"]) else UNKNOWN
+        return [Row(numbers.offset_dims[window.index(row.axis)], row.family, off)]
     if equation.params["slice_sizes"][row.axis] != 1:
         raise Mixes("a gather of several adjacent rows at a time")
     analysis.access(row.family, equation, row.axis)
@@ -36,8 +39,10 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
 
 def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     numbers, operand = equation.params["dimension_numbers"], values[0]
-    if any(isinstance(v, Row) for v in values[1:]):
-        raise Mixes("a scatter of rows of a table")
+    if isinstance(values[2], Row) and not isinstance(values[1], Row):
+        return _scatter_columns(equation, values, analysis)
+    if isinstance(values[1], Row):
+        raise Mixes("the ids are themselves rows of a table")
     single = _single_rows(equation)
     rows = [d for d in numbers.scatter_dims_to_operand_dims if d in single]
     if isinstance(operand, Row):
@@ -49,19 +54,44 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
         if not free or not isinstance(operand.off, Const):
             return [None]
         axis, off = free[0], operand.off
-        family = analysis.new_family(equation.outputs[0].shape[axis])
+        family = analysis.enter(equation, axis)
     else:
+        return [None]
+    if family is None:
         return [None]
     analysis.access(family, equation, axis)
     analysis.role(equation, "push")
     return [Row(axis, family, off)]
 
 
+def _window(equation: Equation, gone: Sequence[int]) -> list[int]:
+    """Operand dimensions that are in the window of a gather or scatter, in order."""
+    gone = (*gone, *equation.params["dimension_numbers"].operand_batching_dims)
+    return [d for d in range(len(equation.inputs[0].shape)) if d not in gone]
+
+
+def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """A scatter of whole columns: each row is added to itself (the transpose of a gather of columns)."""
+    numbers, (operand, _, update) = equation.params["dimension_numbers"], values
+    assert isinstance(update, Row), "the caller has looked"
+    if update.axis not in numbers.update_window_dims:
+        raise Mixes("a scatter of rows of a table")
+    axis = _window(equation, numbers.inserted_window_dims)[numbers.update_window_dims.index(update.axis)]
+    free = isinstance(operand, Free) and axis in operand.axes
+    if equation.inputs[0].shape[axis] != equation.inputs[2].shape[update.axis] or equation.op != "scatter-add":
+        raise Mixes("a scatter of rows of a table")
+    if not free and not (isinstance(operand, Row) and operand.axis == axis):
+        raise Mixes("a scatter of rows of a table into something else")
+    offs = [off_of(equation.inputs[0], operand, axis), update.off]
+    zero = all(isinstance(o, Const) and o.is_zero for o in offs)
+    family = analysis.unite([v for v in (operand, update) if isinstance(v, Row)])
+    return [Row(axis, family, offs[0] if zero else UNKNOWN)]
+
+
 def _single_rows(equation: Equation) -> set[int]:
     """Operand dimensions along which each update is one row."""
     numbers, update = equation.params["dimension_numbers"], equation.inputs[2]
-    inserted = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(equation.inputs[0].shape)) if d not in inserted]
+    window = _window(equation, numbers.inserted_window_dims)
     single = {d for d, at in zip(window, numbers.update_window_dims, strict=True) if update.shape[at] == 1}
     return single | set(numbers.inserted_window_dims)
 
@@ -114,8 +144,10 @@ def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: 
         family, axis, off = value.family, value.axis, value.off
     elif isinstance(value, Free) and isinstance(value.off, Const) and len(short) == 1 and short[0] in value.axes:
         axis, off = short[0], value.off
-        family = analysis.new_family(operand.shape[axis])
+        family = analysis.enter(equation, axis)
     else:
+        return [None]
+    if family is None:
         return [None]
     analysis.access(family, equation, axis)
     analysis.role(equation, "push")
@@ -131,7 +163,9 @@ def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequ
     if len(padded) != 1 or not isinstance(off, Const) or not off.is_zero or any(x < 0 for x in config[padded[0]]):
         return [None]
     axis = padded[0]
-    family = analysis.new_family(equation.outputs[0].shape[axis])
+    family = analysis.enter(equation, axis)
+    if family is None:
+        return [None]
     analysis.access(family, equation, axis)
     analysis.role(equation, "push")
     return [Row(axis, family, off)]
@@ -146,3 +180,13 @@ RULES |= {
 }
 for _op in ("scatter-add", "scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_add", "scatter_mul"):
     RULES[_op] = scatter
+
+
+def _resize_gather(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
+    """A gather of columns: its window holds all rows."""
+    numbers = equation.params["dimension_numbers"]
+    operand_axis = _window(equation, numbers.collapsed_slice_dims)[numbers.offset_dims.index(axis)]
+    return {**equation.params, "slice_sizes": resized(equation.params["slice_sizes"], operand_axis, rows)}
+
+
+RESIZE["gather"] = _resize_gather

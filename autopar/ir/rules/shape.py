@@ -14,6 +14,7 @@ from autopar.ir.rules.elementwise import off_of
 
 
 def _constant_or_unknown(off: Off) -> Off:
+    """What is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
     return off if isinstance(off, Const) else UNKNOWN
 
 
@@ -24,7 +25,7 @@ def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Anal
         axis = dims[value.axis]
         if shape[axis] != operand.shape[value.axis]:
             raise Mixes("broadcasts a table of one row")
-        return [Row(axis, value.family, value.off)]
+        return [Row(axis, value.family, _constant_or_unknown(value.off))]
     new = {d for d in range(len(shape)) if d not in dims}
     new |= {d for k, d in enumerate(dims) if operand.shape[k] == 1 and shape[d] != 1}
     index_axis = None
@@ -46,14 +47,14 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     before = int(np.prod(old[: value.axis], dtype=np.int64))
     for axis, size in enumerate(new):
         if size == old[value.axis] and int(np.prod(new[:axis], dtype=np.int64)) == before:
-            return [Row(axis, value.family, value.off)]
+            return [Row(axis, value.family, _constant_or_unknown(value.off))]
     raise Mixes("reshapes the table so that its rows run into each other", "keep the table's first axis as it is")
 
 
 def transpose(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     value, order = values[0], list(equation.params["permutation"])
     if isinstance(value, Row):
-        return [Row(order.index(value.axis), value.family, value.off)]
+        return [Row(order.index(value.axis), value.family, _constant_or_unknown(value.off))]
     if isinstance(value, Free):
         index_axis = order.index(value.index_axis) if value.index_axis is not None else None
         return [Free(frozenset(order.index(a) for a in value.axes), value.off, index_axis)]
@@ -70,7 +71,7 @@ def squeeze(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     if isinstance(value, Row):
         if value.axis in gone:
             raise Mixes("squeezes away the row axis")
-        return [Row(moved(value.axis), value.family, value.off)]
+        return [Row(moved(value.axis), value.family, _constant_or_unknown(value.off))]
     if isinstance(value, Free):
         index_axis = value.index_axis
         if index_axis in gone:

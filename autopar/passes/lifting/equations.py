@@ -22,11 +22,11 @@ def lift_row_equation(scope: Scope, equation: Equation) -> None:
         return _lift_barrier(scope, equation)
     place = next(r for v in equation.outputs if (r := lifting.row(v)) is not None)
     inputs = []
-    for atom in equation.inputs:
+    for k, atom in enumerate(equation.inputs):
         row = lifting.row(atom)
         if row is not None:
             inputs.append(scope.at_rows(atom, row.axis, row.family))
-        elif equation.op in ALIGNED:
+        elif equation.op in ALIGNED or (k == 0 and equation.op.startswith("scatter")):
             inputs.append(scope.at_rows(atom, place.axis, place.family))
         else:
             inputs.append(scope.get(atom))

@@ -76,7 +76,7 @@ class Scope:
     rows: dict[tuple[Atom, int, int], Atom] = field(default_factory=dict)
     routes: dict[int, Atom] = field(default_factory=dict)
     imports: dict[Key, Var] = field(default_factory=dict)
-    producers: dict[Var, Equation] = field(default_factory=dict)
+    producers: dict[Atom, Equation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
@@ -116,8 +116,12 @@ class Scope:
         row = self.lifting.row(atom)
         if isinstance(atom, Var) and atom in self.operands and (row is not None or isinstance(value, Free)):
             return self.import_(("rows", self.operands[atom], axis, family))
-        if isinstance(atom, Var) and atom in self.producers and isinstance(value, Free) and axis in value.axes:
-            return self._free_rows(self.producers[atom], axis, family)
+        if isinstance(value, Free) and axis in value.axes:
+            equation = self.producers.get(atom) if isinstance(atom, Var) else None
+            if equation is not None and not equation.bodies:
+                return self._free_rows(equation, axis, family)
+            if isinstance(value.off, Const) and len(value.axes) == len(atom.shape):  # out of a loop or a remat
+                return self.full(Literal(value.off.value, ArrayType((), atom.dtype)), atom.type, axis, family)
         assert row is None or atom in self.lifting.leaves, f"a row value of type {atom.type} is used before it is made"
         return self.pull(self.get(atom), axis, family)
 
