@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, overload
 import jax
 
 from autopar import jax_compat
-from autopar.arguments import Call, States, describe, find_states, read_call
+from autopar.arguments import Call, States, describe, find_states, read_call, static_keywords
 from autopar.backends.emit import emit
 from autopar.backends.single import SingleDevice
 from autopar.compile import Compiled, Options, compile_program
@@ -92,6 +93,8 @@ class ParallelStep:
             return self._run(runner, *self._place(args, kwargs))
         try:
             return runner(*args, **kwargs)
+        except _OtherStates:  # these arguments have other states than those of the last call (an evaluation's, say)
+            return self._run(self._first_call(args, kwargs), *self._place(args, kwargs))
         except (RuntimeError, ValueError) as error:
             return self._recover(error, runner, args, kwargs)
 
@@ -115,9 +118,22 @@ class ParallelStep:
             self._announce(call)
             self._entries[call.key] = entry
         if entry.example is None:
-            entry.example = _example(entry, args, kwargs, self.static_argnums)
+            entry.example = _example(entry, self.leaves(args, kwargs))
         self.latest = entry
         return entry
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The flat dynamic arguments of a call, in the order of the program's inputs."""
+        named = {k: v for k, v in kwargs.items() if k not in self._static_names}
+        return jax.tree.leaves(([a for k, a in enumerate(args) if k not in self.static_argnums], named))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an instance, as a function does: a step may be a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+    @functools.cached_property
+    def _static_names(self) -> frozenset[str]:
+        return static_keywords(self.fun, frozenset(self.static_argnums))
 
     # --- planning ---
 
@@ -134,7 +150,7 @@ class ParallelStep:
         block = block_of(traced.jaxpr)
         states = find_states(call, traced.out_info, self.state_argnums)
         if self.state_argnums is None:
-            states = states.confirmed(call, block)
+            states = states.confirmed(call, block, _tops(traced.out_tree))
         for k in self.batch_argnums or ():
             if any(call.arguments[a].position == k for a in states.outputs):
                 raise ArgumentsError(f"batch_argnums names argument {k}, which comes back: it is state")
@@ -159,25 +175,25 @@ class ParallelStep:
 
     def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         entry = self.entry(*args, **kwargs)
-        states = [entry.call.arguments[k] for k in entry.states.outputs] if self.donate else []
+        donated = _donated(entry) if self.donate else frozenset()
         runner = jax.jit(
-            self._planned,
+            self._planned(donated),
             static_argnums=self.static_argnums,
-            donate_argnums=tuple(a.position for a in states if a.position is not None),
-            donate_argnames=tuple(a.name for a in states if a.position is None),
+            donate_argnums=tuple(sorted(k for k in donated if isinstance(k, int))),
+            donate_argnames=tuple(sorted(k for k in donated if isinstance(k, str))),
         )
         self._runners[(len(args), *kwargs)] = runner
         return runner
 
-    @functools.cached_property
-    def _planned(self) -> Callable[..., Any]:
+    def _planned(self, donated: frozenset[Any]) -> Callable[..., Any]:
         """What is given to `jax.jit`: runs once for each set of shapes, with tracers."""
 
         @functools.wraps(self.fun)
         def planned(*args: Any, **kwargs: Any) -> Any:
             entry = self.entry(*args, **kwargs)
-            dynamic = [a for k, a in enumerate(args) if k not in self.static_argnums]
-            return jax.tree.unflatten(entry.out_tree, entry.run(*jax.tree.leaves((dynamic, kwargs))))
+            if self.donate and donated != _donated(entry):
+                raise _OtherStates
+            return jax.tree.unflatten(entry.out_tree, entry.run(*self.leaves(args, kwargs)))
 
         return planned
 
@@ -194,7 +210,7 @@ class ParallelStep:
         def own(leaf: Any) -> Any:
             shared = seen.intersection(_buffers(leaf))
             seen.update(_buffers(leaf))
-            return jax.numpy.copy(leaf) if shared else leaf
+            return _copy(leaf) if shared else leaf
 
         placed = list(args)
         named = dict(kwargs)
@@ -222,6 +238,25 @@ class ParallelStep:
         raise error
 
 
+class _OtherStates(Exception):
+    """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
+
+
+def _donated(entry: Entry) -> frozenset[Any]:
+    """Positions and names of the states."""
+    states = (entry.call.arguments[k] for k in entry.states.outputs)
+    return frozenset(a.name if a.position is None else a.position for a in states)
+
+
+def _tops(tree: Any) -> frozenset[tuple[int, Any]]:
+    """(first leaf, structure) of the whole output and of each of its outermost parts."""
+    parts, start = {(0, tree)}, 0
+    for child in tree.children():
+        parts.add((start, child))
+        start += child.num_leaves
+    return frozenset(parts)
+
+
 def path_of(path: Sequence[Any]) -> str:
     """A readable place in (args, kwargs)."""
     return jax.tree_util.keystr(tuple(path[1:]))
@@ -234,28 +269,31 @@ def _is_traced(leaf: Any) -> bool:
 def _buffers(tree: Any) -> list[Any]:
     """Addresses of the buffers of all arrays in a tree."""
     return [
-        leaf.unsafe_buffer_pointer()
+        id(leaf) if jax_compat.is_key(leaf.dtype) else leaf.unsafe_buffer_pointer()
         for leaf in jax.tree.leaves(tree)
         if isinstance(leaf, jax.Array)
         and not _is_traced(leaf)
-        and not jax_compat.is_key(leaf.dtype)
         and not leaf.is_deleted()
         and leaf.size
         and len(leaf.sharding.device_set) == 1
     ]
 
 
-def _example(entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any], static: Sequence[int]) -> Any:
+def _copy(leaf: jax.Array) -> jax.Array:
+    if not jax_compat.is_key(leaf.dtype):
+        return jax.numpy.copy(leaf)
+    data = jax.numpy.copy(jax.random.key_data(leaf))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+
+
+def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
     """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none."""
-    dynamic = [a for k, a in enumerate(args) if k not in static]
-    leaves: list[Any] = []
-    for k, value in enumerate([*dynamic, *(kwargs[n] for n in sorted(kwargs))]):
-        flat = jax.tree.leaves(value)
-        hidden = k in entry.states.outputs or any(_is_traced(x) or isinstance(x, jax.ShapeDtypeStruct) for x in flat)
-        leaves += [None] * len(flat) if hidden else flat
-    needed = id_inputs(entry.compiled.analysed)
-    leaves = [x if wanted else None for x, wanted in zip(leaves, needed, strict=True)]
-    return leaves if any(x is not None for x in leaves) else None
+    program = entry.compiled.analysed
+    kept = [
+        leaf if wanted and given.role != "state" and not _is_traced(leaf) and hasattr(leaf, "__array__") else None
+        for leaf, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
+    ]
+    return kept if any(x is not None for x in kept) else None
 
 
 def _difference(old: Call, new: Call) -> str:
@@ -360,13 +398,18 @@ def parallelize(
         fun=step,
         options=Options(strategy=strategy, sparse=sparse),
         donate=donate,
-        state_argnums=_positions(state_argnums),
-        batch_argnums=_positions(batch_argnums),
-        static_argnums=_positions(static_argnums) or (),
+        state_argnums=_positions(step, state_argnums),
+        batch_argnums=_positions(step, batch_argnums),
+        static_argnums=_positions(step, static_argnums) or (),
     )
 
 
-def _positions(given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def _positions(step: Callable[..., Any], given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Positions of arguments; negative ones count from the last parameter."""
     if given is None:
         return None
-    return (given,) if isinstance(given, int) else tuple(given)
+    numbers = (given,) if isinstance(given, int) else tuple(given)
+    if all(k >= 0 for k in numbers):
+        return numbers
+    count = len(inspect.signature(step).parameters)
+    return tuple(k + count if k < 0 else k for k in numbers)

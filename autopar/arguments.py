@@ -81,6 +81,12 @@ def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
     return named[:count] + [f"argument{k}" for k in range(len(named), count)]
 
 
+def static_keywords(fun: Callable[..., Any], static: frozenset[int]) -> frozenset[str]:
+    """Names under which static arguments may be given as keywords."""
+    names = parameter_names(fun, max(static, default=-1) + 1)
+    return frozenset(names[k] for k in static)
+
+
 def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: frozenset[int]) -> Call:
     """Flatten a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
 
@@ -88,6 +94,7 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
       ArgumentsError: a leaf that is no array, or a static argument that can't be hashed.
     """
     names = parameter_names(fun, len(args))
+    static_names = static_keywords(fun, static)
     arguments: list[Argument] = []
     shaped: list[Any] = []
     statics = []
@@ -98,9 +105,14 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             continue
         arguments.append(_argument(names[k], k, value))
         shaped.append(jax.tree.map(shape_of, value))
+    shaped_kwargs = {}
     for name in sorted(kwargs):
-        arguments.append(_argument(name, None, kwargs[name]))
-    shaped_kwargs = {name: jax.tree.map(shape_of, value) for name, value in kwargs.items()}
+        if name in static_names:
+            statics.append((name, kwargs[name]))
+            shaped_kwargs[name] = kwargs[name]
+        else:
+            arguments.append(_argument(name, None, kwargs[name]))
+            shaped_kwargs[name] = jax.tree.map(shape_of, kwargs[name])
     key = (tuple(statics), tuple((a.name, a.treedef, a.types) for a in arguments))
     try:
         hash(key)
@@ -125,16 +137,27 @@ class States:
 
     outputs: Mapping[int, int]
 
-    def confirmed(self, call: Call, block: Block) -> States:
-        """Without those of which no leaf carries on to its new value: a gradient has its parameters' form, too."""
-        found = carried(block)
-        start, kept = 0, {}
+    def confirmed(self, call: Call, block: Block, top: frozenset[tuple[int, Any]]) -> States:
+        """Without what merely looks like a state: a gradient has its parameters' form, a batch may be handed back.
+
+        Args:
+          call: The call.
+          block: The traced step.
+          top: (first leaf, structure) of the output's outermost parts.
+        """
+        added, scaled = carried(block, scaled=False), carried(block, scaled=True)
+        sure, likely, start = {}, {}, 0
         for k, argument in enumerate(call.arguments):
-            new = self.outputs.get(k)
-            if new is not None and any(found[new + n] >> (start + n) & 1 for n in range(len(argument.types))):
-                kept[k] = new
+            first = self.outputs.get(k)
+            if first is not None:
+                pairs = [(start + n, first + n) for n in range(len(argument.types))]
+                new = [(i, o) for i, o in pairs if block.outputs[o] is not block.inputs[i]]
+                if any(added[o] >> i & 1 for i, o in new):
+                    sure[k] = first
+                elif (first, argument.treedef) in top and any(scaled[o] >> i & 1 for i, o in new):
+                    likely[k] = first
             start += len(argument.types)
-        return States(kept)
+        return States(sure | likely if sure else {})
 
 
 def find_states(call: Call, outputs: Any, state_argnums: Sequence[int] | None) -> States:

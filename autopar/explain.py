@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -155,8 +154,7 @@ def explain(step: ParallelStep, *args: Any, **kwargs: Any) -> Explanation:
         raise ArgumentsError("explain takes a step that parallelize returned")
     if args or kwargs:
         entry = step.entry(*args, **kwargs)
-        dynamic = [a for k, a in enumerate(args) if k not in step.static_argnums]
-        leaves: Sequence[Any] | None = jax.tree.leaves((dynamic, kwargs))
+        leaves: Sequence[Any] | None = step.leaves(args, kwargs)
     else:
         latest = step.latest
         if latest is None:

@@ -122,9 +122,10 @@ def widens_bfloat16() -> bool:
     return jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu"
 
 
-def promotes_to(narrow: Any, wide: Any) -> bool:
-    """Whether JAX promotes `narrow` with `wide` to `wide`: for floats, that `wide` holds every `narrow` value."""
-    return bool(jax.numpy.promote_types(narrow, wide) == wide)
+def holds_floats(wide: Any, narrow: Any) -> bool:
+    """Whether every value of one float dtype is a value of another."""
+    a, b = jax.numpy.finfo(narrow), jax.numpy.finfo(wide)
+    return bool(a.nmant <= b.nmant and a.nexp <= b.nexp)
 
 
 def is_weak(value: Any) -> bool:

@@ -100,6 +100,7 @@ _SCATTERS: Mapping[str, Callable[..., Array]] = {
     "scatter-mul": jax.lax.scatter_mul,
     "scatter-min": jax.lax.scatter_min,
     "scatter-max": jax.lax.scatter_max,
+    "scatter-sub": jax.lax.scatter_sub,
 }
 
 

@@ -88,8 +88,7 @@ def verify(step: ParallelStep, *args: Any, steps: int = 1, **kwargs: Any) -> Ver
         raise ArgumentsError("verify takes a step that parallelize returned")
     entry = step.entry(*args, **kwargs)
     _check_pure(step, entry, args, kwargs)
-    dynamic = [a for k, a in enumerate(args) if k not in step.static_argnums]
-    found = compare(entry, [jax.tree.leaves((dynamic, kwargs))] * steps, lazy=step.options.sparse == "lazy")
+    found = compare(entry, [step.leaves(args, kwargs)] * steps, lazy=step.options.sparse == "lazy")
     if not found.ok:
         wrong = "\n".join(str(leaf) for leaf in found.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")

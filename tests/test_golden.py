@@ -28,6 +28,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Output, 
 from autopar.ir.rowspace import Row, RowFacts
 from autopar.ir.trace import block_of
 from autopar.ir.verifier import verify_program
+from autopar.passes.normalize import merge_equal
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS, WIDTH, IDS = 6, 2, 3
@@ -288,6 +289,15 @@ def test_each_pass_keeps_what_is_returned(name: str) -> None:
             before = stage.program
             for a, b in zip(expected, outputs(before), strict=True):
                 np.testing.assert_allclose(b, a, rtol=1e-6, err_msg=stage.name)
+
+
+def test_equal_bytes_of_other_types_are_not_merged() -> None:
+    def both(x: Any) -> Any:
+        return x, jnp.full(3, 1, jnp.int4), jnp.full(3, 1, jnp.uint4)
+
+    block = block_of(jax_compat.trace(both, (1.0,), {}).jaxpr)
+    merged = merge_equal(block)
+    assert [a.type for a in merged.outputs] == [a.type for a in block.outputs]
 
 
 def test_equal_programs_print_alike() -> None:

@@ -115,6 +115,9 @@ LOSSES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+PLAIN = Recipe((), (("index", "as they are"),), "nothing", "square", "direct", "sgd", 1, False, 0)
+
+
 def _tables(recipe: Recipe) -> list[str]:
     return [f"table{k}" for k in range(recipe.tables)]
 
@@ -300,6 +303,10 @@ def test_random_steps_keep_the_contract(recipe: Recipe) -> None:
     _check(recipe)
 
 
+def test_an_infinite_scale_poisons_the_same_rows() -> None:
+    _check(dataclasses.replace(PLAIN, optimizer="poisoned", tables=2))
+
+
 def _is_open(recipe: Recipe) -> bool:
     """Steps of which nobody says whether their tables must be lifted."""
     # A lookup by columns makes rows of a dense parameter's columns.
@@ -362,7 +369,6 @@ def test_steps_that_were_wrong_once(step: Callable[[Tree, Tree], tuple[Tree, Tre
     assert found.ok, str(found)
 
 
-PLAIN = Recipe((), (("index", "as they are"),), "nothing", "square", "direct", "sgd", 1, False, 0)
 EACH = {
     **{f"chain: {name}": dataclasses.replace(PLAIN, chain=(name,)) for name in CHAIN},
     **{f"lookup: {name}": dataclasses.replace(PLAIN, lookups=((name, "as they are"),)) for name in LOOKUPS},

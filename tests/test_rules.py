@@ -451,6 +451,12 @@ def test_transposed_rows_are_not_unchanged() -> None:
     _check(_analysed(lambda r: jnp.where(r.t[:, :1, None] > 2, r.m, r.m.transpose(0, 2, 1))))
 
 
+@pytest.mark.parametrize("op", ["div", "rem"])
+def test_integers_divided_by_zero(op: str) -> None:
+    """XLA's result isn't NumPy's: -1, and the dividend."""
+    assert op in _check(_analysed(_binary(getattr(lax, op), jnp.int32)))
+
+
 def test_ids_with_a_padded_zero_are_no_rows_of_the_table() -> None:
     """Shifting ids to the right is a pad with zeros, as the gradient of a slice is: it must not stand in the way."""
     program = _analysed(lambda r: r.t[jnp.pad(r.ids, (1, 0))])

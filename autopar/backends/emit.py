@@ -119,6 +119,9 @@ class _Emitter:
         for a, b, axis in zip(old, new, p["axes"], strict=True):
             last = (slice(None),) * axis + (-1,)
             needed = needed | jnp.any(a[last] != b[last])
+        for value in frontier:  # a scalar that isn't finite, where a row of its own may hide what it does
+            if jax_compat.is_float(jnp.asarray(value).dtype):
+                needed = needed | ~jnp.all(jnp.isfinite(value))
         for value in first:
             needed = needed | _rarely(value)
         return self._backend.sweep(
@@ -200,7 +203,7 @@ def _route(backend: RowBackend, p: Mapping[str, Any], *ids: Array) -> Any:
 
 
 def _pull(backend: RowBackend, p: Mapping[str, Any], leaf: Array, route: Any) -> Array:
-    return backend.pull(jnp.asarray(leaf), route, p["axis"])
+    return backend.pull(jnp.asarray(leaf), route, p["axis"], p["state"])
 
 
 def _lookup(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any, index: Array) -> Array:
@@ -252,16 +255,19 @@ _FINISH: Mapping[str, Callable[[Array, Array, Array], Array]] = {
     "reduce_min": lambda part, other, count: jnp.minimum(part, other),
     "reduce_and": lambda part, other, count: part & other,
     "reduce_or": lambda part, other, count: part | other,
-    "reduce_sum": lambda part, other, count: part + other * count.astype(part.dtype),
+    # The count may overflow a small float, and zeros need none.
+    "reduce_sum": lambda part, other, count: part + jnp.where(other == 0, other, other * count.astype(part.dtype)),
     "reduce_prod": lambda part, other, count: part * other ** count.astype(part.dtype),
 }
 
 
 def _neutral(op: str, dtype: Any) -> Any:
+    if np.dtype(dtype) == np.bool_:
+        return op in ("reduce_and", "reduce_min")
     if op in ("reduce_sum", "reduce_or"):
         return 0
     if op in ("reduce_prod", "reduce_and"):
-        return 1 if op == "reduce_prod" or np.dtype(dtype) == np.bool_ else -1
+        return 1 if op == "reduce_prod" else -1
     limits = jnp.finfo(dtype) if jax_compat.is_float(dtype) else jnp.iinfo(dtype)
     if jax_compat.is_float(dtype):
         return -jnp.inf if op == "reduce_max" else jnp.inf

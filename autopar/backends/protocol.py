@@ -20,8 +20,8 @@ class RowBackend(Protocol):
         """Sorted unique rows of flat int32 ids (extent: no row), padded to `rows`; at least one is padding."""
         ...
 
-    def pull(self, leaf: Array, route: Route, axis: int) -> Array:
-        """The routed rows of a leaf: [V, ...] -> [U, ...]. Padding holds some real row; the last is made finite."""
+    def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
+        """The routed rows: [V, ...] -> [U, ...]. Padding holds some real row, the last one made finite in a state."""
         ...
 
     def row_numbers(self, route: Route) -> Array:

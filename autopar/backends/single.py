@@ -30,10 +30,10 @@ class SingleDevice:
         empty = jnp.full((rows,), extent, jnp.int32)
         return empty.at[place].set(ordered, mode="drop", indices_are_sorted=True)
 
-    def pull(self, leaf: Array, route: Array, axis: int) -> Array:
+    def pull(self, leaf: Array, route: Array, axis: int, state: bool) -> Array:
         index = (slice(None),) * axis + (route,)
         rows = leaf.at[index].get(mode="clip", indices_are_sorted=True)
-        if not jax_compat.is_float(rows.dtype):
+        if not state or not jax_compat.is_float(rows.dtype):
             return rows
         last = (slice(None),) * axis + (slice(-1, None),)
         real = jnp.isfinite(rows[last]) | (route[-1] < leaf.shape[axis])

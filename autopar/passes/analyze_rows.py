@@ -53,7 +53,8 @@ def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]
             bad = [k for k in space.leaves if k in causes]
             if set(bad) & set(space.tables):
                 reason = _first_reason(space, causes, dropped)
-                refused.append(dataclasses.replace(space, family=-1, refusal=reason))
+                tables = tuple(k for k in bad if k in space.tables)
+                refused.append(dataclasses.replace(space, family=-1, tables=tables, refusal=reason))
         dropped |= {k: reason for k, reason in causes.items() if k not in dropped}
     taken = {k for space in refused for k in space.tables}
     for k, axis in program.tables:
@@ -342,7 +343,7 @@ class _Run:
         source = self._defined_at(atom)
         if isinstance(value, Row) and self.find(value.family) == space.family and value.axis == self.candidates[leaf]:
             if value.off == Same(leaf, self.program.block.inputs[leaf].dtype) or isinstance(value.off, Const):
-                late = space.family in self.after.get(atom, frozenset()) if isinstance(atom, Var) else False
+                late = any(self.find(f) == space.family for f in self.after.get(atom, ()))
                 return Refusal(f"{path} depends on a read of the whole updated table", source) if late else None
             mixed = next((e for f, e in self.mixed_with_dense if self.find(f) == space.family), None)
             if self.lazy and mixed is None:
@@ -356,8 +357,11 @@ class _Run:
         )
 
     def _product(self, space: RowSpace) -> Refusal | None:
-        """A matrix product over all rows: its gradient is dense, which tells more than what comes of it."""
+        """What makes the gradient dense, a product over all rows or a cond: it tells more than what comes of it."""
         reads = [r for f, r in self.dense_reads if self.find(f) == space.family]
+        inside = next((r for r in reads if "inside a" in r.reason), None)
+        if inside is not None:
+            return inside
         return reads[0] if any("product" in r.reason for r in reads) else None
 
     def _defined_at(self, atom: Atom):

@@ -73,7 +73,7 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[i
         if equation.op in ("scan", "remat"):
             shift = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
             found |= _looked_up(equation.bodies[0], _into(equation, sources, shift))
-        elif equation.op in _WRITES:
+        elif equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
             traces[equation.outputs[0]] = sources[0]
         elif equation.op in ALIGNED or equation.op == "optimization_barrier":
             pairs = zip(equation.inputs, sources, strict=True)
@@ -109,8 +109,6 @@ def _into(
 
 
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
-#: Row writes keep the rows where they are.
-_WRITES = frozenset({"scatter", "scatter-add", "scatter_add", "dynamic_update_slice"})
 
 
 def _picks_rows(equation: Equation, axis: int) -> bool:

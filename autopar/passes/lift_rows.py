@@ -63,7 +63,7 @@ class _Lift:
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
         )
-        scope = Scope(lifting, block, dense={v: v for v in block.inputs})
+        scope = Scope(lifting, block, dense={v: v for v in block.inputs}, leaf_atoms=set(lifting.leaves))
         return _Lift(program, plan, facts, scope, spaces, known=set(block.inputs))
 
     def run(self) -> Block:
@@ -206,6 +206,7 @@ class _Lift:
             routes={family: chunk},
             primary=scope,
             dense={inputs[k]: inner[k] for k in kept},
+            leaf_atoms=set(inner.values()),
         )
         updates = dict(self._updates(space))
         off.run([a for k in kept if isinstance(a := updates[k], Var)], family)

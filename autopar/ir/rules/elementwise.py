@@ -17,6 +17,7 @@ from autopar.ir.program import Equation, Literal
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Same, Value
 from autopar.ir.rules import ALIGNED, RULES, Analysis, Mixes
 
+_INEXACT = frozenset({"div", "rem", "pow", "integer_pow"})
 _IDENTITIES = frozenset({"copy", "copy_p", "stop_gradient", "sharding_constraint", "pvary"})
 
 _FOLD: Mapping[str, Callable[..., Any]] = {
@@ -74,6 +75,8 @@ ELEMENTWISE = frozenset(_FOLD) | _PLAIN | _IDENTITIES | {"convert_element_type",
 def fold(equation: Equation, offs: Sequence[Off]) -> Off:
     """What the result is off the touched rows, from what the operands are there."""
     op = equation.op
+    if op in _INEXACT and not jax_compat.is_float(equation.outputs[0].dtype):
+        return UNKNOWN  # integers divide and overflow in XLA's own way
     special = _SPECIAL.get(op)
     if special is not None:
         return special(equation, offs)
@@ -145,7 +148,10 @@ def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
     (off,), new = offs, equation.outputs[0].dtype
     if isinstance(off, Const):
         with np.errstate(all="ignore"):
-            return Const(np.asarray(off.value).astype(new))
+            value = np.asarray(off.value)
+            converted = value.astype(new)
+            kept = bool(converted.astype(value.dtype) == value) or jax_compat.is_float(new)
+            return Const(converted) if kept or converted.dtype == np.bool_ else UNKNOWN
     if isinstance(off, Same) and (new == off.dtype or _holds(new, off.dtype)):
         return off  # widening is exact, and narrowing back to the leaf's own dtype undoes it
     return UNKNOWN
@@ -154,7 +160,7 @@ def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
 def _holds(wide: Any, narrow: Any) -> bool:
     """Whether every value of one float dtype is a value of another."""
     both_float = jax_compat.is_float(wide) and jax_compat.is_float(narrow)
-    return both_float and jax_compat.promotes_to(narrow, wide)
+    return both_float and jax_compat.holds_floats(wide, narrow)
 
 
 def _integer_pow(equation: Equation, offs: Sequence[Off]) -> Off:
@@ -200,7 +206,7 @@ def off_of(atom: Any, value: Value, axis: int) -> Off:
         return value.off
     if isinstance(value, Free) and (atom.shape == () or axis in value.axes):
         return value.off
-    if isinstance(atom, Literal) and atom.shape == ():
+    if isinstance(atom, Literal) and atom.shape == () and not jax_compat.is_key(atom.dtype):
         return Const(np.asarray(atom.value))
     return UNKNOWN
 

@@ -178,7 +178,7 @@ RULES |= {
     "dynamic_update_slice": dynamic_update_slice,
     "pad": pad,
 }
-for _op in ("scatter-add", "scatter", "scatter-mul", "scatter-min", "scatter-max", "scatter_add", "scatter_mul"):
+for _op in ("scatter", *(f"scatter-{f}" for f in ("add", "sub", "mul", "min", "max"))):
     RULES[_op] = scatter
 
 

@@ -42,9 +42,6 @@ def _lift_barrier(scope: Scope, equation: Equation) -> None:
     for atom, old in zip(equation.inputs, equation.outputs, strict=True):
         row, value = scope.lifting.row(atom), scope.lifting.facts.value(atom)
         if isinstance(value, Free):
-            scope.producers.pop(old, None)
-            if isinstance(atom, Var):
-                scope.producers |= {old: scope.producers[atom]} if atom in scope.producers else {}
             scope.dense[old] = scope.get(atom)
             continue
         new = scope.get(atom) if row is None else scope.at_rows(atom, row.axis, row.family)

@@ -73,6 +73,11 @@ class OffScope(Scope):
             row = self.lifting.row(out)
             assert row is not None, "a push makes rows"
             self.rows[out, row.axis, family] = push_base(self, equation, row)
+        elif equation.op == "optimization_barrier":
+            for operand, out in zip(equation.inputs, equation.outputs, strict=True):
+                row = self.lifting.row(out)
+                if row is not None and row.family == family:
+                    self.rows[out, row.axis, family] = self.at_rows(operand, row.axis, family)
         elif equation.bodies:
             self._use(self.lifting.templates[equation, family])
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Const, Free, Row, RowFacts
+from autopar.ir.rowspace import Free, Row, RowFacts
 from autopar.ir.rules import RESIZE, resized
 
 #: What an import brings into a nested block: a dense value, a value at a family's rows, or a route.
@@ -77,6 +77,8 @@ class Scope:
     routes: dict[int, Atom] = field(default_factory=dict)
     imports: dict[Key, Var] = field(default_factory=dict)
     producers: dict[Atom, Equation] = field(default_factory=dict)
+    #: Leaves of the state, under the names that they have in this block.
+    leaf_atoms: set[Atom] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
@@ -118,16 +120,17 @@ class Scope:
             return self.import_(("rows", self.operands[atom], axis, family))
         if isinstance(value, Free) and axis in value.axes:
             equation = self.producers.get(atom) if isinstance(atom, Var) else None
+            if equation is not None and equation.op == "optimization_barrier":
+                return self.at_rows(equation.inputs[equation.outputs.index(atom)], axis, family)
             if equation is not None and not equation.bodies:
                 return self._free_rows(equation, axis, family)
-            if isinstance(value.off, Const) and len(value.axes) == len(atom.shape):  # out of a loop or a remat
-                return self.full(Literal(value.off.value, ArrayType((), atom.dtype)), atom.type, axis, family)
         assert row is None or atom in self.lifting.leaves, f"a row value of type {atom.type} is used before it is made"
         return self.pull(self.get(atom), axis, family)
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
         """The routed rows of a leaf, or of any dense value with as many rows."""
-        return self.emit("pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), {"axis": axis})
+        params = {"axis": axis, "state": leaf in self.leaf_atoms}
+        return self.emit("pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), params)
 
     def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
         """A value of no family, made anew for the rows."""
@@ -139,11 +142,8 @@ class Scope:
         for atom in equation.inputs:
             inner = _operand_axis(equation, atom, axis)
             inputs.append(self.get(atom) if inner is None else self.at_rows(atom, inner, family))
-        if equation.op == "reshape":  # of a constant: any shape is as good
-            value = self.lifting.facts.value(out)
-            assert isinstance(value, Free) and isinstance(value.off, Const), "only constants are reshaped freely"
-            literal = Literal(value.off.value, ArrayType((), out.dtype))
-            return self.full(literal, out.type, axis, family)
+        if equation.op == "reshape":  # of a constant: its rows are equal
+            return self.pull(self.get(out), axis, family)
         return self.again(equation, inputs, axis, family)
 
     def full(self, value: Atom, type_: Any, axis: int, family: int) -> Var:

@@ -1,0 +1,192 @@
+"""Steps on which autopar was wrong, crashed, or took what it should not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+
+ROWS, WIDTH = 12, 3
+IDS = jnp.array([1, 2, 3])
+Step = Callable[..., Any]
+
+
+def table(width: int = WIDTH, rows: int = ROWS, dtype: Any = np.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(0).normal(size=(rows, width)), dtype)
+
+
+def grad(t: jax.Array, ids: jax.Array) -> jax.Array:
+    return jax.grad(lambda t: jnp.sum(t[ids].astype(jnp.float32) ** 2))(t)
+
+
+def agree(step: Step, *args: Any) -> None:
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    mine, theirs = planned(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), mine, theirs)
+    assert planned.plan is not None and planned.plan.lifts
+
+
+def test_barrier_over_the_gradients_of_two_tables() -> None:
+    def step(s: Any, ids: jax.Array) -> Any:
+        g = jax.grad(lambda p: jnp.sum(p["a"][ids] ** 2) + jnp.sum(p["b"][ids] ** 2))(s)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, s, jax.lax.optimization_barrier(g)), 0.0
+
+    agree(step, {"a": table(), "b": table(2)}, IDS)
+
+
+def test_barrier_keeps_its_operands_apart() -> None:
+    constant = table()
+
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        a, b = jax.lax.optimization_barrier((constant * ids.sum(), jnp.full((ROWS, WIDTH), 0.1)))
+        return t - b * grad(t, ids), a.sum()
+
+    agree(step, table(), IDS)
+
+
+def test_norm_of_the_updated_table_in_an_earlier_slot() -> None:
+    def step(s: Any, ids: jax.Array) -> Any:
+        g = grad(s["table"], ids)
+        new = s["table"] - 0.1 * g
+        return {"acc": s["acc"] + g * g / jnp.linalg.norm(new), "table": new}, 0.0
+
+    agree(step, {"acc": jnp.zeros((ROWS, WIDTH)), "table": table()}, IDS)  # acc stays dense
+
+
+def test_reductions_of_predicates() -> None:
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        g = grad(t, ids)
+        return t - 0.1 * g, (jnp.max(g != 0), jnp.min(g == 0), jnp.any(g != 0), jnp.all(g == 0), jnp.prod(g + 1))
+
+    agree(step, table(), IDS)
+
+
+def test_float8_rounding_of_a_table() -> None:
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        rounded = jax.grad(lambda t: jnp.sum(t.astype(jnp.float8_e4m3fn).astype(jnp.float32)[ids] ** 2))(t)
+        return t - 0.1 * rounded, 0.0
+
+    agree(step, table(), IDS)
+
+
+def test_a_key_that_is_closed_over() -> None:
+    key = jax.random.key(0)
+
+    def step(t: jax.Array, other: jax.Array, ids: jax.Array) -> Any:
+        return t - 0.1 * grad(t, ids), jax.random.normal(jnp.where(ids[0] > 3, other, key))
+
+    agree(step, table(), jax.random.key(1), IDS)
+
+
+def test_integers_that_numpy_would_wrap() -> None:
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        mask = jnp.where(jnp.full((ROWS * WIDTH,), 300.0).astype(jnp.int8).reshape(ROWS, WIDTH) > 100, 1.0, 0.0)
+        return t - 0.1 * jax.grad(lambda t: jnp.sum((t * mask)[ids] ** 2))(t), 0.0
+
+    agree(step, table(), IDS)
+
+
+def test_a_zero_that_a_nan_went_through() -> None:
+    def step(t: jax.Array, ids: jax.Array, k: jax.Array) -> Any:
+        return t - 0.1 * grad(t, ids) + (jnp.zeros(ROWS * WIDTH) * k).reshape(ROWS, WIDTH), 0.0
+
+    agree(step, table(), IDS, jnp.float32(np.nan))
+
+
+def test_float16_with_more_rows_than_it_can_count() -> None:
+    def step(s: Any, ids: jax.Array) -> Any:
+        g = jax.grad(lambda s: jnp.sum(((s["t"] + s["b"])[ids] ** 2).astype(jnp.float32)))(s)
+        return jax.tree.map(lambda p, g: p - jnp.float16(0.1) * g, s, g), 0.0
+
+    agree(step, {"t": jnp.ones((70_000, 2), jnp.float16), "b": jnp.ones((2,), jnp.float16)}, IDS)
+
+
+@pytest.mark.parametrize("form", ["vector", "mask"])
+def test_poison_that_the_last_row_does_not_show(form: str) -> None:
+    weights = np.abs(np.random.default_rng(1).normal(size=(ROWS, 1))).astype(np.float32)
+    mask = (np.arange(ROWS) < ROWS - 1)[:, None]
+
+    def step(t: jax.Array, ids: jax.Array, scale: jax.Array) -> Any:
+        if form == "vector":
+            return t - 0.1 * grad(t, ids) * (weights * scale), 0.0
+        return jnp.where(mask, t - 0.1 * scale * grad(t, ids), t), 0.0
+
+    agree(step, table(), IDS, jnp.float32(np.nan))
+
+
+def test_a_table_that_lifts_beside_one_that_does_not() -> None:
+    def step(s: Any, ids: jax.Array) -> Any:
+        g = jax.grad(lambda s: jnp.sum((s["a"] + s["b"])[ids] ** 2))(s)
+        return {"a": s["a"] - 0.1 * g["a"], "b": 0.9 * s["b"] - 0.1 * g["b"]}, 0.0
+
+    state = {"a": table(), "b": table() + 1}
+    agree(step, state, IDS)
+    told = autopar.explain(autopar.parallelize(step, strategy={"a": "allgather"}), state, IDS)
+    assert [(r.path, r.action) for r in told.rows] == [("a", "touched rows"), ("b", "all rows")]
+
+
+def train(s: Any, batch: Any, train: bool = True) -> Any:
+    if not train:
+        return jnp.sum(s["t"][batch["ids"]]) * s["temperature"]
+    loss, g = jax.value_and_grad(lambda t: jnp.sum(t[batch["ids"]] ** 2))(s["t"])
+    return {"t": s["t"] - 0.1 * g, "temperature": s["temperature"]}, loss
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("keyword", [True, False])
+def test_evaluation_by_a_flag_donates_nothing(first: bool, keyword: bool) -> None:
+    step = autopar.parallelize(train, static_argnums=-1)
+    state, batch = {"t": table(), "temperature": jnp.float32(2)}, {"ids": IDS}
+    with pytest.warns(autopar.RecompileWarning):
+        for training in (first, not first, first, not first):
+            out = step(state, batch, train=training) if keyword else step(state, batch, training)
+            if training:
+                assert state["t"].is_deleted()
+                state = out[0]
+            assert not state["t"].is_deleted() and not state["temperature"].is_deleted()
+
+
+def test_a_batch_that_is_handed_back_is_no_state() -> None:
+    def step(s: Any, b: Any) -> Any:
+        return {"t": s["t"] - 0.1 * grad(s["t"], b["ids"])}, {"batch": {**b, "w": b["w"] / b["w"].sum()}}
+
+    batch = {"ids": IDS, "w": jnp.ones(4)}
+    autopar.parallelize(step)({"t": table()}, batch)
+    assert not batch["ids"].is_deleted() and not batch["w"].is_deleted()
+
+
+def test_gradients_with_weight_decay_are_no_state() -> None:
+    def gradients(params: Any, ids: jax.Array) -> Any:
+        return jax.tree.map(lambda g, p: g + 0.1 * p, {"t": grad(params["t"], ids)}, params), ids.sum()
+
+    params = {"t": table()}
+    autopar.parallelize(gradients, state_argnums=None)(params, IDS)
+    assert not params["t"].is_deleted()
+
+
+def test_one_key_in_two_leaves() -> None:
+    key = jax.random.key(0)
+
+    def step(s: Any, ids: jax.Array) -> Any:
+        return {"t": s["t"] - 0.1 * grad(s["t"], ids), "k": jax.random.split(s["k"])[0], "l": s["l"]}, 0.0
+
+    new, _ = autopar.parallelize(step)({"t": table(), "k": key, "l": key}, IDS)
+    assert new["t"].shape == (ROWS, WIDTH)
+
+
+def test_a_method_as_a_step() -> None:
+    class Trainer:
+        rate = 0.1
+
+        @autopar.parallelize(static_argnums=0, strategy="ps")
+        def step(self, t: jax.Array, ids: jax.Array) -> Any:
+            return t - self.rate * grad(t, ids), ids.sum()
+
+    new, _ = Trainer().step(table(), IDS)
+    np.testing.assert_allclose(new, table() - 0.1 * grad(table(), IDS), rtol=1e-5)
