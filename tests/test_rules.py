@@ -378,6 +378,7 @@ _UNARY = (
     "asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma stop_gradient"
 )
 _BINARY = "add sub mul div rem max min pow atan2 nextafter igamma igammac eq ne lt le gt ge"
+_SCATTERS = {"add": "add", "sub": "subtract", "mul": "multiply", "min": "min", "max": "max"}
 _CUMULATIVE = "cumsum cumprod cummax cummin cumlogsumexp"
 
 #: op -> a case that brings rows to it.
@@ -390,7 +391,7 @@ CLAIMS: dict[str, Build] = {
     **{f"reduce_{op}": _reduce(getattr(lax, f"reduce_{op}"), *_NUMBERS) for op in ("sum", "prod", "max", "min")},
     **{f"reduce_{op}": _reduce(getattr(lax, f"reduce_{op}"), *_TRUTHS) for op in ("and", "or")},
     **{op: _along(lambda x, axis, op=op: getattr(lax, op)(x, axis, jnp.int32)) for op in ("argmax", "argmin")},
-    **{f"scatter-{op}": _scatter({"mul": "multiply"}.get(op, op)) for op in ("add", "mul", "min", "max")},
+    **{f"scatter-{op}": _scatter(name) for op, name in _SCATTERS.items()},
     "scatter": _scatter("set"),
     "not": _each(_booleans(lambda a, b: ~a), lambda r: (~r.q, ~r.d)),
     "population_count": _each(lambda r: lax.population_count(r.q)),

@@ -39,7 +39,7 @@ def atom_key(atom: Atom) -> Hashable:
     if isinstance(atom, Literal):
         if atom.shape == () and not isinstance(atom.value, jax.Array):
             value = np.asarray(atom.value)
-            return (value.dtype.str, value.tobytes(), atom.type.weak_type)
+            return (str(value.dtype), value.tobytes(), atom.type.weak_type)
         return ("array", id(atom.value))
     return atom
 

@@ -57,12 +57,7 @@ class _Loop:
         inputs = (*child.imports.values(), *start_vars, *x_vars)
         block = Block(inputs, tuple(child.equations), (*outputs, *exported))
         results = emit_scan(scope, equation, block, [scope.resolve(k) for k in child.imports], starts, xs)
-        for old, new in zip(equation.outputs, results, strict=False):
-            row = lifting.row(old)
-            if row is None:
-                scope.dense[old] = new
-            else:
-                scope.rows[old, row.axis, row.family] = new
+        scope.bind(equation.outputs, results)
         for off in pending:
             stacked = tuple(results[exported[a]] for a in off.exports)
             lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)
@@ -192,12 +187,7 @@ def _lift_remat(scope: Scope, equation: Equation) -> None:
     scope.equations.append(
         dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=(block,), original=None)
     )
-    for old, new in zip(equation.outputs, results, strict=False):
-        row = lifting.row(old)
-        if row is None:
-            scope.dense[old] = new
-        else:
-            scope.rows[old, row.axis, row.family] = new
+    scope.bind(equation.outputs, results)
     for off in pending:
         stacked = tuple(results[len(outputs) + exports.index(a)] for a in off.exports)
         lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)

@@ -226,6 +226,15 @@ class Scope:
             return self.route(key[1])
         return self.at_rows(key[1], key[2], key[3])
 
+    def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:
+        """Name results: dense ones, and rows of the families that are lifted. There may be more new ones than old."""
+        for var, atom in zip(old, new, strict=False):
+            row = self.lifting.row(var)
+            if row is None:
+                self.dense[var] = atom
+            else:
+                self.rows[var, row.axis, row.family] = atom
+
     # --- equations ---
 
     def emit(self, op: str, inputs: Sequence[Atom], type_: Any, params: Mapping[str, Any] | None = None) -> Var:
