@@ -225,9 +225,10 @@ def _check(path: str, start: Any, plain: Any, mine: Any, truth: Any) -> LeafChec
     if not np.array_equal(_kind(a), _kind(b)):
         return LeafCheck(path, 0.0, np.inf, 0.0, False)
     finite = np.isfinite(a) & np.isfinite(t)
-    size = float(np.max(np.abs(t - base), where=finite, initial=0.0))
-    plain_error = float(np.max(np.abs(a - t), where=finite, initial=0.0))
-    planned_error = float(np.max(np.abs(b - t), where=finite, initial=0.0))
+    with np.errstate(invalid="ignore"):  # the difference of two infinities, which `finite` leaves out
+        size = float(np.max(np.abs(t - base), where=finite, initial=0.0))
+        plain_error = float(np.max(np.abs(a - t), where=finite, initial=0.0))
+        planned_error = float(np.max(np.abs(b - t), where=finite, initial=0.0))
     allowed = max(RELATIVE * size, TIMES_PLAIN * plain_error)
     return LeafCheck(path, size, planned_error, plain_error, planned_error <= allowed)
 

@@ -38,8 +38,6 @@ UNREACHABLE = {
     "mul_add": "no such primitive in jax 0.10 to 0.12",
     "random_bits_like": "no such primitive in jax 0.10 to 0.12",
     "pvary": "inside shard_map only",
-    "scatter_add": "JAX names it scatter-add",
-    "scatter_mul": "JAX names it scatter-mul",
 }
 #: Primitives of newer versions: jax 0.12's derivative of tanh.
 NEWER = {"one_minus_square"}
