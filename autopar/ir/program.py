@@ -123,7 +123,7 @@ class Equation:
     """One operation.
 
     Attributes:
-      op: The JAX primitive's name, or the name of a row-space operation (`ROW_OPS`).
+      op: The JAX primitive's name, or the name of a row-space operation (docs/design.md).
       inputs, outputs: Operands and results.
       params: The operation's static parameters (of a scan or cond: ours, not JAX's).
       bodies: Nested programs: one for scan and remat, one per branch of a cond, (condition, body) of a while.
