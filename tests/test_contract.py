@@ -17,7 +17,16 @@ from .zoo import MODELS, OPTIMIZERS
 STEPS = 20
 #: The issue's optimizers, and those which make other programs of the same models.
 NAMED = ("sgd", "adagrad", "clipped", "scheduled", "partitioned", "adam")
-OTHERS = ("zero_nans", "injected", "clip_value", "rowwise_adagrad", "decay_dense")
+OTHERS = (
+    "zero_nans",
+    "injected",
+    "clip_value",
+    "rowwise_adagrad",
+    "decay_dense",
+    "rmsprop",
+    "adafactor",
+    "apply_if_finite",
+)
 SPARSE = ("exact", "off")
 
 

@@ -41,6 +41,7 @@ TRANSFORMATIONS = {
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1)),
     "sgd": lambda: optax.sgd(0.1),
     "injected": lambda: optax.inject_hyperparams(optax.adagrad)(learning_rate=0.1),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adagrad(0.1), 1),
     "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
 }
 

@@ -43,26 +43,25 @@ def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = 
     """The equation without the outputs (and the operands behind them) that nobody wants."""
     if equation.op == "scan":
         return _reduce_scan(equation, wanted, effects)
-    if equation.op == "remat":
-        return _reduce_remat(equation, wanted, effects)
-    if equation.op == "cond" and not all(wanted):
-        bodies = tuple(eliminate_dead(b, wanted, effects=effects)[0] for b in equation.bodies)
-        outputs = tuple(v for v, keep in zip(equation.outputs, wanted, strict=True) if keep)
-        return dataclasses.replace(equation, outputs=outputs, bodies=bodies, original=None)
+    if equation.op in ("remat", "cond"):
+        return _reduce_branches(equation, wanted, effects)
     return equation
 
 
-def _reduce_remat(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
-    body, used = eliminate_dead(equation.bodies[0], wanted, effects=effects)
-    if body is equation.bodies[0] and all(used):
+def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
+    """A remat's body, or the branches of a cond: an operand goes if no branch reads it."""
+    reduced = [eliminate_dead(b, wanted, effects=effects) for b in equation.bodies]
+    used = [any(uses) for uses in zip(*(used for _, used in reduced), strict=True)]
+    if all(used) and all(new is old for (new, _), old in zip(reduced, equation.bodies, strict=True)):
         return equation
+    skipped = len(equation.inputs) - len(used)  # a cond's index
     return dataclasses.replace(
         equation,
-        inputs=_select(equation.inputs, used),
+        inputs=(*equation.inputs[:skipped], *_select(equation.inputs[skipped:], used)),
         outputs=_select(equation.outputs, wanted),
-        bodies=(dataclasses.replace(body, inputs=_select(body.inputs, used)),),
+        bodies=tuple(dataclasses.replace(b, inputs=_select(b.inputs, used)) for b, _ in reduced),
         original=None,
-        effects=_has_effects(body),
+        effects=any(_has_effects(b) for b, _ in reduced),
     )
 
 
@@ -115,7 +114,7 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom]:
     """Compute a value that is defined inside loops and remats outside of them, and nothing else that they do.
 
     Args:
-      path: The equations around the value, outermost first: scans and remats.
+      path: The equations around the value, outermost first: scans, remats and conds.
       atom: A value of the innermost body.
 
     Returns:
@@ -124,15 +123,24 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom]:
     """
     if not path or isinstance(atom, Literal):
         return [], atom
-    equation, body = path[0], path[0].bodies[0]
+    equation, body = path[0], _body_with(path, atom)
     inner, value = hoist(path[1:], atom)
     if isinstance(value, Literal):
         return [], value
     body = Block(body.inputs, body.equations + tuple(inner), body.outputs)
-    if equation.op == "remat":
-        return _inline(Block(body.inputs, body.equations, (value,)), equation.inputs)
+    if equation.op in ("remat", "cond"):  # of a cond: whether or not the branch is taken
+        skipped = len(equation.inputs) - len(body.inputs)
+        return _inline(Block(body.inputs, body.equations, (value,)), equation.inputs[skipped:])
     assert equation.op == "scan", f"a lookup inside {equation.op} can't be hoisted"
     return _hoist_from_scan(equation, body, value)
+
+
+def _body_with(path: Sequence[Equation], atom: Var) -> Block:
+    """The body of `path[0]` that holds the rest of the path, or else the value."""
+    bodies = path[0].bodies
+    if len(path) > 1:
+        return next(b for b in bodies if any(e is path[1] for e in b.equations))
+    return next(b for b in bodies if atom in b.inputs or any(atom in e.outputs for e in b.equations))
 
 
 def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[Equation], Atom]:

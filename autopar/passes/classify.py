@@ -25,7 +25,7 @@ def classify(program: Program) -> tuple[Program, str]:
         if isinstance(var.type, ArrayType):
             start[var] = frozenset((k, axis, axis) for axis, size in enumerate(var.shape) if size > 1)
     axes: dict[int, int] = {}
-    for leaf, axis in sorted(_looked_up(program.block, start)):
+    for leaf, axis in sorted(_looked_up(program.block, start, set(start))):
         axes.setdefault(leaf, axis)
     tables = tuple(sorted(axes.items()))
     candidates = tuple((k, axes.get(k, axis)) for k in states if (axis := _slot_axis(program, k, tables)) is not None)
@@ -46,14 +46,13 @@ def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> i
     return None
 
 
-def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[int, int]]:
-    """(leaf, axis) that a lookup reads; `traces` grows by the block's variables.
+def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]], pure: set[Atom]) -> set[tuple[int, int]]:
+    """(leaf, axis) that a lookup reads; `traces` grows by the block's variables, `pure` by those made of states alone.
 
     Products are followed only where they are of states alone (`table @ w`), or every activation would carry a trace
     of every weight before it.
     """
     found: set[tuple[int, int]] = set()
-    pure = set(traces)
     constants: set[Atom] = set()
     for equation in block.equations:
         if all(a in constants for a in equation.inputs if isinstance(a, Var)):
@@ -70,9 +69,9 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]]) -> set[tuple[i
             # Fixed columns are no lookup; fixed rows are.
             picked = (t for t in sources[0] if t[1] == 0 or not fixed)
             found |= {(leaf, of) for leaf, of, axis in picked if _picks_rows(equation, axis)}
-        if equation.op in ("scan", "remat"):
-            shift = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
-            found |= _looked_up(equation.bodies[0], _into(equation, sources, shift))
+        if equation.op in ("scan", "remat", "cond"):
+            for body in equation.bodies:
+                found |= _looked_up(body, *_into(equation, body, sources, pure))
         elif equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
             traces[equation.outputs[0]] = sources[0]
         elif equation.op in ALIGNED or equation.op == "optimization_barrier":
@@ -97,15 +96,17 @@ def _is_repeated(equation: Equation, atom: Atom) -> bool:
 
 
 def _into(
-    equation: Equation, sources: Sequence[frozenset[Trace]], sequences: int | None
-) -> dict[Var, frozenset[Trace]]:
-    """Traces of a body's inputs; a scan's sequences lose their first axis."""
+    equation: Equation, body: Block, sources: Sequence[frozenset[Trace]], pure: set[Atom]
+) -> tuple[dict[Var, frozenset[Trace]], set[Atom]]:
+    """Traces of a body's inputs, and which inputs are made of states alone. Sequences lose their first axis."""
+    skipped = len(equation.inputs) - len(body.inputs)  # a cond's index
+    sequences = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else len(sources)
     inner = {}
-    for k, (var, source) in enumerate(zip(equation.bodies[0].inputs, sources, strict=True)):
-        if sequences is not None and k >= sequences:
+    for k, (var, source) in enumerate(zip(body.inputs, sources[skipped:], strict=True)):
+        if k >= sequences:
             source = frozenset((leaf, of, axis - 1) for leaf, of, axis in source if axis > 0)
         inner[var] = source
-    return inner
+    return inner, {v for v, a in zip(body.inputs, equation.inputs[skipped:], strict=True) if a in pure}
 
 
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
@@ -177,6 +178,23 @@ def _other_columns(equation: Equation, k: int, axis: int) -> int | None:
     return axis if k == 0 and not _picks_rows(equation, axis) else None
 
 
+def _split(equation: Equation, k: int, axis: int) -> int | None:
+    return None if axis == equation.params["axis"] else axis
+
+
+def _unstack(equation: Equation, k: int, axis: int) -> int | None:
+    along = equation.params["axis"]
+    return None if axis == along else axis - (along < axis)
+
+
+def _stack(equation: Equation, k: int, axis: int) -> int | None:
+    return axis + (equation.params["axis"] <= axis)
+
+
+def _rev(equation: Equation, k: int, axis: int) -> int | None:
+    return None if axis in equation.params["dimensions"] else axis
+
+
 _MOVE = {
     "slice": _other_columns,
     "dynamic_slice": _other_columns,
@@ -186,4 +204,8 @@ _MOVE = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "dot_general": _dot,
+    "split": _split,
+    "stack": _stack,
+    "unstack": _unstack,
+    "rev": _rev,
 }

@@ -67,6 +67,21 @@ def _in_cond(p: Params, b: Batch) -> jax.Array:
     return lax.cond(ids.sum() % 2 == 0, lambda: p["emb"][ids], lambda: 2 * p["emb"][ids[::-1]])
 
 
+def _in_switch_in_scan(p: Params, b: Batch) -> jax.Array:
+    """Each iteration takes one of three branches; one of them looks nothing up."""
+
+    def body(h: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        branches = [
+            lambda h: h + p["emb"][ids],
+            lambda h: jnp.tanh(h @ p["w"]),
+            lambda h: h * jnp.sin(p["emb"][ids[::-1]] @ p["w"]),
+        ]
+        h = lax.switch(ids[0] % 3, branches, h)
+        return h, h
+
+    return lax.scan(body, jnp.ones((IDS[0], WIDTH), jnp.float32), b["ids"].T)[1]
+
+
 LOOKS: dict[str, Look] = {
     "plain": look_plain,
     "two_lookups": lambda p, b: p["emb"][b["ids"]] + p["emb"][b["ids"] % 7],
@@ -96,6 +111,12 @@ LOOKS: dict[str, Look] = {
     "scan_counter": _in_scan_counter,
     "scan_of_checkpoint": functools.partial(_in_scan, wrap=jax.checkpoint),
     "checkpoint_of_scan": lambda p, b: jax.checkpoint(_in_scan)(p, b),
+    "cond": _in_cond,
+    "switch_in_scan": _in_switch_in_scan,
+    "stacked_columns": lambda p, b: jnp.stack([p["emb"][:, 0], 2 * p["emb"][:, 1]], axis=1)[b["ids"]].repeat(2, -1),
+    "unstacked_columns": lambda p, b: jnp.stack([c[b["ids"]] for c in jnp.unstack(p["emb"], axis=1)], -1),
+    "split_columns": lambda p, b: jnp.concatenate([c[b["ids"]] for c in jnp.split(p["emb"], 2, axis=1)[::-1]], -1),
+    "reversed_columns": lambda p, b: p["emb"][:, ::-1][b["ids"]],
     # The loop reads the whole old table; the lookup beside it is lifted all the same.
     "read_in_while": _in_while,
 }
@@ -124,7 +145,10 @@ DENSE_LOOKS: dict[str, Look] = {
     "cumsum_rows": lambda p, b: jnp.cumsum(p["emb"], axis=0)[b["ids"]],
     "centred_rows": lambda p, b: (p["emb"] - p["emb"].mean(axis=0))[b["ids"]],
     "softmax_over_rows": lambda p, b: jax.nn.softmax(p["emb"], axis=0)[b["ids"]],
-    "lookup_in_cond": _in_cond,
+    # A branch needs all rows, and so then does the cond.
+    "softmax_in_cond": lambda p, b: lax.cond(
+        b["ids"].sum() % 2 == 0, lambda: p["emb"][b["ids"]], lambda: jax.nn.softmax(p["emb"], axis=0)[b["ids"]]
+    ),
 }
 
 # --- ids: ranks, dtypes, ranges -------------------------------------------------------------------

@@ -130,15 +130,17 @@ _LIFTING: dict[str, Callable[[], optax.GradientTransformation]] = {
     "decay_dense": _decay_dense,
     "rowwise_adagrad": lambda: rowwise_adagrad(0.1),
     "counted_sgd": lambda: counted_sgd(0.1),
+    # The moments move on every row and stay dense; the table itself doesn't, and lifts.
+    "rmsprop": lambda: optax.rmsprop(0.02),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adagrad(0.1), 3),
 }
 
-# Untouched rows move, or a row's update depends on all rows (trust ratios, factored moments).
+# Untouched rows of the table move, or a row's update depends on all rows (trust ratios).
 _DENSE: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adam": lambda: optax.adam(0.02),
     "adamw": lambda: optax.adamw(0.02, weight_decay=1e-2),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-    "rmsprop": lambda: optax.rmsprop(0.02),
-    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4),
     "lamb": lambda: optax.lamb(0.02),
 }
 

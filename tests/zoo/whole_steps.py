@@ -159,6 +159,22 @@ def max_norm() -> Case:
     return dataclasses.replace(case, step=step)
 
 
+def touched_mask() -> Case:
+    """Marks the rows that were looked up at any time, with a mask made anew in each step."""
+    case = table_case()
+    state = {**case.state, "seen": jnp.zeros((ROWS,), bool), "unseen": jnp.ones((ROWS,), bool)}
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        seen, unseen = state.pop("seen"), state.pop("unseen")
+        new, metrics = case.step(state, batch)
+        touched = jnp.zeros((ROWS,), bool).at[batch["ids"]].set(True)
+        emb = jnp.where(touched[:, None], jnp.clip(new["params"]["emb"], -2.0, 2.0), new["params"]["emb"])
+        new = {**new, "params": {**new["params"], "emb": emb}}
+        return {**new, "seen": seen | touched, "unseen": unseen & ~touched}, metrics
+
+    return dataclasses.replace(case, step=lambda s, b: step(dict(s), b), state=state)
+
+
 STEPS: dict[str, Callable[[], Case]] = {
     "select_state": select_state,
     "select_state_skipping": lambda: select_state(ids_batches(more=lambda i: {"good": np.bool_(i != 1)})),
@@ -167,6 +183,8 @@ STEPS: dict[str, Callable[[], Case]] = {
     "steps_in_scan": steps_in_scan,
     "inner_step": inner_step,
     "list_state": list_state,
+    "step_in_cond": step_in_cond,
+    "touched_mask": touched_mask,
     "dense_ema": lambda: _averaged(("w",), copy=True),
     # The EMA's leaf starts as the very buffer of the parameter: donate neither without a copy.
     "dense_ema_by_reference": lambda: _averaged(("w",), copy=False),
@@ -190,5 +208,4 @@ DENSE_STEPS: dict[str, Callable[[], Case]] = {
     "adam": lambda: table_case(tx=optax.adam(0.02)),
     "l2_whole_table": lambda: table_case(penalty=lambda p, b: 1e-2 * jnp.sum(p["emb"] ** 2)),
     "max_norm": max_norm,
-    "step_in_cond": step_in_cond,
 }

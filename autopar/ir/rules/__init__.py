@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from autopar.ir.program import Block, Equation
-from autopar.ir.rowspace import Row, Value
+from autopar.ir.rowspace import Refusal, Row, Value
 
 
 class Mixes(Exception):
@@ -35,6 +35,7 @@ class Analysis(Protocol):
     def body(self, equation: Equation, block: Block, values: Sequence[Value]) -> list[Value]: ...
     def checkpoint(self) -> Any: ...
     def restore(self, mark: Any) -> None: ...
+    def refused_since(self, mark: Any) -> Refusal | None: ...
 
 
 Rule = Callable[[Equation, Sequence[Value], Analysis], Sequence[Value]]

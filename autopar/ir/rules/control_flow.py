@@ -1,4 +1,4 @@
-"""Control flow: rows pass into the bodies of scan and remat, and out of them; a cond or while keeps its tables dense.
+"""Control flow: rows pass into the bodies of scan, remat and cond, and out of them; a while keeps its tables dense.
 
 A scan's carries are a fixed point: they start as what comes in and are widened until a run of the body returns what
 went in (what a carry is off the rows may become unknown, a zero may become a family's rows).
@@ -19,9 +19,19 @@ def remat(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
 
 
 def cond(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    if any(isinstance(v, Row) for v in values):
-        raise Mixes("the table is used inside a cond", "look its rows up before the cond and pass them in")
-    return [None] * len(equation.outputs)
+    """Each branch by itself; a result is what all branches return."""
+    mark = analysis.checkpoint()
+    returned = [analysis.body(equation, body, values[1:]) for body in equation.bodies]
+    refusal = analysis.refused_since(mark)
+    if refusal is not None:  # the cond as a whole may still read all rows
+        analysis.restore(mark)
+        raise Mixes(f"inside a cond: {refusal.reason}", refusal.remedy)
+    results = returned[0]
+    atoms = equation.bodies[0].outputs
+    for body, others in zip(equation.bodies[1:], returned[1:], strict=True):
+        pairs = zip(atoms, results, body.outputs, others, strict=True)
+        results = [join(analysis, a, x, b, y) for a, x, b, y in pairs]
+    return results
 
 
 def while_loop(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:

@@ -133,15 +133,26 @@ def _div(equation: Equation, offs: Sequence[Off]) -> Off:
 
 
 def _and(equation: Equation, offs: Sequence[Off]) -> Off:
-    return _constants(equation, offs) or (Const(_as(equation, 0)) if any(map(_zero, offs)) else UNKNOWN)
+    return _lattice(equation, offs, absorbing=_zero, neutral=_ones)
 
 
 def _or(equation: Equation, offs: Sequence[Off]) -> Off:
+    return _lattice(equation, offs, absorbing=_ones, neutral=_zero)
+
+
+def _ones(off: Off) -> bool:
+    """Whether all bits are set."""
+    return isinstance(off, Const) and bool(np.all(np.invert(np.asarray(off.value)) == 0))
+
+
+def _lattice(
+    equation: Equation, offs: Sequence[Off], absorbing: Callable[[Off], bool], neutral: Callable[[Off], bool]
+) -> Off:
     known = _constants(equation, offs)
     if known is not None:
         return known
-    is_bool = np.dtype(equation.outputs[0].dtype) == np.bool_
-    return Const(_as(equation, True)) if is_bool and any(map(_one, offs)) else UNKNOWN
+    absorbed = next((o for o in offs if absorbing(o)), None)
+    return absorbed or (offs[1] if neutral(offs[0]) else offs[0] if neutral(offs[1]) else UNKNOWN)
 
 
 def _convert(equation: Equation, offs: Sequence[Off]) -> Off:

@@ -49,7 +49,7 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
         if operand.axis not in rows or not is_known_scatter(equation):
             raise Mixes(f"a {equation.op} that is not by rows")
         family, axis, off = operand.family, operand.axis, operand.off
-    elif isinstance(operand, Free) and equation.op == "scatter-add":
+    elif isinstance(operand, Free) and is_known_scatter(equation):
         free = [d for d in rows if d in operand.axes]
         if not free or not isinstance(operand.off, Const):
             return [None]

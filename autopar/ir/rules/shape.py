@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,8 +109,32 @@ def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis)
     return [Row(axis, analysis.unite(rows), offs[0] if same else UNKNOWN)]
 
 
-def along_other_axis(parameter: str) -> Any:
-    """A rule for scans and sorts along one axis: rows stay rows unless that axis is theirs."""
+def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    if len(rows) != len(values) or len({r.axis for r in rows}) > 1:
+        raise Mixes("stacks rows of a table with something else")
+    axis = rows[0].axis + (equation.params["axis"] <= rows[0].axis)
+    same = all(isinstance(r.off, Const) and r.off == rows[0].off for r in rows)
+    return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
+
+
+def unstack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value, along = values[0], equation.params["axis"]
+    if not isinstance(value, Row):
+        return [None] * len(equation.outputs)
+    if value.axis == along:
+        raise Mixes("takes the table apart by rows")
+    row = Row(value.axis - (along < value.axis), value.family, _constant_or_unknown(value.off))
+    return [row] * len(equation.outputs)
+
+
+def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
+    """A rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
+
+    `keeps`: whether the op leaves a row of equal elements as it is.
+    """
 
     def rule(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
         rows = [v for v in values if isinstance(v, Row)]
@@ -120,7 +144,8 @@ def along_other_axis(parameter: str) -> Any:
         along = along if isinstance(along, tuple) else (along,)
         if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
             raise Mixes(f"{equation.op} along the rows")
-        return [Row(rows[0].axis, analysis.unite(rows), UNKNOWN) for _ in equation.outputs]
+        family = analysis.unite(rows)
+        return [Row(r.axis, family, r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN) for r in rows]
 
     return rule
 
@@ -181,12 +206,14 @@ RULES |= {
     "concatenate": concatenate,
     "optimization_barrier": optimization_barrier,
     "dot_general": dot_general,
-    "cumsum": along_other_axis("axis"),
-    "cumprod": along_other_axis("axis"),
+    "cumsum": along_other_axis("axis", lambda constant: constant.is_zero),
+    "cumprod": along_other_axis("axis", lambda constant: constant.is_zero or constant.is_one),
     "cummax": along_other_axis("axis"),
     "cummin": along_other_axis("axis"),
-    "cumlogsumexp": along_other_axis("axis"),
+    "cumlogsumexp": along_other_axis("axis", lambda constant: False),
     "sort": along_other_axis("dimension"),
+    "stack": stack,
+    "unstack": unstack,
     "rev": along_other_axis("dimensions"),
 }
 ALIGNED |= {"concatenate", "sort"}

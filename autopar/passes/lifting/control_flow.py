@@ -1,4 +1,4 @@
-"""Scans and remats in row space, and `rewrite`, which dispatches every equation.
+"""Scans, remats and conds in row space, and `rewrite`, which dispatches every equation.
 
 A scan's carries and sequences change form where they are in row space; what else its body reads is imported. Each
 family that comes out of a body gets the body's off-row form as well (a `Template`).
@@ -7,7 +7,7 @@ family that comes out of a body gets the body's off-row form as well (a `Templat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.program import Atom, Block, Equation, Var
@@ -26,8 +26,8 @@ def rewrite(scope: Scope, equation: Equation) -> None:
         scope.dense.update(zip(equation.outputs, outputs, strict=True))
     elif equation.op == "scan":
         _Loop(scope, equation).lift()
-    elif equation.op == "remat":
-        _lift_remat(scope, equation)
+    elif equation.op in ("remat", "cond"):
+        _lift_branches(scope, equation)
     else:
         LIFT[role or "rows"](scope, equation)
 
@@ -147,7 +147,7 @@ class _OffBody:
         template = Template(
             equation=equation,
             family=family,
-            body=body,
+            bodies=(body,),
             imports=tuple(imports),
             carries=tuple(carries),
             sequences=tuple(sequences),
@@ -163,31 +163,60 @@ def _outer_key(key: Key) -> Key:
     return key
 
 
-def _lift_remat(scope: Scope, equation: Equation) -> None:
-    """A remat whose body works on rows."""
-    lifting, body = scope.lifting, equation.bodies[0]
-    child = Scope(lifting, body, scope, dict(zip(body.inputs, equation.inputs, strict=True)))
-    for inner in body.equations:
-        rewrite(child, inner)
-    outputs = []
-    for atom, old in zip(body.outputs, equation.outputs, strict=True):
-        row = lifting.row(old)
-        outputs.append(child.get(atom) if row is None else child.at_rows(atom, row.axis, row.family))
-    pending = []
-    for family in _families(lifting, equation.outputs):
-        off = OffScope(lifting, body, None, dict(child.operands), primary=child)
-        outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := lifting.row(v)) and r.family == family]
-        off.run([a for k, _ in outs if isinstance(a := body.outputs[k], Var)], family)
-        results = [off.at_rows(body.outputs[k], r.axis, family) for k, r in outs]
-        pending.append(_OffBody.of(equation, family, off, (), results, (), (), [k for k, _ in outs]))
-    exports = list(dict.fromkeys(a for off in pending for a in off.exports))
-    block = Block(tuple(child.imports.values()), tuple(child.equations), (*outputs, *exports))
-    results = tuple(Var(a.type) for a in block.outputs)
-    inputs = tuple(scope.resolve(k) for k in child.imports)
-    scope.equations.append(
-        dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=(block,), original=None)
+def _lift_branches(scope: Scope, equation: Equation) -> None:
+    """A remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
+    lifting = scope.lifting
+    head = equation.inputs[: len(equation.inputs) - len(equation.bodies[0].inputs)]  # a cond's index
+    operands = equation.inputs[len(head) :]
+    children = [Scope(lifting, b, scope, dict(zip(b.inputs, operands, strict=True))) for b in equation.bodies]
+    returned = []
+    for child in children:
+        for inner in child.block.equations:
+            rewrite(child, inner)
+        pairs = zip(child.block.outputs, map(lifting.row, equation.outputs), strict=True)
+        returned.append([child.get(a) if r is None else child.at_rows(a, r.axis, r.family) for a, r in pairs])
+    pending = {f: [_off_branch(child, equation, f) for child in children] for f in _families(lifting, equation.outputs)}
+    exports = [
+        list(dict.fromkeys(a for offs in pending.values() for a in offs[k].exports)) for k in range(len(children))
+    ]
+    for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
+        for j, atoms in enumerate(exports):
+            outputs += atoms if j == k else [child.zeros(a.type) for a in atoms]
+    keys = list(dict.fromkeys(key for child in children for key in child.imports))
+    blocks = tuple(
+        Block(tuple(child.import_(key) for key in keys), tuple(child.equations), tuple(outputs))
+        for child, outputs in zip(children, returned, strict=True)
     )
+    results = tuple(Var(a.type) for a in blocks[0].outputs)
+    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in keys))
+    scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
     scope.bind(equation.outputs, results)
-    for off in pending:
-        stacked = tuple(results[len(outputs) + exports.index(a)] for a in off.exports)
-        lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)
+    exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
+    for family, offs in pending.items():
+        lifting.templates[equation, family] = _join_branches(offs, exported)
+
+
+def _off_branch(child: Scope, equation: Equation, family: int) -> _OffBody:
+    """The off-row form of one body."""
+    off = OffScope(child.lifting, child.block, None, dict(child.operands), primary=child)
+    outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := child.lifting.row(v)) and r.family == family]
+    off.run([a for k, _ in outs if isinstance(a := child.block.outputs[k], Var)], family)
+    results = [off.at_rows(child.block.outputs[k], r.axis, family) for k, r in outs]
+    return _OffBody.of(equation, family, off, (), results, (), (), [k for k, _ in outs])
+
+
+def _join_branches(offs: Sequence[_OffBody], exported: Mapping[Atom, Var]) -> Template:
+    """One template of the branches' off-row forms, which then take the same operands."""
+    named = [dict(zip((*o.template.imports, *o.exports), o.template.bodies[0].inputs, strict=True)) for o in offs]
+    imports = tuple(dict.fromkeys(key for off in offs for key in off.template.imports))
+    exports = tuple(dict.fromkeys(a for off in offs for a in off.exports))
+    types = {name: var.type for given in named for name, var in given.items()}
+    bodies = tuple(
+        dataclasses.replace(
+            off.template.bodies[0],
+            inputs=tuple(given.get(k) or Var(types[k]) for k in (*imports, *exports)),
+        )
+        for off, given in zip(offs, named, strict=True)
+    )
+    stacked = tuple(exported[a] for a in exports)
+    return dataclasses.replace(offs[0].template, bodies=bodies, imports=imports, stacked=stacked)

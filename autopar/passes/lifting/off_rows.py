@@ -84,18 +84,26 @@ class OffScope(Scope):
             lift_row_equation(self, equation)
 
     def _use(self, template: Template) -> None:
-        """Put the off-row form of a scan or remat here."""
+        """Put the off-row form of a scan, remat or cond here."""
         outer = [self.frontier(k[1]) if k[0] == "new" else self.resolve(k) for k in template.imports]
         equation = template.equation
         stacked = [self.frontier(v) for v in template.stacked]
         if equation.op == "remat":
-            copy, env = clone(template.body, dict(zip(template.body.inputs, [*outer, *stacked], strict=True)))
+            (body,) = template.bodies
+            copy, env = clone(body, dict(zip(body.inputs, [*outer, *stacked], strict=True)))
             self.equations += copy.equations
-            results = [env.get(a, a) if isinstance(a, Var) else a for a in template.body.outputs]
+            results = [env.get(a, a) if isinstance(a, Var) else a for a in body.outputs]
+        elif equation.op == "cond":
+            inputs = (self.get(equation.inputs[0]), *outer, *stacked)
+            results = tuple(Var(a.type) for a in template.bodies[0].outputs)
+            copies = tuple(clone(b)[0] for b in template.bodies)
+            self.equations.append(
+                dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=copies, original=None)
+            )
         else:
             starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
             sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
-            results = emit_scan(self, equation, template.body, outer, starts, [*sequences, *stacked])
+            results = emit_scan(self, equation, template.bodies[0], outer, starts, [*sequences, *stacked])
         for old, new in zip(template.outputs, results, strict=True):
             row = self.lifting.row(old)
             assert row is not None, "the off-row form returns rows"

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.rowspace import Free, Row, RowFacts
@@ -48,14 +50,14 @@ class Lifting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The off-row form of a scan or remat: built with the first rewriting, used by the second.
+    """The off-row form of a scan, remat or cond: built with the first rewriting, used by the second.
 
-    `imports` are what the body reads from around it; `stacked` the dense values that the first rewriting exported.
+    `imports` are what the bodies read from around them; `stacked` the dense values that the first rewriting exported.
     """
 
     equation: Equation
     family: int
-    body: Block
+    bodies: tuple[Block, ...]
     imports: tuple[Key, ...]
     carries: tuple[tuple[Atom, int], ...]
     sequences: tuple[tuple[Atom, int], ...]
@@ -150,6 +152,11 @@ class Scope:
         """A scalar at every routed row."""
         at = self.at(type_, axis, family)
         return self.emit("full", (value,), at, {"shape": at.shape, "dtype": at.dtype})
+
+    def zeros(self, type_: ArrayType) -> Var:
+        """Zeros of a type."""
+        zero = Literal(np.zeros((), type_.dtype), ArrayType((), type_.dtype))
+        return self.emit("full", (zero,), type_, {"shape": type_.shape, "dtype": type_.dtype})
 
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
         """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
