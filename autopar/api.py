@@ -17,11 +17,12 @@ from autopar.arguments import Call, States, describe, find_states, read_call, st
 from autopar.backends.emit import emit
 from autopar.backends.single import SingleDevice
 from autopar.compile import Compiled, Options, compile_program
-from autopar.errors import ArgumentsError, DonatedStateError, RecompileWarning, StepError
+from autopar.errors import ArgumentsError, RecompileWarning, StepError
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_inputs
+from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
@@ -197,42 +198,18 @@ class ParallelStep:
 
         return planned
 
-    # --- placing the state, and what can go wrong with it ---
+    # --- the state in place ---
 
     def _place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Copy state leaves that share a buffer with another leaf: each is to be updated in place by itself."""
         entry = self.latest
         if entry is None or not self.donate:
             return args, kwargs
-        states = [entry.call.arguments[k] for k in entry.states.outputs]
-        seen: set[Any] = {b for k, a in enumerate(args) if k not in {s.position for s in states} for b in _buffers(a)}
-
-        def own(leaf: Any) -> Any:
-            shared = seen.intersection(_buffers(leaf))
-            seen.update(_buffers(leaf))
-            return _copy(leaf) if shared else leaf
-
-        placed = list(args)
-        named = dict(kwargs)
-        for state in states:
-            if state.position is not None:
-                placed[state.position] = jax.tree.map(own, args[state.position])
-            else:
-                named[state.name] = jax.tree.map(own, kwargs[state.name])
-        return placed, named
+        return separate_buffers([entry.call.arguments[k] for k in entry.states.outputs], args, kwargs)
 
     def _recover(self, error: Exception, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Explain the use of a donated state; copy shared buffers and try again."""
-        text = str(error)
-        leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
-        gone = [p for p, leaf in leaves if isinstance(leaf, jax.Array) and not _is_traced(leaf) and leaf.is_deleted()]
-        if gone:
-            raise DonatedStateError(
-                f"{self.name} got a state that it was given before ({path_of(gone[0])}): a step updates its state in "
-                "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
-                "with parallelize(step, donate=False)"
-            ) from error
-        if "donate" in text and ("same buffer" in text or "twice" in text or "also used" in text):
+        check_not_donated(self.name, args, kwargs, error)
+        if is_shared_buffer(error):
             args, kwargs = self._place(args, kwargs)
             return runner(*args, **kwargs)
         raise error
@@ -257,40 +234,11 @@ def _tops(tree: Any) -> frozenset[tuple[int, Any]]:
     return frozenset(parts)
 
 
-def path_of(path: Sequence[Any]) -> str:
-    """A readable place in (args, kwargs)."""
-    return jax.tree_util.keystr(tuple(path[1:]))
-
-
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax_compat.Tracer)
-
-
-def _buffers(tree: Any) -> list[Any]:
-    """Addresses of the buffers of all arrays in a tree."""
-    return [
-        id(leaf) if jax_compat.is_key(leaf.dtype) else leaf.unsafe_buffer_pointer()
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array)
-        and not _is_traced(leaf)
-        and not leaf.is_deleted()
-        and leaf.size
-        and len(leaf.sharding.device_set) == 1
-    ]
-
-
-def _copy(leaf: jax.Array) -> jax.Array:
-    if not jax_compat.is_key(leaf.dtype):
-        return jax.numpy.copy(leaf)
-    data = jax.numpy.copy(jax.random.key_data(leaf))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-
-
 def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
     """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none."""
     program = entry.compiled.analysed
     kept = [
-        leaf if wanted and given.role != "state" and not _is_traced(leaf) and hasattr(leaf, "__array__") else None
+        leaf if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
         for leaf, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
     ]
     return kept if any(x is not None for x in kept) else None
