@@ -77,6 +77,9 @@ class Explanation:
         return sum(r.planned_bytes for r in self.rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.rows:  # an evaluation
+            text = "no argument comes back as an output, so there is no state to update; it runs as under jax.jit"
+            return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}")]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r) for r in self.rows if r.kind == "sparse"]
         parts.append(self._totals())
