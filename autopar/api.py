@@ -14,8 +14,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.arguments import Call, States, describe, find_states, read_call, static_keywords
+from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
-from autopar.backends.single import SingleDevice
+from autopar.backends.spread import backends, spread
 from autopar.compile import Compiled, Options, compile_program
 from autopar.errors import ArgumentsError, RecompileWarning, StepError
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
@@ -43,12 +44,21 @@ class Entry:
     trace_s: float = 0.0
     example: Sequence[Any] | None = None
 
+    devices: Devices | None = None
+
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
-        if not self.compiled.plan.lifts:
-            return jax_compat.jaxpr_as_fun(self.jaxpr)
-        return emit(self.compiled.program.block, SingleDevice())
+        plan, program = self.compiled.plan, self.compiled.program
+        if self.devices is None:
+            return emit(program.block) if plan.lifts else self.plain
+        run = emit(program.block, backends(plan, self.extents, self.devices)) if plan.lifts else self.plain
+        return spread(run, plan, program, self.devices)
+
+    @property
+    def extents(self) -> Mapping[int, int]:
+        """Family -> V."""
+        return {s.family: s.extent for s in self.compiled.analysed.rows.spaces}
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:
@@ -70,6 +80,7 @@ class ParallelStep:
     state_argnums: tuple[int, ...] | None
     batch_argnums: tuple[int, ...] | None
     static_argnums: tuple[int, ...]
+    devices: Devices | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
     latest: Entry | None = None
@@ -158,7 +169,7 @@ class ParallelStep:
         inputs, outputs = describe(call, states, traced.out_info)
         program = Program(block, inputs, outputs, self.name)
         compiled = compile_program(program, self.options)
-        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds)
+        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, devices=self.devices)
 
     def _announce(self, call: Call) -> None:
         """Say that a call had new shapes; stop where that doesn't end."""
@@ -261,6 +272,7 @@ def parallelize(
     /,
     *,
     mesh: Any = ...,
+    data_axis: str | None = ...,
     strategy: Strategy = ...,
     sparse: Sparse = ...,
     donate: bool = ...,
@@ -274,6 +286,7 @@ def parallelize(
     /,
     *,
     mesh: Any = ...,
+    data_axis: str | None = ...,
     strategy: Strategy = ...,
     sparse: Sparse = ...,
     donate: bool = ...,
@@ -288,6 +301,7 @@ def parallelize(
     /,
     *,
     mesh: Any = None,
+    data_axis: str | None = None,
     strategy: Strategy = "auto",
     sparse: Sparse = "exact",
     donate: bool = True,
@@ -305,7 +319,8 @@ def parallelize(
     Args:
       step: A function of arrays, such as `(state, batch) -> (state, metrics)` or
         `(params, opt_state, batch) -> (params, opt_state, loss)`. Arguments that come back are the state.
-      mesh: Devices to run on; one device so far.
+      mesh: Devices to run on: all of the process by default.
+      data_axis: The mesh's axis over which batches are spread; its first by default.
       strategy: "auto", or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on its touched
         rows, even where that doesn't pay; "allreduce": dense), or a mapping from patterns over parameter paths to
         methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins.
@@ -340,11 +355,11 @@ def parallelize(
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, Mapping) and strategy not in METHODS:
         raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
-    if mesh is not None and mesh.size != 1:
-        raise ArgumentsError(f"mesh has {mesh.size} devices; this version of autopar plans for one")
+    devices = Devices.of(mesh, data_axis)
     return ParallelStep(
         fun=step,
-        options=Options(strategy=strategy, sparse=sparse),
+        options=Options(strategy=strategy, sparse=sparse, devices=devices.count),
+        devices=devices if devices.mesh.size > 1 else None,
         donate=donate,
         state_argnums=_positions(step, state_argnums),
         batch_argnums=_positions(step, batch_argnums),

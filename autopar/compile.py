@@ -14,6 +14,7 @@ from autopar.ir.plan import Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
 from autopar.ir.verifier import verify_program
+from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.classify import classify
@@ -27,6 +28,7 @@ class Options:
 
     strategy: Strategy = "auto"
     sparse: Sparse = "exact"
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +62,13 @@ def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tupl
     return program, plan, note
 
 
+def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    program, note = analyze_batch(program, devices=options.devices)
+    return program, plan, note
+
+
 def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    plan, note = choose(program, strategy=options.strategy, sparse=options.sparse)
+    plan, note = choose(program, strategy=options.strategy, sparse=options.sparse, devices=options.devices)
     return program, plan, note
 
 
@@ -75,6 +82,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
     ("classify", lambda program, plan, options: _keep(plan, classify(program))),
     ("analyze_rows", _analyze_rows),
+    ("analyze_batch", _analyze_batch),
     ("choose", _choose),
     ("lift_rows", _lift_rows),
 )
@@ -94,7 +102,7 @@ def compile_program(program: Program, options: Options) -> Compiled:
         program, plan, note = run(program, plan, options)
         verify_program(program)
         records.append(Record(name, program, note, time.perf_counter() - start))
-        if name == "analyze_rows":
+        if name == "analyze_batch":
             analysed = program
     assert plan is not None, "the pipeline makes a plan"
     return Compiled(analysed, plan, program, tuple(records))

@@ -20,7 +20,6 @@ from autopar import jax_compat
 from autopar.api import Entry, ParallelStep
 from autopar.arguments import read_call
 from autopar.backends.emit import emit
-from autopar.backends.single import SingleDevice
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
@@ -181,7 +180,7 @@ def _wide(x: Any) -> Any:
 
 def _lazy(entry: Entry) -> Callable[..., list[Any]]:
     """(inputs, outputs) -> outputs in which the rows of lazy tables that were not looked up are the old ones."""
-    program, backend = entry.compiled.analysed, SingleDevice()
+    program = entry.compiled.analysed
 
     def keep(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         kept = list(outputs)
@@ -189,7 +188,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
             plan = entry.compiled.plan.family(space.family)
             if plan is None or not plan.lazy:
                 continue
-            flat = emit(id_program(program, space)[0], backend)(*inputs)
+            flat = emit(id_program(program, space)[0])(*inputs)
             touched = jnp.zeros((space.extent,), bool)
             for some in flat:
                 touched = touched.at[some].set(True, mode="drop")

@@ -20,7 +20,6 @@ from jax import lax
 
 from autopar import jax_compat
 from autopar.backends.emit import emit
-from autopar.backends.single import SingleDevice
 from autopar.compile import PIPELINE, Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_block, format_program
@@ -271,7 +270,7 @@ def arguments(program: Program) -> list[jax.Array]:
 
 def outputs(program: Program) -> list[np.ndarray]:
     TOLD.clear()
-    results = [np.asarray(x) for x in emit(program.block, SingleDevice())(*arguments(program))]
+    results = [np.asarray(x) for x in emit(program.block)(*arguments(program))]
     return [*results, np.asarray(TOLD)]
 
 

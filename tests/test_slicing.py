@@ -17,7 +17,6 @@ from jax import lax
 import autopar
 from autopar import jax_compat
 from autopar.backends.emit import emit
-from autopar.backends.single import SingleDevice
 from autopar.ir.program import Atom, Block, Equation, Literal, count_equations
 from autopar.ir.row_ids import index_atoms
 from autopar.ir.rowspace import Access
@@ -36,7 +35,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> Block:
 
 def run(block: Block, *args: Any) -> list[Any]:
     verify_block(block, set(), "test")
-    return emit(block, SingleDevice())(*args)
+    return emit(block)(*args)
 
 
 def ops(block: Block) -> list[str]:

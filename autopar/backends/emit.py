@@ -14,15 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.indices import flat_ids
 from autopar.backends.protocol import RowBackend
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.backends.single import SingleDevice
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 Array = Any
 
 
-def emit(block: Block, backend: RowBackend) -> Callable[..., list[Array]]:
-    """A function of the block's inputs that returns its outputs."""
-    emitter = _Emitter(backend)
+def emit(block: Block, backends: Mapping[int, RowBackend] = {}) -> Callable[..., list[Array]]:
+    """A function of the block's inputs that returns its outputs.
+
+    Args:
+      block: A lifted program's block.
+      backends: Family -> the backend of its row-space operations, where that isn't `SingleDevice`.
+    """
+    emitter = _Emitter(backends)
 
     def run(*inputs: Array) -> list[Array]:
         return emitter.block(block, inputs)
@@ -31,8 +38,15 @@ def emit(block: Block, backend: RowBackend) -> Callable[..., list[Array]]:
 
 
 class _Emitter:
-    def __init__(self, backend: RowBackend) -> None:
-        self._backend = backend
+    def __init__(self, backends: Mapping[int, RowBackend]) -> None:
+        self._backends = backends
+        self._single = SingleDevice()
+
+    def _backend(self, equation: Equation) -> RowBackend:
+        """The backend of the family whose route the equation makes or takes."""
+        atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
+        family = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
+        return self._single if family is None else self._backends.get(family, self._single)
 
     def block(self, block: Block, inputs: Sequence[Array]) -> list[Array]:
         env: dict[Var, Array] = dict(zip(block.inputs, inputs, strict=True))
@@ -51,7 +65,7 @@ class _Emitter:
 
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in _ROW_OPS:
-            return [_ROW_OPS[equation.op](self._backend, equation.params, *operands)]
+            return [_ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
         if equation.op in ("push", "sweep"):
             return getattr(self, "_" + equation.op)(equation, operands)
         if equation.bodies and equation.original is None:
@@ -102,31 +116,25 @@ class _Emitter:
     # --- row space ---
 
     def _push(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        rows, route, index, updates = operands
-        p = equation.params
-        local = _local_index(self._backend, p, route, index, rows)
-        params = {k: v for k, v in p.items() if k not in ("extent", "position", "clip", "op")}
-        mode = jax.lax.GatherScatterMode.CLIP if p["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
-        params |= {"mode": mode, "indices_are_sorted": False, "unique_indices": False}
-        return jax_compat.bind(equation.primitive, [rows, local, updates], params)
+        base, route, index, updates = operands
+        backend = self._backend(equation)
+        return [backend.push(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
 
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
         n, m = len(p["axes"]), p["frontier"]
         old, new, leaves = operands[:n], operands[n : 2 * n], operands[2 * n : 3 * n]
         frontier, first = operands[3 * n : 3 * n + m], operands[3 * n + m :]
+        backend = self._backend(equation)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(old, new, p["axes"], strict=True):
-            last = (slice(None),) * axis + (-1,)
-            needed = needed | jnp.any(a[last] != b[last])
+            needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
         for value in frontier:  # a scalar that isn't finite, where a row of its own may hide what it does
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
         for value in first:
             needed = needed | _rarely(value)
-        return self._backend.sweep(
-            lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p
-        )
+        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
 
 
 def _rarely(value: Array) -> Array:
@@ -162,36 +170,8 @@ def _like(value: Array, other: Array) -> Array:
     return jax.lax.convert_element_type(value, other.dtype) if not jax_compat.is_weak(other) else value
 
 
-def _local_index(backend: RowBackend, p: Mapping[str, Any], route: Any, index: Array, rows: Array) -> Array:
-    """Index vectors into the table as index vectors into the routed rows."""
-    position, extent = p["position"], p["extent"]
-    ids = _in_range(index[..., position], extent, p["clip"])
-    local = backend.positions(route, ids, extent)
-    if index.shape[-1] == 1:
-        return local[..., None]
-    return index.astype(jnp.int32).at[..., position].set(local)
-
-
-def _in_range(ids: Array, extent: int, clip: bool) -> Array:
-    """int32 ids; those out of range clipped, or mapped to `extent`. Compared before they are narrowed."""
-    low, high = _bounds(ids.dtype, extent)
-    if clip:
-        return jnp.clip(ids, low, high).astype(jnp.int32)
-    inside = (ids >= low) & (ids <= high)
-    return jnp.where(inside, ids.astype(jnp.int32), extent)
-
-
-def _bounds(dtype: Any, extent: int) -> tuple[Array, Array]:
-    """0 and the last row, as far as the ids' dtype reaches."""
-    return np.asarray(0, dtype), np.asarray(min(extent - 1, np.iinfo(dtype).max), dtype)
-
-
 def _row_ids(backend: RowBackend, p: Mapping[str, Any], index: Array) -> Array:
-    extent, count = p["extent"], p["count"]
-    if p["position"] is not None:
-        return _in_range(jnp.asarray(index)[..., p["position"]], extent, p["clip"]).reshape(-1)
-    start = _in_range(jnp.asarray(index).reshape(-1), extent - count + 1, True)
-    return (start[:, None] + jax.lax.iota(jnp.int32, count)).reshape(-1)
+    return flat_ids(p, index)
 
 
 def _row_range(backend: RowBackend, p: Mapping[str, Any]) -> Array:
@@ -199,38 +179,31 @@ def _row_range(backend: RowBackend, p: Mapping[str, Any]) -> Array:
 
 
 def _route(backend: RowBackend, p: Mapping[str, Any], *ids: Array) -> Any:
-    return backend.route(ids, p["extent"], p["rows"])
+    return backend.route(ids, p)
 
 
 def _pull(backend: RowBackend, p: Mapping[str, Any], leaf: Array, route: Any) -> Array:
     return backend.pull(jnp.asarray(leaf), route, p["axis"], p["state"])
 
 
-def _lookup(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any, index: Array) -> Array:
-    local = _local_index(backend, p, route, jnp.asarray(index), rows)
-    params = {k: v for k, v in p.items() if k not in ("extent", "position", "clip")}
-    params["indices_are_sorted"] = False
-    if p["clip"] and local.shape[-1] == 1:  # every id is a routed row
-        params["mode"] = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return jax_compat.bind(jax.lax.gather_p, [rows, local], params)[0]
+def _fetch(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.fetch(rows, route, p["axis"])
 
 
-def _lookup_ids(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any, ids: Array) -> Array:
-    index = (slice(None),) * p["axis"] + (_positions(backend, route, ids, rows, p["axis"]),)
-    return rows.at[index].get(mode="clip")
+def _lookup(backend: RowBackend, p: Mapping[str, Any], fetched: Array, route: Any, index: Array) -> Array:
+    return backend.lookup(p, fetched, route, jnp.asarray(index))
 
 
-def _push_ids(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any, ids: Array, new: Array) -> Array:
-    index = (slice(None),) * p["axis"] + (_positions(backend, route, ids, rows, p["axis"]),)
-    return rows.at[index].set(new, mode="drop")
+def _lookup_ids(backend: RowBackend, p: Mapping[str, Any], fetched: Array, route: Any, ids: Array) -> Array:
+    return backend.lookup_ids(fetched, route, ids, p["axis"])
 
 
-def _positions(backend: RowBackend, route: Any, ids: Array, rows: Array, axis: int) -> Array:
-    return backend.positions(route, ids, np.iinfo(np.int32).max)
+def _push_ids(backend: RowBackend, p: Mapping[str, Any], base: Array, route: Any, ids: Array, new: Array) -> Array:
+    return backend.push_ids(base, route, ids, new, p["axis"])
 
 
 def _row_iota(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
-    numbers = backend.row_numbers(route)
+    numbers = backend.row_numbers(route, p["extent"])
     shape = [1] * len(p["shape"])
     shape[p["axis"]] = numbers.shape[0]
     return jnp.broadcast_to(numbers.reshape(shape), p["shape"]).astype(p["dtype"])
@@ -250,52 +223,9 @@ def _commit(backend: RowBackend, p: Mapping[str, Any], leaf: Array, rows: Array,
     return backend.commit(leaf, rows, route, p["axis"])
 
 
-_FINISH: Mapping[str, Callable[[Array, Array, Array], Array]] = {
-    "reduce_max": lambda part, other, count: jnp.maximum(part, other),
-    "reduce_min": lambda part, other, count: jnp.minimum(part, other),
-    "reduce_and": lambda part, other, count: part & other,
-    "reduce_or": lambda part, other, count: part | other,
-    # The count may overflow a small float, and zeros need none.
-    "reduce_sum": lambda part, other, count: part + jnp.where(other == 0, other, other * count.astype(part.dtype)),
-    "reduce_prod": lambda part, other, count: part * other ** count.astype(part.dtype),
-}
-
-
-def _neutral(op: str, dtype: Any) -> Any:
-    if np.dtype(dtype) == np.bool_:
-        return op in ("reduce_and", "reduce_min")
-    if op in ("reduce_sum", "reduce_or"):
-        return 0
-    if op in ("reduce_prod", "reduce_and"):
-        return 1 if op == "reduce_prod" else -1
-    limits = jnp.finfo(dtype) if jax_compat.is_float(dtype) else jnp.iinfo(dtype)
-    if jax_compat.is_float(dtype):
-        return -jnp.inf if op == "reduce_max" else jnp.inf
-    return limits.min if op == "reduce_max" else limits.max
-
-
 def _reduce_rows(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
-    """Reduce the routed rows; then fold in the others, which all are what the padding row is."""
-    op, axes, axis, extent = p["op"], p["axes"], p["axis"], p["extent"]
-    reduce = _REDUCE[op]
-    shape = [1] * rows.ndim
-    shape[axis] = rows.shape[axis]
-    real = backend.is_row(route, extent)
-    part = reduce(jnp.where(real.reshape(shape), rows, jnp.asarray(_neutral(op, rows.dtype), rows.dtype)), axes)
-    padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
-    other = reduce(padding, axes)
-    untouched = extent - jnp.sum(real, dtype=jnp.int32)
-    return jnp.where(untouched > 0, _FINISH[op](part, other, untouched), part).astype(p["dtype"])
+    return backend.reduce_rows(p, rows, route).astype(p["dtype"])
 
-
-_REDUCE: Mapping[str, Callable[[Array, Any], Array]] = {
-    "reduce_sum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
-    "reduce_prod": lambda x, axes: jnp.prod(x, axes, dtype=x.dtype),
-    "reduce_max": jnp.max,
-    "reduce_min": jnp.min,
-    "reduce_and": jax.lax.reduce_and,
-    "reduce_or": jax.lax.reduce_or,
-}
 
 _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "row_ids": _row_ids,
@@ -303,6 +233,7 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "row_iota": _row_iota,
     "route": _route,
     "pull": _pull,
+    "fetch": _fetch,
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,
     "push_ids": _push_ids,

@@ -1,7 +1,8 @@
 """The row-space operations that a backend implements.
 
-`emit` walks a lifted program and hands each operation of row space to a `RowBackend`; everything else is JAX's own.
-`Route` is the backend's own data (a pytree of arrays): whatever it needs to find rows.
+`emit` walks a lifted program and hands each operation of row space to the `RowBackend` of its family; everything else
+is JAX's own. `Route` is the backend's own data (a pytree of arrays): whatever it needs to find rows. Arrays are
+global: over several devices a backend works under XLA's partitioner, or in `shard_map`.
 """
 
 from __future__ import annotations
@@ -14,26 +15,52 @@ Route = Any
 
 
 class RowBackend(Protocol):
-    """See DESIGN, 'Row-space operations'; shapes with U routed rows, V rows in the table."""
+    """See DESIGN, 'Row-space operations'; shapes with U routed rows, F fetched ones, V rows in the table."""
 
-    def route(self, ids: Sequence[Array], extent: int, rows: int) -> Route:
-        """Sorted unique rows of flat int32 ids (extent: no row), padded to `rows`; at least one is padding."""
+    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
+        """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
+
+        `params`: `extent`, `rows`, `fetched` (F), and in `batched` for each of `ids` whether equal shares of it are the
+        devices' (None: none is).
+        """
         ...
 
     def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
         """The routed rows: [V, ...] -> [U, ...]. Padding holds some real row, the last one made finite in a state."""
         ...
 
-    def row_numbers(self, route: Route) -> Array:
-        """int32[U]: which row of the table each routed row is."""
+    def fetch(self, rows: Array, route: Route, axis: int) -> Array:
+        """Brings each device the rows that it asked for: [U, ...] -> [F, ...]."""
         ...
 
-    def positions(self, route: Route, ids: Array, extent: int) -> Array:
-        """Where the rows with these int32 ids are among the routed ones; U for ids that are no row (`extent`)."""
+    def lookup(self, params: Mapping[str, Any], fetched: Array, route: Route, index: Array) -> Array:
+        """The gather that `params` describes, whose index vectors mean rows of the table, from the fetched rows."""
         ...
 
-    def is_row(self, route: Route, extent: int) -> Array:
-        """bool[U]: False for padding."""
+    def lookup_ids(self, fetched: Array, route: Route, ids: Array, axis: int) -> Array:
+        """The rows with these flat int32 ids, all of which are rows."""
+        ...
+
+    def push(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
+    ) -> Array:
+        """The scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U, ...]."""
+        ...
+
+    def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
+        """`base` [U, ...] with the rows of these flat int32 ids replaced; all of them are rows."""
+        ...
+
+    def row_numbers(self, route: Route, extent: int) -> Array:
+        """int32[U]: which row of the table each routed row is; `extent` for padding."""
+        ...
+
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        """A reduction over all rows, from the routed ones. `params`: `op`, `axes`, `axis`, `extent`."""
+        ...
+
+    def padding(self, rows: Array, axis: int) -> Array:
+        """The padding rows that stand for the untouched ones: at least one."""
         ...
 
     def commit(self, leaf: Array, rows: Array, route: Route, axis: int) -> Array:
@@ -51,5 +78,5 @@ class RowBackend(Protocol):
         needed: Array,
         params: Mapping[str, Any],
     ) -> Sequence[Array]:
-        """If `needed`, run the off-row update over all rows of the leaves, block by block and in place."""
+        """If `needed`, run the off-row update over all rows of the leaves, `rows` at a time and in place."""
         ...

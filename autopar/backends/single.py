@@ -1,7 +1,10 @@
-"""Row space on one device: the table is whole, so a route is the sorted unique ids and nothing travels.
+"""Row space on one device, or on several that all hold the table: a route is the sorted unique ids, nothing travels.
 
 Out-of-range ids map to V before they are made unique; the padding entries of a route are V. A commit gives padding
 the numbers V, V+1, ...: the indices are then unique and sorted, and what is out of range is dropped.
+
+Under XLA's partitioner the very same operations are the method `allreduce_rows`: each device scatters the gradients of
+its part of the batch into zeros of the routed rows, and the partitioner sums them with an AllReduce.
 """
 
 from __future__ import annotations
@@ -12,7 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar import jax_compat
+from autopar.backends.indices import (
+    along,
+    find,
+    finite_last_row,
+    gather_rows,
+    local_index,
+    scatter_rows,
+    set_rows,
+    sorted_unique,
+    spread_last_row,
+)
+from autopar.backends.reductions import reduce_routed
 
 Array = Any
 
@@ -20,44 +34,45 @@ Array = Any
 class SingleDevice:
     """Implements `protocol.RowBackend`; a route is int32[U]."""
 
-    def route(self, ids: Sequence[Array], extent: int, rows: int) -> Array:
+    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Array:
         flat = jnp.concatenate([i.astype(jnp.int32) for i in ids]) if ids else jnp.zeros((0,), jnp.int32)
-        if flat.shape[0] == 0:
-            return jnp.full((rows,), extent, jnp.int32)
-        ordered = jax.lax.sort(flat)
-        first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-        place = jnp.cumsum(first, dtype=jnp.int32) - 1
-        empty = jnp.full((rows,), extent, jnp.int32)
-        return empty.at[place].set(ordered, mode="drop", indices_are_sorted=True)
+        return sorted_unique(flat, params["rows"], params["extent"])
 
     def pull(self, leaf: Array, route: Array, axis: int, state: bool) -> Array:
-        index = (slice(None),) * axis + (route,)
-        rows = leaf.at[index].get(mode="clip", indices_are_sorted=True)
-        if not state or not jax_compat.is_float(rows.dtype):
-            return rows
-        last = (slice(None),) * axis + (slice(-1, None),)
-        real = jnp.isfinite(rows[last]) | (route[-1] < leaf.shape[axis])
-        return rows.at[last].set(jnp.where(real, rows[last], jnp.ones((), rows.dtype)))
+        rows = leaf.at[along(axis, route)].get(mode="clip", indices_are_sorted=True)
+        return finite_last_row(rows, axis, route < leaf.shape[axis]) if state else rows
 
-    def row_numbers(self, route: Array) -> Array:
+    def fetch(self, rows: Array, route: Array, axis: int) -> Array:
+        return rows
+
+    def lookup(self, params: Mapping[str, Any], fetched: Array, route: Array, index: Array) -> Array:
+        return gather_rows(params, fetched, local_index(params, route, index))
+
+    def lookup_ids(self, fetched: Array, route: Array, ids: Array, axis: int) -> Array:
+        return fetched.at[along(axis, find(route, ids, jnp.iinfo(jnp.int32).max))].get(mode="clip")
+
+    def push(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Array, index: Array, updates: Array
+    ) -> Array:
+        return scatter_rows(primitive, params, base, local_index(params, route, index), updates)
+
+    def push_ids(self, base: Array, route: Array, ids: Array, updates: Array, axis: int) -> Array:
+        return base.at[along(axis, find(route, ids, jnp.iinfo(jnp.int32).max))].set(updates, mode="drop")
+
+    def row_numbers(self, route: Array, extent: int) -> Array:
         return route
 
-    def positions(self, route: Array, ids: Array, extent: int) -> Array:
-        found = jnp.searchsorted(route, ids, side="left", method="scan_unrolled").astype(jnp.int32)
-        return jnp.where(ids < extent, found, route.shape[0])
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Array) -> Array:
+        return reduce_routed(params, rows, route < params["extent"], params["extent"])
 
-    def is_row(self, route: Array, extent: int) -> Array:
-        return route < extent
+    def padding(self, rows: Array, axis: int) -> Array:
+        return rows[along(axis, slice(-1, None))]
 
     def commit(self, leaf: Array, rows: Array, route: Array, axis: int) -> Array:
-        extent = leaf.shape[axis]
-        numbers = jnp.where(route >= extent, extent + jax.lax.iota(jnp.int32, route.shape[0]), route)
-        return _set_rows(leaf, (slice(None),) * axis + (numbers,), rows)
+        return set_rows(leaf, rows, route, axis)
 
     def densify(self, rows: Array, route: Array, axis: int, extent: int) -> Array:
-        last = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
-        shape = (*rows.shape[:axis], extent, *rows.shape[axis + 1 :])
-        return self.commit(jnp.broadcast_to(last, shape), rows, route, axis)
+        return spread_last_row(rows, route, axis, extent)
 
     def sweep(
         self,
@@ -77,16 +92,3 @@ class SingleDevice:
 
         blocks = jnp.where(needed, -(-extent // size), 0)
         return jax.lax.fori_loop(0, blocks, block, tuple(leaves))
-
-
-def _set_rows(leaf: Array, index: tuple[Any, ...], rows: Array) -> Array:
-    """Unique sorted rows of a leaf replaced, in place.
-
-    On CPUs jax 0.10 widens a bfloat16 table to float32 and back for a scatter. There the bits are written as integers:
-    still a copy of the table, but six times faster.
-    """
-    options = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
-    if leaf.dtype == jnp.bfloat16 and jax_compat.widens_bfloat16():
-        bits, new = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (leaf, rows))
-        return jax.lax.bitcast_convert_type(bits.at[index].set(new, **options), jnp.bfloat16)
-    return leaf.at[index].set(rows, **options)

@@ -29,6 +29,8 @@ class FamilyPlan:
       ids: Number of ids a step looks up, duplicates included.
       method: How its rows travel ("ps" on one device, where nothing travels).
       lazy: Only touched rows move, whatever the optimizer says.
+      fetched: Rows that all devices together ask for, where they are spread over the devices ("ps"); else None.
+      capacity: The most rows that one device asks another one for; else None.
     """
 
     family: int
@@ -36,6 +38,8 @@ class FamilyPlan:
     ids: int
     method: str
     lazy: bool
+    fetched: int | None = None
+    capacity: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +56,22 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions for one step at one set of shapes."""
+    """The decisions for one step at one set of shapes.
+
+    Attributes:
+      families: The tables that are lifted, with their slots.
+      parameters: Every table, lifted or not, with the reason.
+      sparse: "exact", "lazy" or "off".
+      devices: N, over which batches are spread.
+      placements: For each input of the program the axis along which it is spread over the devices; None: each device
+        holds all of it.
+    """
 
     families: tuple[FamilyPlan, ...]
     parameters: tuple[ParameterPlan, ...]
     sparse: Sparse
     devices: int = 1
+    placements: tuple[int | None, ...] = ()
 
     @property
     def lifts(self) -> bool:

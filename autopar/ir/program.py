@@ -50,8 +50,9 @@ class ArrayType:
 
 @dataclass(frozen=True, slots=True)
 class RouteType:
-    """The sorted unique rows that a step touches in tables of `extent` rows, padded to `rows` entries."""
+    """The rows that a step touches in a family's tables of `extent` rows, padded to `rows` entries."""
 
+    family: int
     extent: int
     rows: int
 
@@ -202,6 +203,7 @@ class Program:
       tables: (index of a state input, its row axis) of those that are looked up by rows (`classify`).
       candidates: The same of all state inputs that have as many rows as a table (`classify`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
+      batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
     """
 
     block: Block
@@ -211,6 +213,7 @@ class Program:
     tables: tuple[tuple[int, int], ...] = ()
     candidates: tuple[tuple[int, int], ...] = ()
     rows: Any = None
+    batch: Mapping[Var, int] = field(default_factory=dict)
 
     @property
     def new_states(self) -> dict[int, int]:

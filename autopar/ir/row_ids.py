@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.ir.batch import follow_batch
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.ir.slicing import hoist
@@ -22,15 +23,28 @@ from autopar.ir.values import Numbering, atom_key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """The ids of a family: equations to append to the program's block, and their flat results."""
+    """The ids of a family: equations to append to the program's block, and their flat results.
+
+    Attributes:
+      equations: Those that compute the ids outside of loops, and the `row_ids` and `row_range`s.
+      results: Flat ids.
+      batched: For each result, whether equal shares of it are those of equal shares of the batch.
+      axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
+    """
 
     equations: tuple[Equation, ...]
     results: tuple[Var, ...]
+    batched: tuple[bool, ...]
+    axes: Mapping[Equation, int | None]
 
     @property
     def count(self) -> int:
         """Number of ids, duplicates included."""
         return sum(v.shape[0] for v in self.results)
+
+    def count_on(self, devices: int) -> int:
+        """Number of ids that each device has, if the batch is spread over so many."""
+        return sum(v.shape[0] // (devices if b else 1) for v, b in zip(self.results, self.batched, strict=True))
 
 
 def index_atoms(access: Access) -> tuple[Atom, ...]:
@@ -87,8 +101,17 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
     return Equation("row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
 
 
-def collect_ids(block: Block, space: RowSpace) -> RowIds:
-    """The ids of all accesses of a family, each distinct set once."""
+def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1) -> RowIds:
+    """The ids of all accesses of a family, each distinct set once.
+
+    Args:
+      block: The program's block.
+      space: The family.
+      batch: Batch axes of the program's variables.
+      devices: Over how many devices the batch is spread.
+    """
+    axes = dict(batch or {})
+    spread: dict[Equation, int | None] = {}
     numbering = Numbering()
     if any(access.path for access in space.accesses):  # hoisted equations may stand in the block already
         for equation in block.equations:
@@ -100,7 +123,11 @@ def collect_ids(block: Block, space: RowSpace) -> RowIds:
         index: Atom | None = None
         for atom in index_atoms(access):
             inner, value = hoist(access.path, atom)
+            known = len(equations)
             index = _append(inner, value, equations, numbering)
+            follow_batch(equations[known:], axes)
+            spread[access.equation] = axis = _spread_axis(access, atom, index, axes, devices)
+            params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
         key = (None if index is None else atom_key(index), *(v for k, v in sorted(params.items()) if k != "clip"))
         # Clipped ids include the unclipped ones, so one of the two is enough.
         if key not in wanted or params.get("clip"):
@@ -109,7 +136,26 @@ def collect_ids(block: Block, space: RowSpace) -> RowIds:
     for params, index in wanted.values():
         equations.append(ids_equation(params, index))
         results.append(equations[-1].outputs[0])
-    return RowIds(tuple(equations), tuple(results))
+    batched = tuple(params.get("batch") is not None for params, _ in wanted.values())
+    return RowIds(tuple(equations), tuple(results), batched, spread)
+
+
+def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int], devices: int) -> int | None:
+    """The batch axis of an access's index operand, if each device can do its own examples' part of the access.
+
+    The same axis must be found where the ids are computed, outside of loops: a device asks for rows by the one and
+    looks them up by the other.
+    """
+    if devices == 1 or not isinstance(atom, Var) or not isinstance(index, Var) or atom not in axes:
+        return None
+    equation, axis, rank = access.equation, axes[atom], len(atom.shape)
+    if not (equation.op == "gather" or equation.op.startswith("scatter")):
+        return None
+    numbers = equation.params["dimension_numbers"]
+    paired = "start_indices_batching_dims" if equation.op == "gather" else "scatter_indices_batching_dims"
+    if axis >= rank - 1 or axis in getattr(numbers, paired) or atom.shape[axis] % devices:
+        return None
+    return axis if axes.get(index) == axis + len(index.shape) - rank else None
 
 
 def _append(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from autopar.backends.emit import emit
-from autopar.backends.single import SingleDevice
 from autopar.ir.program import Block, Program
 from autopar.ir.row_ids import collect_ids
 from autopar.ir.rowspace import RowSpace
@@ -53,7 +52,7 @@ def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | Non
     if any(u and not k for u, k in zip(used, known, strict=True)) or any(e.effects for e in block.walk()):
         return bound
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
-    run = jax.jit(emit(Block(inputs, block.equations, block.outputs), SingleDevice()))
+    run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
     found = run(*(x for x, u in zip(leaves, used, strict=True) if u))
     flat = np.concatenate([np.asarray(x) for x in found]) if found else np.zeros((0,), np.int32)
     return Alpha(int(np.unique(flat[flat < space.extent]).size), space.extent, count, True)

@@ -8,11 +8,13 @@ from autopar.cost.model import lifting_pays
 from autopar.errors import StrategyError
 from autopar.ir.plan import METHODS, ROW_METHODS, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
 from autopar.ir.program import Program
-from autopar.ir.row_ids import collect_ids
+from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
 
 
-def choose(program: Program, *, strategy: Strategy = "auto", sparse: Sparse = "exact") -> tuple[Plan, str]:
+def choose(
+    program: Program, *, strategy: Strategy = "auto", sparse: Sparse = "exact", devices: int = 1
+) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
     Raises:
@@ -21,12 +23,13 @@ def choose(program: Program, *, strategy: Strategy = "auto", sparse: Sparse = "e
     methods = _methods(program, strategy)
     families, parameters = [], []
     for space in program.rows.spaces:
-        family, told = _decide(program, space, methods, sparse)
+        family, told = _decide(program, space, methods, sparse, devices)
         families += [family] if family else []
         parameters += told
     order = {given.path: k for k, given in enumerate(program.inputs)}
     parameters.sort(key=lambda p: order[p.path])
-    plan = Plan(tuple(families), tuple(parameters), sparse)
+    placements = _placements(program, families)
+    plan = Plan(tuple(families), tuple(parameters), sparse, devices, placements)
     lifted = sum(p.lifted for p in parameters)
     return plan, f"{lifted} of {len(parameters)} tables run on their touched rows"
 
@@ -52,7 +55,7 @@ def _methods(program: Program, strategy: Strategy) -> dict[int, tuple[str, bool]
 
 
 def _decide(
-    program: Program, space: RowSpace, methods: dict[int, tuple[str, bool]], sparse: Sparse
+    program: Program, space: RowSpace, methods: dict[int, tuple[str, bool]], sparse: Sparse, devices: int
 ) -> tuple[FamilyPlan | None, list[ParameterPlan]]:
     paths = [program.inputs[k].path for k in space.tables]
     asked = [methods[k] for k in space.tables]
@@ -75,17 +78,46 @@ def _decide(
         return dense("sparse='off'")
     if method == "allreduce":
         return dense("the strategy says 'allreduce'")
-    ids = collect_ids(program.block, space).count
-    rows = min(space.extent, ids) + 1
+    found = collect_ids(program.block, space, program.batch, devices)
+    ids = found.count
     row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
     if method == "auto" and not lifting_pays(extent=space.extent, ids=ids, row_bytes=row_bytes):
         return dense(f"{ids} ids a step against {space.extent} rows: the dense update is faster", "strategy='ps'")
-    lazy = sparse == "lazy"
-    family = FamilyPlan(space.family, rows, ids, "ps" if method == "auto" else method, lazy)
-    reason = f"at most {rows - 1} of {space.extent} rows a step"
+    if method == "auto":
+        method = "ps" if devices == 1 or space.extent % devices == 0 else "allreduce_rows"
+    if method == "ps" and space.extent % devices:
+        raise StrategyError(
+            f"strategy: {paths[0]} has {space.extent} rows, which {devices} devices can't share equally. "
+            "Make its rows a multiple of the devices, or use 'allgather' or 'allreduce_rows'"
+        )
+    family = _family(space, found, method, sparse == "lazy", devices)
+    reason = f"at most {min(space.extent, ids)} of {space.extent} rows a step"
     notes = "; ".join(space.notes)
     told = [ParameterPlan(p, True, family.method, reason + (f"; {notes}" if notes else ""), "", source) for p in paths]
     return family, told
+
+
+def _family(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int) -> FamilyPlan:
+    """Static bounds: rows that a step may touch, and with sharded rows those that each device asks for and owns."""
+    if method != "ps" or devices == 1:
+        return FamilyPlan(space.family, min(space.extent, ids.count) + 1, ids.count, method, lazy)
+    share = space.extent // devices
+    asked = max(1, min(space.extent, ids.count_on(devices)))
+    capacity = min(asked, share)
+    owned = min(share, devices * capacity) + 1
+    return FamilyPlan(space.family, devices * owned, ids.count, method, lazy, devices * asked, capacity)
+
+
+def _placements(program: Program, families: Sequence[FamilyPlan]) -> tuple[int | None, ...]:
+    """Batches along their examples, sharded tables along their rows; the rest is on every device."""
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    found = [program.batch.get(v) if given.role == "batch" else None for v, given in pairs]
+    sharded = {f.family for f in families if f.fetched is not None}
+    for space in program.rows.spaces:
+        if space.family in sharded:
+            for leaf, axis in zip(space.leaves, space.axes, strict=True):
+                found[leaf] = axis
+    return tuple(found)
 
 
 def _line(space: RowSpace) -> str:

@@ -16,9 +16,9 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autopar.ir.plan import Plan
+from autopar.ir.plan import FamilyPlan, Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, RouteType, Var, count_equations
-from autopar.ir.row_ids import collect_ids
+from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
@@ -46,6 +46,7 @@ class _Lift:
     facts: RowFacts
     scope: Scope
     spaces: dict[int, RowSpace]
+    ids: dict[int, RowIds]
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
@@ -55,16 +56,18 @@ class _Lift:
         facts: RowFacts = program.rows
         spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
         block = program.block
+        ids = {f: collect_ids(block, s, program.batch, plan.devices) for f, s in spaces.items()}
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},
             extents={f: s.extent for f, s in spaces.items()},
-            block_rows={f: min(s.extent, _BLOCK_ROWS) for f, s in spaces.items()},
+            block_rows={f.family: _block_rows(spaces[f.family], f, plan.devices) for f in plan.families},
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
+            batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
         )
         scope = Scope(lifting, block, dense={v: v for v in block.inputs}, leaf_atoms=set(lifting.leaves))
-        return _Lift(program, plan, facts, scope, spaces, known=set(block.inputs))
+        return _Lift(program, plan, facts, scope, spaces, ids, known=set(block.inputs))
 
     def run(self) -> Block:
         block = self.program.block
@@ -120,7 +123,7 @@ class _Lift:
         if family in self.scope.routes:
             return
         space = self.spaces[family]
-        ids = collect_ids(self.program.block, space)
+        ids = self.ids[family]
         roots = [a for e in ids.equations for a in e.inputs]
         self._ahead(needed_equations(self.program.block, roots))
         for equation in ids.equations:
@@ -129,9 +132,11 @@ class _Lift:
             outputs = tuple(Var(v.type) for v in equation.outputs)
             self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
             self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
-        type_ = RouteType(space.extent, self.scope.rows_of(family))
+        type_ = RouteType(family, space.extent, self.scope.rows_of(family))
         flat = [self.scope.get(v) for v in ids.results]
-        params = {"extent": space.extent, "rows": type_.rows}
+        fetched = self.scope.lifting.families[family].fetched
+        batched = ids.batched if any(ids.batched) else None
+        params = {"extent": space.extent, "rows": type_.rows, "fetched": fetched, "batched": batched}
         self.scope.routes[family] = self.scope.emit("route", flat, type_, params)
 
     def _ahead(self, equations: list[Equation]) -> None:
@@ -198,7 +203,7 @@ class _Lift:
         """The leaves after the off-row equations have run over all rows, if the padding row says that they must."""
         scope, family, inputs = self.scope, space.family, self.program.block.inputs
         rows = scope.lifting.block_rows[family]
-        chunk = Var(RouteType(space.extent, rows))
+        chunk = Var(RouteType(family, space.extent, rows))
         inner = {k: Var(inputs[k].type) for k in kept}
         off = OffScope(
             scope.lifting,
@@ -241,3 +246,10 @@ class _Lift:
             if not big and equation.outputs and isinstance(equation.outputs[0].type, ArrayType):
                 found.append(equation.outputs[0])
         return found
+
+
+def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
+    """Rows that one round of a sweep takes: on each device, where they are spread."""
+    if family.fetched is None:
+        return min(space.extent, _BLOCK_ROWS)
+    return devices * min(space.extent // devices, _BLOCK_ROWS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,13 +59,14 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     """Rows in the shape of the ids."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a lookup reads rows"
-    rows, route = scope.at_rows(equation.inputs[0], row.axis, row.family), scope.route(row.family)
+    rows, route = scope.fetched(equation.inputs[0], row.axis, row.family), scope.route(row.family)
     access = Access(equation, (), row.axis)
     out = equation.outputs[0]
     params = id_params(access, scope.lifting.extents[row.family])
     if equation.op == "gather":
         index = scope.get(equation.inputs[1])
-        ours = {**equation.params, **{k: params[k] for k in ("extent", "position", "clip")}}
+        examples = [d for d in range(len(out.shape)) if d not in equation.params["dimension_numbers"].offset_dims]
+        ours = {**equation.params, **_layout(scope, access, params, examples)}
         scope.dense[out] = scope.emit("lookup", (rows, route, index), out.type, ours)
         return
     starts = [scope.get(a) for a in equation.inputs[1:]]
@@ -89,6 +90,18 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     scope.dense[out] = cut.outputs[0]
 
 
+def _layout(scope: Scope, access: Access, params: Mapping[str, Any], examples: Sequence[int]) -> Mapping[str, Any]:
+    """What a lookup or push needs to know beside the gather's or scatter's own parameters.
+
+    `axis`: the rows' in the operand; `batch`: the index operand's axis by which the access is spread over the devices,
+    `spread`: the same axis in the result or the updates, given those of its axes that are the index operand's.
+    """
+    batch = scope.lifting.batch_axes.get(access.equation)
+    spread = None if batch is None else examples[batch]
+    ours = {k: params[k] for k in ("extent", "position", "clip")}
+    return {**ours, "axis": access.axis, "batch": batch, "spread": spread}
+
+
 def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
     """The flat ids of a slice or pad, where it stands."""
     atoms = index_atoms(access)
@@ -109,8 +122,10 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
     base = push_base(scope, equation, row)
     if equation.op.startswith("scatter"):
         index, updates = scope.get(equation.inputs[1]), scope.get(equation.inputs[2])
-        ours = {**equation.params, **{k: params[k] for k in ("extent", "position", "clip")}}
-        pushed = scope.emit("push", (base, scope.route(row.family), index, updates), type_, ours | {"op": equation.op})
+        window = equation.params["dimension_numbers"].update_window_dims
+        examples = [d for d in range(len(updates.shape)) if d not in window]
+        ours = {**equation.params, **_layout(scope, access, params, examples), "op": equation.op}
+        pushed = scope.emit("push", (base, scope.route(row.family), index, updates), type_, ours)
         scope.equations[-1] = dataclasses.replace(scope.equations[-1], primitive=equation.primitive)
         scope.rows[key] = pushed
         return

@@ -33,6 +33,8 @@ class Lifting:
     #: (scan or remat equation, family) -> its off-row form.
     templates: dict[tuple[Equation, int], Template]
     leaves: Mapping[Var, int]
+    #: Access -> the batch axis of its index operand, by which the access is spread over the devices.
+    batch_axes: Mapping[Equation, int | None]
 
     def row(self, atom: Atom) -> Row | None:
         """The value's place in row space if its family is lifted (the family given by its representative)."""
@@ -75,7 +77,7 @@ class Scope:
     operands: dict[Var, Atom] = field(default_factory=dict)
     equations: list[Equation] = field(default_factory=list)
     dense: dict[Var, Atom] = field(default_factory=dict)
-    rows: dict[tuple[Atom, int, int], Atom] = field(default_factory=dict)
+    rows: dict[tuple[Any, ...], Atom] = field(default_factory=dict)
     routes: dict[int, Atom] = field(default_factory=dict)
     imports: dict[Key, Var] = field(default_factory=dict)
     producers: dict[Atom, Equation] = field(default_factory=dict)
@@ -115,6 +117,27 @@ class Scope:
             self.rows[key] = found = self._make_rows(atom, axis, family)
         return found
 
+    def fetched(self, atom: Atom, axis: int, family: int) -> Atom:
+        """The rows of a value that each device asked for, brought there outside of the loops that leave it alone."""
+        if self.lifting.families[family].fetched is None:
+            return self.at_rows(atom, axis, family)
+        key = (atom, axis, family, "fetched")
+        found = self.rows.get(key)
+        if found is None:
+            if isinstance(atom, Var) and atom in self.operands:
+                found = self.import_(("fetched", self.operands[atom], axis, family))
+            else:
+                rows = self.at_rows(atom, axis, family)
+                type_ = self._at_fetched(atom.type, axis, family)
+                found = self.emit("fetch", (rows, self.route(family)), type_, {"axis": axis})
+            self.rows[key] = found
+        return found
+
+    def _at_fetched(self, type_: Any, axis: int, family: int) -> ArrayType:
+        count = self.lifting.families[family].fetched
+        assert count is not None, "only rows that are spread are fetched"
+        return dataclasses.replace(type_, shape=resized(type_.shape, axis, count))
+
     def _make_rows(self, atom: Atom, axis: int, family: int) -> Atom:
         value = self.lifting.facts.value(atom)
         row = self.lifting.row(atom)
@@ -138,7 +161,9 @@ class Scope:
         """A value of no family, made anew for the rows."""
         out = equation.outputs[0]
         if equation.op == "iota" and equation.params["dimension"] == axis:
-            params = {"axis": axis, "shape": resized(out.shape, axis, self.rows_of(family)), "dtype": out.dtype}
+            extent = self.lifting.extents[family]
+            shape = resized(out.shape, axis, self.rows_of(family))
+            params = {"axis": axis, "shape": shape, "dtype": out.dtype, "extent": extent}
             return self.emit("row_iota", (self.route(family),), self.at(out.type, axis, family), params)
         inputs = []
         for atom in equation.inputs:
@@ -222,7 +247,9 @@ class Scope:
         if key[0] == "dense":
             return key[1].type
         if key[0] == "route":
-            return RouteType(self.lifting.extents[key[1]], self.rows_of(key[1]))
+            return RouteType(key[1], self.lifting.extents[key[1]], self.rows_of(key[1]))
+        if key[0] == "fetched":
+            return self._at_fetched(key[1].type, key[2], key[3])
         return self.at(key[1].type, key[2], key[3])
 
     def resolve(self, key: Key) -> Atom:
@@ -231,6 +258,8 @@ class Scope:
             return self.get(key[1])
         if key[0] == "route":
             return self.route(key[1])
+        if key[0] == "fetched":
+            return self.fetched(key[1], key[2], key[3])
         return self.at_rows(key[1], key[2], key[3])
 
     def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:

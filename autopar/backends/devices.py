@@ -1,0 +1,67 @@
+"""The devices that a plan runs on: a mesh, and its axis over which batches (and sharded rows) are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Devices:
+    """A mesh with Auto axes.
+
+    Attributes:
+      mesh: The devices. Along axes other than `axis` everything is replicated.
+      axis: The data axis.
+    """
+
+    mesh: Mesh
+    axis: str
+
+    @staticmethod
+    def of(mesh: Mesh | None, axis: str | None = None) -> Devices:
+        """The user's mesh, its Explicit axes made Auto; all devices by default."""
+        if mesh is None:
+            return Devices(jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,)), "data")
+        names = mesh.axis_names
+        auto = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        return Devices(auto, axis or names[0])
+
+    @property
+    def count(self) -> int:
+        """N: devices along the data axis."""
+        return self.mesh.shape[self.axis]
+
+    def spec(self, along: int | None) -> P:
+        """Spread along an axis of the array, or replicated."""
+        return P() if along is None else P(*[None] * along, self.axis)
+
+    def sharding(self, along: int | None) -> NamedSharding:
+        """The same as a sharding."""
+        return NamedSharding(self.mesh, self.spec(along))
+
+    def constrain(self, value: Array, along: int | None) -> Array:
+        """Tell XLA where a value is."""
+        return jax.lax.with_sharding_constraint(value, self.sharding(along))
+
+    def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
+        """Run a function on each device's part of the operands.
+
+        Args:
+          fun: Takes and returns local arrays; may use collectives over `axis`.
+          given: For each operand the axis along which it is spread; None: every device has all of it.
+          returned: The same of the results: one for a single result, else a tuple.
+          *operands: Global arrays.
+        """
+        out = tuple(map(self.spec, returned)) if isinstance(returned, tuple) else self.spec(returned)
+        mapped = jax.shard_map(
+            fun, mesh=self.mesh, in_specs=tuple(map(self.spec, given)), out_specs=out, check_vma=False
+        )
+        return mapped(*operands)

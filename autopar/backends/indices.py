@@ -1,0 +1,125 @@
+"""Index arrays: which rows they mean, in the table and among a sorted list of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+
+Array = Any
+
+
+def in_range(ids: Array, extent: int, clip: bool) -> Array:
+    """int32 ids; those out of range clipped, or mapped to `extent`. Compared before they are narrowed."""
+    low, high = np.asarray(0, ids.dtype), np.asarray(min(extent - 1, np.iinfo(ids.dtype).max), ids.dtype)
+    if clip:
+        return jnp.clip(ids, low, high).astype(jnp.int32)
+    inside = (ids >= low) & (ids <= high)
+    return jnp.where(inside, ids.astype(jnp.int32), extent)
+
+
+def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
+    """The rows that an access's index operand means: flat int32, `extent` for no row.
+
+    With a batch axis the examples lead, so that equal shares of the flat ids are those of equal shares of the batch.
+    """
+    extent, count = params["extent"], params["count"]
+    index = jnp.asarray(index)
+    if params["position"] is None:
+        start = in_range(index.reshape(-1), extent - count + 1, True)
+        return (start[:, None] + jax.lax.iota(jnp.int32, count)).reshape(-1)
+    ids = in_range(index[..., params["position"]], extent, params["clip"])
+    return (ids if params.get("batch") is None else jnp.moveaxis(ids, params["batch"], 0)).reshape(-1)
+
+
+def sorted_unique(ids: Array, size: int, fill: int) -> Array:
+    """The distinct ids in order, padded with `fill` (which is no id, and above all of them)."""
+    if ids.shape[0] == 0:
+        return jnp.full((size,), fill, jnp.int32)
+    ordered = jax.lax.sort(ids)
+    first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
+    place = jnp.cumsum(first, dtype=jnp.int32) - 1
+    return jnp.full((size,), fill, jnp.int32).at[place].set(ordered, mode="drop", indices_are_sorted=True)
+
+
+def find(rows: Array, ids: Array, extent: int) -> Array:
+    """Where ids are in a sorted list of rows that holds them; the list's length for `extent` and above."""
+    found = jnp.searchsorted(rows, ids, side="left", method="scan_unrolled").astype(jnp.int32)
+    return jnp.where(ids < extent, found, rows.shape[0])
+
+
+def find_own(rows: Array, ids: Array) -> Array:
+    """The same for a list that may lack some of the ids: the list's length for those."""
+    found = jnp.searchsorted(rows, ids, side="left", method="scan_unrolled").astype(jnp.int32)
+    return jnp.where(rows.at[found].get(mode="clip") == ids, found, rows.shape[0])
+
+
+def local_index(params: Mapping[str, Any], rows: Array, index: Array, *, own: bool = False) -> Array:
+    """Index vectors into the table as index vectors into a sorted list of its rows (`own`: which may lack some)."""
+    position, extent = params["position"], params["extent"]
+    ids = in_range(index[..., position], extent, params["clip"])
+    local = jnp.where(ids < extent, find_own(rows, ids), rows.shape[0]) if own else find(rows, ids, extent)
+    if index.shape[-1] == 1:
+        return local[..., None]
+    return index.astype(jnp.int32).at[..., position].set(local)
+
+
+#: Parameters of a lookup or push that are autopar's own; the others are the gather's or scatter's.
+_OURS = frozenset({"extent", "position", "clip", "count", "op", "axis", "batch", "spread"})
+
+
+def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
+    """The gather of a lookup, from some of the table's rows."""
+    options = {k: v for k, v in params.items() if k not in _OURS}
+    options["indices_are_sorted"] = False
+    if params["clip"] and local.shape[-1] == 1:  # every id is one of the rows
+        options["mode"] = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return jax_compat.bind(jax.lax.gather_p, [rows, local], options)[0]
+
+
+def scatter_rows(primitive: Any, params: Mapping[str, Any], base: Array, local: Array, updates: Array) -> Array:
+    """The scatter of a push, into some of the table's rows."""
+    options = {k: v for k, v in params.items() if k not in _OURS}
+    mode = jax.lax.GatherScatterMode.CLIP if params["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
+    options |= {"mode": mode, "indices_are_sorted": False, "unique_indices": False}
+    return jax_compat.bind(primitive, [base, local, updates], options)[0]
+
+
+def along(axis: int, index: Any) -> tuple[Any, ...]:
+    """An index along one axis, everything along the others."""
+    return (slice(None),) * axis + (index,)
+
+
+def finite_last_row(rows: Array, axis: int, is_row: Array) -> Array:
+    """Padding rows stand for untouched ones: the last, where it is padding, is made finite."""
+    if not jax_compat.is_float(rows.dtype):
+        return rows
+    last = along(axis, slice(-1, None))
+    return rows.at[last].set(jnp.where(jnp.isfinite(rows[last]) | is_row[-1], rows[last], jnp.ones((), rows.dtype)))
+
+
+def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
+    """Rows of a leaf replaced, in place: sorted unique numbers; from the leaf's extent on they are dropped.
+
+    On CPUs jax 0.10 widens a bfloat16 table to float32 and back for a scatter. There the bits are written as integers:
+    still a copy of the table, but six times faster.
+    """
+    extent, index = leaf.shape[axis], numbers
+    index = jnp.where(index >= extent, extent + jax.lax.iota(jnp.int32, index.shape[0]), index)
+    options = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+    if leaf.dtype == jnp.bfloat16 and jax_compat.widens_bfloat16():
+        bits, new = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (leaf, rows))
+        return jax.lax.bitcast_convert_type(bits.at[along(axis, index)].set(new, **options), jnp.bfloat16)
+    return leaf.at[along(axis, index)].set(rows, **options)
+
+
+def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Array:
+    """All rows of a table: those that are given, and the last one everywhere else."""
+    last = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
+    shape = (*rows.shape[:axis], extent, *rows.shape[axis + 1 :])
+    return set_rows(jnp.broadcast_to(last, shape), rows, numbers, axis)

@@ -1,0 +1,213 @@
+"""Row space with the rows of a table and its slots spread over the devices: a parameter server made of devices (`ps`).
+
+Device k owns the rows [k V/N, (k+1) V/N). Three exchanges (all_to_all) a step, each of at most `capacity` rows from
+one device to one other: ids to the owners, rows to who asked, gradients (summed on each device first) to the owners.
+Everything else happens where the rows are: an array "at the routed rows" is spread over the devices along its row
+axis, each owner's rows in its share of it. Source: Parallax, sections 3.2 and 4.3 (PS with local aggregation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.backends.devices import Devices
+from autopar.backends.indices import (
+    along,
+    find,
+    find_own,
+    finite_last_row,
+    gather_rows,
+    local_index,
+    scatter_rows,
+    set_rows,
+    sorted_unique,
+    spread_last_row,
+)
+from autopar.backends.reductions import reduce_across, reduce_routed
+
+Array = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Route:
+    """Global arrays, each device's share after the other's.
+
+    Attributes:
+      rows: int32[N Uo], numbers of the owner's rows in its own part of the table; V/N for padding.
+      asked: int32[N F], sorted unique ids that a device asks for; V for padding.
+      slot: int32[N F], where each of them is in what the device sends; N C for padding.
+      back: int32[N N C], for each id that an owner was asked for its place among `rows`; Uo for none.
+    """
+
+    rows: Array
+    asked: Array
+    slot: Array
+    back: Array
+
+
+class ShardedRows:
+    """Implements `protocol.RowBackend`.
+
+    Args:
+      devices: N devices.
+      extent: V, a multiple of N.
+      capacity: C, the most rows that one device asks another one for.
+    """
+
+    def __init__(self, devices: Devices, extent: int, capacity: int) -> None:
+        assert extent % devices.count == 0, f"{extent} rows on {devices.count} devices"
+        self._devices = devices
+        self._extent = extent
+        self._share = extent // devices.count
+        self._capacity = capacity
+
+    def _first(self) -> Array:
+        """The number of this device's first row."""
+        return jax.lax.axis_index(self._devices.axis).astype(jnp.int32) * self._share
+
+    def _exchange(self, parts: Array) -> Array:
+        """[N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
+        split = parts.reshape(self._devices.count, self._capacity, *parts.shape[1:])
+        return jax.lax.all_to_all(split, self._devices.axis, 0, 0).reshape(parts.shape)
+
+    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
+        count, extent, capacity, share = self._devices.count, self._extent, self._capacity, self._share
+        asked_rows, owned_rows = params["fetched"] // count, params["rows"] // count
+
+        def plan(*ids: Array) -> tuple[Array, ...]:
+            asked = sorted_unique(jnp.concatenate(ids), asked_rows, extent)
+            starts = jnp.searchsorted(asked, jnp.arange(count, dtype=jnp.int32) * share).astype(jnp.int32)
+            owner = jnp.minimum(asked // share, count - 1)
+            place = jnp.arange(asked_rows, dtype=jnp.int32) - starts[owner]
+            slot = jnp.where(asked < extent, owner * capacity + place, count * capacity)
+            request = jnp.full((count * capacity,), extent, jnp.int32).at[slot].set(asked, mode="drop")
+            wanted = self._exchange(request)
+            owned = sorted_unique(wanted, owned_rows, extent)
+            rows = jnp.where(owned < extent, owned - self._first(), share)
+            return rows, asked, slot, find(owned, wanted, extent)
+
+        batched = params["batched"] or [False] * len(ids)
+        given = [0 if b else None for b in batched]
+        return Route(*self._devices.local(plan, given, (0, 0, 0, 0), *ids))
+
+    def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
+        def pull(leaf: Array, rows: Array) -> Array:
+            found = leaf.at[along(axis, rows)].get(mode="clip", indices_are_sorted=True)
+            return finite_last_row(found, axis, rows < leaf.shape[axis]) if state else found
+
+        return self._devices.local(pull, (axis, 0), axis, leaf, route.rows)
+
+    def fetch(self, rows: Array, route: Route, axis: int) -> Array:
+        def fetch(rows: Array, back: Array, slot: Array) -> Array:
+            sent = jnp.moveaxis(rows, axis, 0).at[back].get(mode="clip")
+            return jnp.moveaxis(self._exchange(sent).at[slot].get(mode="clip"), 0, axis)
+
+        return self._devices.local(fetch, (axis, 0, 0), axis, rows, route.back, route.slot)
+
+    def lookup(self, params: Mapping[str, Any], fetched: Array, route: Route, index: Array) -> Array:
+        def lookup(fetched: Array, asked: Array, index: Array) -> Array:
+            return gather_rows(params, fetched, local_index(params, asked, index))
+
+        given = (params["axis"], 0, params["batch"])
+        return self._devices.local(lookup, given, params["spread"], fetched, route.asked, index)
+
+    def lookup_ids(self, fetched: Array, route: Route, ids: Array, axis: int) -> Array:
+        def lookup(fetched: Array, asked: Array, ids: Array) -> Array:
+            return fetched.at[along(axis, find(asked, ids, self._extent))].get(mode="clip")
+
+        return self._devices.local(lookup, (axis, 0, None), None, fetched, route.asked, ids)
+
+    def push(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
+    ) -> Array:
+        axis, batch = params["axis"], params["batch"]
+        if batch is None or params["op"] != "scatter-add":  # the order of the others matters
+            own = self._push_own(primitive, params)
+            return self._devices.local(own, (axis, 0, None, None), axis, base, route.rows, index, updates)
+
+        def exchange(base: Array, asked: Array, slot: Array, back: Array, index: Array, updates: Array) -> Array:
+            zeros = jnp.zeros((*base.shape[:axis], asked.shape[0], *base.shape[axis + 1 :]), base.dtype)
+            sums = scatter_rows(primitive, params, zeros, local_index(params, asked, index), updates)
+            sums = jnp.moveaxis(sums, axis, 0)
+            sent = jnp.zeros((back.shape[0], *sums.shape[1:]), sums.dtype).at[slot].set(sums, mode="drop")
+            total = jnp.moveaxis(base, axis, 0).at[back].add(self._exchange(sent), mode="drop")
+            return jnp.moveaxis(total, 0, axis)
+
+        given = (axis, 0, 0, 0, batch, params["spread"])
+        operands = (base, route.asked, route.slot, route.back, index, updates)
+        return self._devices.local(exchange, given, axis, *operands)
+
+    def _push_own(self, primitive: Any, params: Mapping[str, Any]) -> Callable[..., Array]:
+        """Updates that every device has: each owner takes those of its rows."""
+        axis = params["axis"]
+
+        def push(base: Array, rows: Array, index: Array, updates: Array) -> Array:
+            local = local_index(params, self._owned(rows), index, own=True)
+            if not params["clip"]:
+                return scatter_rows(primitive, params, base, local, updates)
+            # What belongs to other owners goes to one more row, for here nothing is dropped.
+            more = [(0, int(d == axis)) for d in range(base.ndim)]
+            wider = scatter_rows(primitive, params, jnp.pad(base, more), local, updates)
+            return jax.lax.slice_in_dim(wider, 0, base.shape[axis], axis=axis)
+
+        return push
+
+    def _owned(self, rows: Array) -> Array:
+        """The numbers in the table of an owner's rows, in `shard_map`."""
+        return jnp.where(rows < self._share, rows + self._first(), self._extent)
+
+    def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
+        def push(base: Array, rows: Array, ids: Array, updates: Array) -> Array:
+            return base.at[along(axis, find_own(self._owned(rows), ids))].set(updates, mode="drop")
+
+        return self._devices.local(push, (axis, 0, None, None), axis, base, route.rows, ids, updates)
+
+    def row_numbers(self, route: Route, extent: int) -> Array:
+        return self._devices.local(self._owned, (0,), 0, route.rows)
+
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        def reduce(rows: Array, numbers: Array) -> Array:
+            part = reduce_routed(params, rows, numbers < self._share, self._share)
+            return reduce_across(params["op"], part, self._devices.axis)
+
+        return self._devices.local(reduce, (params["axis"], 0), None, rows, route.rows)
+
+    def padding(self, rows: Array, axis: int) -> Array:
+        return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)
+
+    def commit(self, leaf: Array, rows: Array, route: Route, axis: int) -> Array:
+        def commit(leaf: Array, rows: Array, numbers: Array) -> Array:
+            return set_rows(leaf, rows, numbers, axis)
+
+        return self._devices.local(commit, (axis, axis, 0), axis, leaf, rows, route.rows)
+
+    def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
+        def densify(rows: Array, numbers: Array) -> Array:
+            return spread_last_row(rows, numbers, axis, self._share)
+
+        return self._devices.local(densify, (axis, 0), axis, rows, route.rows)
+
+    def sweep(
+        self,
+        update: Callable[[Route, Sequence[Array]], Sequence[Array]],
+        leaves: Sequence[Array],
+        needed: Array,
+        params: Mapping[str, Any],
+    ) -> Sequence[Array]:
+        size = params["rows"] // self._devices.count
+        numbers = self._devices.constrain(jnp.arange(params["rows"], dtype=jnp.int32) % size, 0)
+        nothing = jnp.zeros((0,), jnp.int32)
+
+        def block(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
+            route = Route(jnp.minimum(k * size + numbers, self._share), nothing, nothing, nothing)
+            new = zip(leaves, update(route, leaves), params["axes"], strict=True)
+            return tuple(self.commit(leaf, value, route, axis) for leaf, value, axis in new)
+
+        blocks = jnp.where(needed, -(-self._share // size), 0)
+        return jax.lax.fori_loop(0, blocks, block, tuple(leaves))

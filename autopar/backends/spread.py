@@ -1,0 +1,43 @@
+"""A planned step over several devices: the backend of each family, and where inputs and outputs are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.backends.devices import Devices
+from autopar.backends.gathered import GatheredRows
+from autopar.backends.protocol import RowBackend
+from autopar.backends.sharded import ShardedRows
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Program
+
+Array = Any
+
+
+def backends(plan: Plan, extents: Mapping[int, int], devices: Devices) -> Mapping[int, RowBackend]:
+    """Family -> its backend; `allreduce_rows` needs none but the partitioner."""
+    found: dict[int, RowBackend] = {}
+    for family in plan.families:
+        if family.method == "ps" and family.capacity is not None:
+            found[family.family] = ShardedRows(devices, extents[family.family], family.capacity)
+        elif family.method == "allgather":
+            found[family.family] = GatheredRows(devices)
+    return found
+
+
+def spread(
+    run: Callable[..., Sequence[Array]], plan: Plan, program: Program, devices: Devices
+) -> Callable[..., Sequence[Array]]:
+    """The same function of global arrays, with XLA told where its inputs and the new states are."""
+    types = [v.type for v in program.block.inputs]
+
+    def constrained(value: Array, k: int) -> Array:
+        return devices.constrain(value, plan.placements[k]) if isinstance(types[k], ArrayType) else value
+
+    def spread_run(*inputs: Array) -> Sequence[Array]:
+        outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))
+        pairs = zip(outputs, program.outputs, strict=True)
+        return [x if out.state is None else constrained(x, out.state) for x, out in pairs]
+
+    return spread_run
