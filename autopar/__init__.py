@@ -12,6 +12,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.explain import Explanation, explain
+from autopar.table import Table, materialize
 from autopar.verify import Verification, verify
 
 __version__ = "0.1.0"
@@ -26,9 +27,11 @@ __all__ = [
     "StateError",
     "StepError",
     "StrategyError",
+    "Table",
     "Verification",
     "VerificationError",
     "explain",
+    "materialize",
     "parallelize",
     "verify",
 ]

@@ -16,14 +16,14 @@ from autopar import jax_compat
 from autopar.arguments import Call, States, describe, find_states, read_call, static_keywords
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
-from autopar.backends.spread import backends, spread
+from autopar.backends.spread import backends, on_ordinary_arrays, spread
 from autopar.compile import Compiled, Options, compile_program
 from autopar.errors import ArgumentsError, RecompileWarning, StepError
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_inputs
-from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
+from autopar.placing import SpreadRunner, check_not_donated, is_shared_buffer, is_traced, separate_buffers
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
@@ -45,20 +45,29 @@ class Entry:
     example: Sequence[Any] | None = None
 
     devices: Devices | None = None
+    donate: bool = True
 
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
+        plan = self.compiled.plan
+        if self.devices is not None:
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.program)
+        return emit(self.compiled.program.block) if plan.lifts else self.plain
+
+    @functools.cached_property
+    def run_stored(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on several devices, on flat arrays as they are stored."""
+        assert self.devices is not None, "one device stores arrays as they are"
         plan, program = self.compiled.plan, self.compiled.program
-        if self.devices is None:
-            return emit(program.block) if plan.lifts else self.plain
-        run = emit(program.block, backends(plan, self.extents, self.devices)) if plan.lifts else self.plain
+        run = emit(program.block, backends(plan, self.devices)) if plan.lifts else self.plain
         return spread(run, plan, program, self.devices)
 
-    @property
-    def extents(self) -> Mapping[int, int]:
-        """Family -> V."""
-        return {s.family: s.extent for s in self.compiled.analysed.rows.spaces}
+    @functools.cached_property
+    def runner(self) -> SpreadRunner:
+        """Calls the planned step on several devices."""
+        assert self.devices is not None, "one device needs no placing"
+        return SpreadRunner(self.run_stored, self.compiled.plan, self.compiled.program, self.devices, self.donate)
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:
@@ -83,6 +92,7 @@ class ParallelStep:
     devices: Devices | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
+    _known: dict[Any, Entry] = field(default_factory=dict)
     latest: Entry | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +109,8 @@ class ParallelStep:
         return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.devices is not None:
+            return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
             runner = self._first_call(args, kwargs)
@@ -116,8 +128,31 @@ class ParallelStep:
         except (RuntimeError, ValueError) as error:
             return self._recover(error, runner, args, kwargs)
 
+    def _call_spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call on several devices: the plan is looked up here, and arrays are placed as it says."""
+        leaves = self.leaves(args, kwargs)
+        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
+            entry = self.entry(*args, **kwargs)
+        else:
+            statics = tuple(args[k] for k in self.static_argnums if k < len(args))
+            named = {k: v for k, v in kwargs.items() if k in self._static_names}
+            types = tuple((x.shape, x.dtype) for x in leaves)
+            key = (statics, tuple(named.items()), jax.tree.structure((args, kwargs)), types)
+            entry = self._known.get(key)
+            if entry is None:
+                entry = self._known[key] = self.entry(*args, **kwargs)
+        self.latest = entry
+        if any(is_traced(x) for x in leaves):
+            results = entry.run(*leaves)
+        else:
+            check_not_donated(self.name, args, kwargs, None)
+            results = entry.runner(leaves)
+        return jax.tree.unflatten(entry.out_tree, results)
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
+        if self.devices is not None:
+            return self.entry(*args, **kwargs).runner.lower()
         runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
         return runner.lower(*args, **kwargs)
 
@@ -169,7 +204,7 @@ class ParallelStep:
         inputs, outputs = describe(call, states, traced.out_info)
         program = Program(block, inputs, outputs, self.name)
         compiled = compile_program(program, self.options)
-        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, devices=self.devices)
+        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate)
 
     def _announce(self, call: Call) -> None:
         """Say that a call had new shapes; stop where that doesn't end."""

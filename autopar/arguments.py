@@ -18,6 +18,7 @@ import jax
 from autopar.errors import ArgumentsError, StateError
 from autopar.ir.flow import carried
 from autopar.ir.program import ArrayType, Block, Input, Output
+from autopar.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,8 @@ def shape_of(leaf: Any) -> Any:
     """What JAX needs to trace a leaf: its shape, dtype and weak type."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
+    if isinstance(leaf, Table):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     try:
         aval = jax.typeof(leaf)
     except TypeError as error:

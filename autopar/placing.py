@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar import jax_compat
 from autopar.arguments import Argument
+from autopar.backends.devices import Devices
+from autopar.backends.layouts import arranged
 from autopar.errors import DonatedStateError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.table import Table
 
 
 def separate_buffers(
@@ -34,10 +39,10 @@ def separate_buffers(
     return placed, named
 
 
-def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
+def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception | None) -> None:
     """Raise DonatedStateError if a leaf of the arguments is gone."""
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
-    gone = [p for p, leaf in leaves if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted()]
+    gone = [p for p, x in leaves if isinstance(x, (jax.Array, Table)) and not is_traced(x) and x.is_deleted()]
     if gone:
         raise DonatedStateError(
             f"{name} got a state that it was given before ({_path_of(gone[0])}): a step updates its state in "
@@ -79,3 +84,61 @@ def _copy(leaf: jax.Array) -> jax.Array:
         return jax.numpy.copy(leaf)
     data = jax.numpy.copy(jax.random.key_data(leaf))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+
+
+class SpreadRunner:
+    """Calls a planned step on several devices: places its arguments, and makes Tables of what is stored in a layout.
+
+    Args:
+      run: The planned step on flat arrays as they are stored.
+      plan, program: What says where they are.
+      devices: The mesh.
+      donate: Whether states are updated in place.
+    """
+
+    def __init__(
+        self, run: Callable[..., Sequence[Any]], plan: Plan, program: Program, devices: Devices, donate: bool
+    ) -> None:
+        self._layouts = plan.layouts
+        self._shardings = [devices.sharding(along) for along in plan.placements]
+        self._states = [k for k, given in enumerate(program.inputs) if given.role == "state"]
+        self._tables = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}
+        self._types = [v.type for v in program.block.inputs]
+        self._donate = donate
+        self._run = jax.jit(
+            lambda *leaves: tuple(run(*leaves)),
+            in_shardings=self._shardings,
+            donate_argnums=self._states if donate else (),
+        )
+
+    def lower(self) -> Any:
+        """`jax.jit(...).lower` at the plan's shapes."""
+        return self._run.lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types))
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Flat arguments (arrays or Tables), placed where need be; flat results."""
+        placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        if self._donate:
+            held: set[int] = set()
+            for k in self._states:  # one array in two leaves: each is to be updated in place by itself
+                if id(placed[k]) in held:
+                    placed[k] = _copy(placed[k])
+                held.add(id(placed[k]))
+        results = list(self._run(*placed))
+        for out, (layout, axis) in self._tables.items():
+            results[out] = Table(results[out], layout, axis)
+        return results
+
+    def _placed(self, k: int, leaf: Any) -> Any:
+        layout = self._layouts.get(k)
+        if isinstance(leaf, Table):
+            if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
+                return leaf.stored
+            leaf = leaf.materialize()
+        elif layout is None and isinstance(leaf, jax.Array) and leaf.sharding == self._shardings[k]:
+            return leaf
+        if layout is not None:
+            leaf = jax.jit(arranged, static_argnums=(1, 2))(leaf, *layout)
+        elif self._donate and k in self._states and isinstance(leaf, jax.Array):
+            leaf = _copy(leaf)  # the user's own array stays as it is, whatever is done to this one
+        return jax.device_put(leaf, self._shardings[k])

@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.indices import flat_ids
+from autopar.backends.layouts import restored
 from autopar.backends.protocol import RowBackend
 from autopar.backends.single import SingleDevice
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
@@ -186,6 +187,10 @@ def _pull(backend: RowBackend, p: Mapping[str, Any], leaf: Array, route: Any) ->
     return backend.pull(jnp.asarray(leaf), route, p["axis"], p["state"])
 
 
+def _whole(backend: RowBackend, p: Mapping[str, Any], stored: Array) -> Array:
+    return restored(stored, p["layout"], p["axis"])
+
+
 def _fetch(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
     return backend.fetch(rows, route, p["axis"])
 
@@ -234,6 +239,7 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "route": _route,
     "pull": _pull,
     "fetch": _fetch,
+    "whole": _whole,
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,
     "push_ids": _push_ids,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -59,11 +59,27 @@ def find_own(rows: Array, ids: Array) -> Array:
     return jnp.where(rows.at[found].get(mode="clip") == ids, found, rows.shape[0])
 
 
-def local_index(params: Mapping[str, Any], rows: Array, index: Array, *, own: bool = False) -> Array:
-    """Index vectors into the table as index vectors into a sorted list of its rows (`own`: which may lack some)."""
+def local_index(
+    params: Mapping[str, Any],
+    rows: Array,
+    index: Array,
+    *,
+    places_of: Callable[[Array], Array] = lambda ids: ids,
+    own: bool = False,
+) -> Array:
+    """Index vectors into the table as index vectors into a sorted list of its rows.
+
+    Args:
+      params: `position`, `extent` and `clip` of the access.
+      rows: Where the rows are stored, sorted.
+      index: The access's index operand.
+      places_of: Where the row with an id is stored.
+      own: Whether the list may lack some of the ids.
+    """
     position, extent = params["position"], params["extent"]
     ids = in_range(index[..., position], extent, params["clip"])
-    local = jnp.where(ids < extent, find_own(rows, ids), rows.shape[0]) if own else find(rows, ids, extent)
+    found = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)
+    local = jnp.where(ids < extent, found, rows.shape[0])
     if index.shape[-1] == 1:
         return local[..., None]
     return index.astype(jnp.int32).at[..., position].set(local)

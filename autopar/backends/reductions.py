@@ -40,7 +40,7 @@ _ACROSS: Mapping[str, Callable[[Array, str], Array]] = {
 }
 
 
-def reduce_routed(params: Mapping[str, Any], rows: Array, is_row: Array, extent: int) -> Array:
+def reduce_routed(params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int) -> Array:
     """A reduction over all `extent` rows.
 
     Args:

@@ -1,9 +1,10 @@
 """Row space with the rows of a table and its slots spread over the devices: a parameter server made of devices (`ps`).
 
-Device k owns the rows [k V/N, (k+1) V/N). Three exchanges (all_to_all) a step, each of at most `capacity` rows from
-one device to one other: ids to the owners, rows to who asked, gradients (summed on each device first) to the owners.
-Everything else happens where the rows are: an array "at the routed rows" is spread over the devices along its row
-axis, each owner's rows in its share of it. Source: Parallax, sections 3.2 and 4.3 (PS with local aggregation).
+Each device owns a share of the stored rows (`ir.layout`). Three exchanges (all_to_all) a step, each of at most
+`capacity` rows from one device to one other: ids to the owners, rows to who asked, gradients (summed on each device
+first) to the owners. Everything else happens where the rows are: an array "at the routed rows" is spread over the
+devices along its row axis, each owner's rows in its share of it. Source: Parallax, sections 3.2 and 4.3 (PS with local
+aggregation).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from autopar.backends.indices import (
     spread_last_row,
 )
 from autopar.backends.reductions import reduce_across, reduce_routed
+from autopar.ir.layout import RowLayout
 
 Array = Any
 
@@ -39,8 +41,8 @@ class Route:
     """Global arrays, each device's share after the other's.
 
     Attributes:
-      rows: int32[N Uo], numbers of the owner's rows in its own part of the table; V/N for padding.
-      asked: int32[N F], sorted unique ids that a device asks for; V for padding.
+      rows: int32[N Uo], numbers of the owner's rows in its own share of the table; the share's size for padding.
+      asked: int32[N F], sorted places of the rows that a device asks for; one past the last for padding.
       slot: int32[N F], where each of them is in what the device sends; N C for padding.
       back: int32[N N C], for each id that an owner was asked for its place among `rows`; Uo for none.
     """
@@ -56,19 +58,25 @@ class ShardedRows:
 
     Args:
       devices: N devices.
-      extent: V, a multiple of N.
+      layout: Which row is stored where.
       capacity: C, the most rows that one device asks another one for.
     """
 
-    def __init__(self, devices: Devices, extent: int, capacity: int) -> None:
-        assert extent % devices.count == 0, f"{extent} rows on {devices.count} devices"
+    def __init__(self, devices: Devices, layout: RowLayout, capacity: int) -> None:
         self._devices = devices
-        self._extent = extent
-        self._share = extent // devices.count
+        self._layout = layout
+        self._share = layout.share
         self._capacity = capacity
 
+    def _places(self, ids: Array) -> Array:
+        """Where rows are stored; one past the last place for no row."""
+        return jnp.where(ids < self._layout.extent, self._layout.place(ids), self._layout.stored).astype(jnp.int32)
+
+    def _local(self, params: Mapping[str, Any], places: Array, index: Array, *, own: bool = False) -> Array:
+        return local_index(params, places, index, places_of=self._places, own=own)
+
     def _first(self) -> Array:
-        """The number of this device's first row."""
+        """The place of this device's first row."""
         return jax.lax.axis_index(self._devices.axis).astype(jnp.int32) * self._share
 
     def _exchange(self, parts: Array) -> Array:
@@ -77,20 +85,20 @@ class ShardedRows:
         return jax.lax.all_to_all(split, self._devices.axis, 0, 0).reshape(parts.shape)
 
     def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
-        count, extent, capacity, share = self._devices.count, self._extent, self._capacity, self._share
+        count, end, capacity, share = self._devices.count, self._layout.stored, self._capacity, self._share
         asked_rows, owned_rows = params["fetched"] // count, params["rows"] // count
 
         def plan(*ids: Array) -> tuple[Array, ...]:
-            asked = sorted_unique(jnp.concatenate(ids), asked_rows, extent)
+            asked = sorted_unique(self._places(jnp.concatenate(ids)), asked_rows, end)
             starts = jnp.searchsorted(asked, jnp.arange(count, dtype=jnp.int32) * share).astype(jnp.int32)
             owner = jnp.minimum(asked // share, count - 1)
             place = jnp.arange(asked_rows, dtype=jnp.int32) - starts[owner]
-            slot = jnp.where(asked < extent, owner * capacity + place, count * capacity)
-            request = jnp.full((count * capacity,), extent, jnp.int32).at[slot].set(asked, mode="drop")
+            slot = jnp.where(asked < end, owner * capacity + place, count * capacity)
+            request = jnp.full((count * capacity,), end, jnp.int32).at[slot].set(asked, mode="drop")
             wanted = self._exchange(request)
-            owned = sorted_unique(wanted, owned_rows, extent)
-            rows = jnp.where(owned < extent, owned - self._first(), share)
-            return rows, asked, slot, find(owned, wanted, extent)
+            owned = sorted_unique(wanted, owned_rows, end)
+            rows = jnp.where(owned < end, owned - self._first(), share)
+            return rows, asked, slot, find(owned, wanted, end)
 
         batched = params["batched"] or [False] * len(ids)
         given = [0 if b else None for b in batched]
@@ -112,14 +120,14 @@ class ShardedRows:
 
     def lookup(self, params: Mapping[str, Any], fetched: Array, route: Route, index: Array) -> Array:
         def lookup(fetched: Array, asked: Array, index: Array) -> Array:
-            return gather_rows(params, fetched, local_index(params, asked, index))
+            return gather_rows(params, fetched, self._local(params, asked, index))
 
         given = (params["axis"], 0, params["batch"])
         return self._devices.local(lookup, given, params["spread"], fetched, route.asked, index)
 
     def lookup_ids(self, fetched: Array, route: Route, ids: Array, axis: int) -> Array:
         def lookup(fetched: Array, asked: Array, ids: Array) -> Array:
-            return fetched.at[along(axis, find(asked, ids, self._extent))].get(mode="clip")
+            return fetched.at[along(axis, find(asked, self._places(ids), self._layout.stored))].get(mode="clip")
 
         return self._devices.local(lookup, (axis, 0, None), None, fetched, route.asked, ids)
 
@@ -133,7 +141,7 @@ class ShardedRows:
 
         def exchange(base: Array, asked: Array, slot: Array, back: Array, index: Array, updates: Array) -> Array:
             zeros = jnp.zeros((*base.shape[:axis], asked.shape[0], *base.shape[axis + 1 :]), base.dtype)
-            sums = scatter_rows(primitive, params, zeros, local_index(params, asked, index), updates)
+            sums = scatter_rows(primitive, params, zeros, self._local(params, asked, index), updates)
             sums = jnp.moveaxis(sums, axis, 0)
             sent = jnp.zeros((back.shape[0], *sums.shape[1:]), sums.dtype).at[slot].set(sums, mode="drop")
             total = jnp.moveaxis(base, axis, 0).at[back].add(self._exchange(sent), mode="drop")
@@ -148,7 +156,7 @@ class ShardedRows:
         axis = params["axis"]
 
         def push(base: Array, rows: Array, index: Array, updates: Array) -> Array:
-            local = local_index(params, self._owned(rows), index, own=True)
+            local = self._local(params, self._owned(rows), index, own=True)
             if not params["clip"]:
                 return scatter_rows(primitive, params, base, local, updates)
             # What belongs to other owners goes to one more row, for here nothing is dropped.
@@ -159,21 +167,26 @@ class ShardedRows:
         return push
 
     def _owned(self, rows: Array) -> Array:
-        """The numbers in the table of an owner's rows, in `shard_map`."""
-        return jnp.where(rows < self._share, rows + self._first(), self._extent)
+        """The places of an owner's rows, in `shard_map`."""
+        return jnp.where(rows < self._share, rows + self._first(), self._layout.stored)
 
     def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
         def push(base: Array, rows: Array, ids: Array, updates: Array) -> Array:
-            return base.at[along(axis, find_own(self._owned(rows), ids))].set(updates, mode="drop")
+            return base.at[along(axis, find_own(self._owned(rows), self._places(ids)))].set(updates, mode="drop")
 
         return self._devices.local(push, (axis, 0, None, None), axis, base, route.rows, ids, updates)
 
     def row_numbers(self, route: Route, extent: int) -> Array:
-        return self._devices.local(self._owned, (0,), 0, route.rows)
+        def numbers(rows: Array) -> Array:
+            found = self._layout.row(self._owned(rows)).astype(jnp.int32)
+            return jnp.where(rows < self._share, found, extent)
+
+        return self._devices.local(numbers, (0,), 0, route.rows)
 
     def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
         def reduce(rows: Array, numbers: Array) -> Array:
-            part = reduce_routed(params, rows, numbers < self._share, self._share)
+            mine = self._layout.rows_on(jax.lax.axis_index(self._devices.axis))
+            part = reduce_routed(params, rows, numbers < self._share, mine)
             return reduce_across(params["op"], part, self._devices.axis)
 
         return self._devices.local(reduce, (params["axis"], 0), None, rows, route.rows)

@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.backends.devices import Devices
 from autopar.backends.gathered import GatheredRows
+from autopar.backends.layouts import arranged, restored
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.ir.plan import Plan
@@ -15,12 +16,12 @@ from autopar.ir.program import ArrayType, Program
 Array = Any
 
 
-def backends(plan: Plan, extents: Mapping[int, int], devices: Devices) -> Mapping[int, RowBackend]:
+def backends(plan: Plan, devices: Devices) -> Mapping[int, RowBackend]:
     """Family -> its backend; `allreduce_rows` needs none but the partitioner."""
     found: dict[int, RowBackend] = {}
     for family in plan.families:
-        if family.method == "ps" and family.capacity is not None:
-            found[family.family] = ShardedRows(devices, extents[family.family], family.capacity)
+        if family.layout is not None and family.capacity is not None:
+            found[family.family] = ShardedRows(devices, family.layout, family.capacity)
         elif family.method == "allgather":
             found[family.family] = GatheredRows(devices)
     return found
@@ -41,3 +42,16 @@ def spread(
         return [x if out.state is None else constrained(x, out.state) for x, out in pairs]
 
     return spread_run
+
+
+def on_ordinary_arrays(
+    run: Callable[..., Sequence[Array]], plan: Plan, program: Program
+) -> Callable[..., Sequence[Array]]:
+    """The same function of arrays whose rows are in their own order."""
+    outputs = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}
+
+    def ordinary_run(*inputs: Array) -> Sequence[Array]:
+        stored = [arranged(x, *plan.layouts[k]) if k in plan.layouts else x for k, x in enumerate(inputs)]
+        return [restored(x, *outputs[k]) if k in outputs else x for k, x in enumerate(run(*stored))]
+
+    return ordinary_run

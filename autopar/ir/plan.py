@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal as Choice
+
+from autopar.ir.layout import RowLayout
 
 #: Methods that run a table's step on its touched rows.
 ROW_METHODS = ("ps", "allgather", "allreduce_rows")
@@ -31,6 +33,7 @@ class FamilyPlan:
       lazy: Only touched rows move, whatever the optimizer says.
       fetched: Rows that all devices together ask for, where they are spread over the devices ("ps"); else None.
       capacity: The most rows that one device asks another one for; else None.
+      layout: How the rows are spread; else None.
     """
 
     family: int
@@ -40,6 +43,7 @@ class FamilyPlan:
     lazy: bool
     fetched: int | None = None
     capacity: int | None = None
+    layout: RowLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class Plan:
       devices: N, over which batches are spread.
       placements: For each input of the program the axis along which it is spread over the devices; None: each device
         holds all of it.
+      layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
     """
 
     families: tuple[FamilyPlan, ...]
@@ -72,6 +77,7 @@ class Plan:
     sparse: Sparse
     devices: int = 1
     placements: tuple[int | None, ...] = ()
+    layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
 
     @property
     def lifts(self) -> bool:

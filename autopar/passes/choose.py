@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from autopar.cost.model import lifting_pays
 from autopar.errors import StrategyError
+from autopar.ir.layout import RowLayout
 from autopar.ir.plan import METHODS, ROW_METHODS, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
@@ -28,8 +29,8 @@ def choose(
         parameters += told
     order = {given.path: k for k, given in enumerate(program.inputs)}
     parameters.sort(key=lambda p: order[p.path])
-    placements = _placements(program, families)
-    plan = Plan(tuple(families), tuple(parameters), sparse, devices, placements)
+    placements, layouts = _placements(program, families)
+    plan = Plan(tuple(families), tuple(parameters), sparse, devices, placements, layouts)
     lifted = sum(p.lifted for p in parameters)
     return plan, f"{lifted} of {len(parameters)} tables run on their touched rows"
 
@@ -84,12 +85,7 @@ def _decide(
     if method == "auto" and not lifting_pays(extent=space.extent, ids=ids, row_bytes=row_bytes):
         return dense(f"{ids} ids a step against {space.extent} rows: the dense update is faster", "strategy='ps'")
     if method == "auto":
-        method = "ps" if devices == 1 or space.extent % devices == 0 else "allreduce_rows"
-    if method == "ps" and space.extent % devices:
-        raise StrategyError(
-            f"strategy: {paths[0]} has {space.extent} rows, which {devices} devices can't share equally. "
-            "Make its rows a multiple of the devices, or use 'allgather' or 'allreduce_rows'"
-        )
+        method = "ps"
     family = _family(space, found, method, sparse == "lazy", devices)
     reason = f"at most {min(space.extent, ids)} of {space.extent} rows a step"
     notes = "; ".join(space.notes)
@@ -101,23 +97,33 @@ def _family(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int)
     """Static bounds: rows that a step may touch, and with sharded rows those that each device asks for and owns."""
     if method != "ps" or devices == 1:
         return FamilyPlan(space.family, min(space.extent, ids.count) + 1, ids.count, method, lazy)
-    share = space.extent // devices
+    layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
+    share = layout.share
     asked = max(1, min(space.extent, ids.count_on(devices)))
     capacity = min(asked, share)
     owned = min(share, devices * capacity) + 1
-    return FamilyPlan(space.family, devices * owned, ids.count, method, lazy, devices * asked, capacity)
+    return FamilyPlan(space.family, devices * owned, ids.count, method, lazy, devices * asked, capacity, layout)
 
 
-def _placements(program: Program, families: Sequence[FamilyPlan]) -> tuple[int | None, ...]:
-    """Batches along their examples, sharded tables along their rows; the rest is on every device."""
+def _placements(
+    program: Program, families: Sequence[FamilyPlan]
+) -> tuple[tuple[int | None, ...], dict[int, tuple[RowLayout, int]]]:
+    """Batches along their examples, sharded tables along their rows; the rest is on every device.
+
+    And the layouts of tables that can't be stored as they are.
+    """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     found = [program.batch.get(v) if given.role == "batch" else None for v, given in pairs]
-    sharded = {f.family for f in families if f.fetched is not None}
+    sharded = {f.family: f.layout for f in families if f.layout is not None}
+    layouts = {}
     for space in program.rows.spaces:
-        if space.family in sharded:
+        layout = sharded.get(space.family)
+        if layout is not None:
             for leaf, axis in zip(space.leaves, space.axes, strict=True):
                 found[leaf] = axis
-    return tuple(found)
+                if not layout.is_plain:
+                    layouts[leaf] = layout, axis
+    return tuple(found), layouts
 
 
 def _line(space: RowSpace) -> str:

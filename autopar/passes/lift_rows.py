@@ -16,10 +16,12 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, RouteType, Var, count_equations
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
+from autopar.ir.rules import resized
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
 from autopar.passes.lifting.off_rows import OffScope
@@ -47,6 +49,8 @@ class _Lift:
     scope: Scope
     spaces: dict[int, RowSpace]
     ids: dict[int, RowIds]
+    #: The program's inputs as they are stored.
+    inputs: tuple[Var, ...]
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
@@ -66,8 +70,15 @@ class _Lift:
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
         )
-        scope = Scope(lifting, block, dense={v: v for v in block.inputs}, leaf_atoms=set(lifting.leaves))
-        return _Lift(program, plan, facts, scope, spaces, ids, known=set(block.inputs))
+        inputs = [_stored(v, *plan.layouts[k]) if k in plan.layouts else v for k, v in enumerate(block.inputs)]
+        scope = Scope(
+            lifting,
+            block,
+            dense={v: v for v in inputs},
+            leaf_atoms={inputs[k] for k in lifting.leaves.values()},
+            stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
+        )
+        return _Lift(program, plan, facts, scope, spaces, ids, tuple(inputs), known=set(block.inputs))
 
     def run(self) -> Block:
         block = self.program.block
@@ -83,8 +94,10 @@ class _Lift:
         for family in self.spaces:
             if family not in self.committed:
                 self._commit(family)
-        outputs = tuple(self.scope.get(a) for a in block.outputs)
-        lifted, _ = eliminate_dead(Block(block.inputs, tuple(self.scope.equations), outputs))
+        states = [out.state in self.plan.layouts for out in self.program.outputs]
+        pairs = zip(block.outputs, states, strict=True)
+        outputs = tuple(self.scope.stored[a][0] if is_stored else self.scope.get(a) for a, is_stored in pairs)
+        lifted, _ = eliminate_dead(Block(self.inputs, tuple(self.scope.equations), outputs))
         return lifted
 
     # --- equations in an order that can be run ---
@@ -172,7 +185,7 @@ class _Lift:
         scope, space = self.scope, self.spaces[family]
         self._route(family)
         route = scope.route(family)
-        inputs = self.program.block.inputs
+        inputs = self.inputs
         axes = dict(zip(space.leaves, space.axes, strict=True))
         changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in self._updates(space)}
         kept = [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
@@ -182,13 +195,17 @@ class _Lift:
             leaves = self._sweep(space, kept, changed, first)
             first = []
         for k, rows in changed.items():
-            type_, params = inputs[k].type, {"axis": axes[k], "extent": space.extent}
             if k in leaves:
-                new = scope.emit("commit", (leaves[k], rows, route, *first), type_, params)
+                params = {"axis": axes[k], "extent": space.extent}
+                new = scope.emit("commit", (leaves[k], rows, route, *first), inputs[k].type, params)
             else:
-                new = scope.emit("densify", (rows, route), type_, params)
+                new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
             atom = dict(self._updates(space))[k]
-            if isinstance(atom, Var):
+            if not isinstance(atom, Var):
+                continue
+            if k in self.plan.layouts:
+                scope.stored[atom] = new, *self.plan.layouts[k]
+            else:
                 scope.dense[atom] = new
         self.committed.add(family)
 
@@ -201,7 +218,7 @@ class _Lift:
 
     def _sweep(self, space: RowSpace, kept: list[int], changed: dict[int, Atom], first: list[Atom]) -> dict[int, Atom]:
         """The leaves after the off-row equations have run over all rows, if the padding row says that they must."""
-        scope, family, inputs = self.scope, space.family, self.program.block.inputs
+        scope, family, inputs = self.scope, space.family, self.inputs
         rows = scope.lifting.block_rows[family]
         chunk = Var(RouteType(family, space.extent, rows))
         inner = {k: Var(inputs[k].type) for k in kept}
@@ -210,7 +227,7 @@ class _Lift:
             self.program.block,
             routes={family: chunk},
             primary=scope,
-            dense={inputs[k]: inner[k] for k in kept},
+            dense={self.program.block.inputs[k]: inner[k] for k in kept},
             leaf_atoms=set(inner.values()),
         )
         updates = dict(self._updates(space))
@@ -221,7 +238,7 @@ class _Lift:
         assert all(key[0] == "new" for key in off.imports), "the outermost off-row form reads the first rewriting only"
         body = Block((chunk, *inner.values(), *off.imports.values()), tuple(off.equations), tuple(new))
         body, _ = eliminate_dead(body)
-        old = [scope.at_rows(inputs[k], axes[k], family) for k in kept]
+        old = [scope.at_rows(self.program.block.inputs[k], axes[k], family) for k in kept]
         operands = (*old, *(changed[k] for k in kept), *(inputs[k] for k in kept), *frontier, *first)
         params = {
             "axes": tuple(axes[k] for k in kept),
@@ -235,13 +252,12 @@ class _Lift:
 
     def _old_readers(self, leaf: Var) -> list[Atom]:
         """Results of what has read the whole old leaf so far: the commit waits for them, and so needs no copy."""
-        rows = max(leaf.shape)
         tainted: set[Atom] = {leaf}
         found: list[Atom] = []
         for equation in self.scope.equations:
             if equation.op in ("pull", "sweep", "commit") or not tainted.intersection(equation.inputs):
                 continue
-            big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and rows in v.shape]
+            big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and 2 * v.type.size >= leaf.type.size]
             tainted.update(big)
             if not big and equation.outputs and isinstance(equation.outputs[0].type, ArrayType):
                 found.append(equation.outputs[0])
@@ -252,4 +268,9 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     """Rows that one round of a sweep takes: on each device, where they are spread."""
     if family.fetched is None:
         return min(space.extent, _BLOCK_ROWS)
-    return devices * min(space.extent // devices, _BLOCK_ROWS)
+    return devices * min(-(-space.extent // devices), _BLOCK_ROWS)
+
+
+def _stored(leaf: Var, layout: RowLayout, axis: int) -> Var:
+    """The input that holds a leaf as it is stored."""
+    return Var(dataclasses.replace(leaf.type, shape=resized(leaf.shape, axis, layout.stored)))

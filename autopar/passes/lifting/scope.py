@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.rowspace import Free, Row, RowFacts
@@ -83,6 +84,8 @@ class Scope:
     producers: dict[Atom, Equation] = field(default_factory=dict)
     #: Leaves of the state, under the names that they have in this block.
     leaf_atoms: set[Atom] = field(default_factory=set)
+    #: Leaves (old and new) that are stored in a layout -> what is stored, and their row axis.
+    stored: dict[Atom, tuple[Atom, RowLayout, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
@@ -102,6 +105,8 @@ class Scope:
             return self.dense[atom]
         if atom in self.operands:
             found = self.import_(("dense", self.operands[atom]))
+        elif atom in self.stored:
+            found = self.unstored(*self.stored[atom])
         else:
             found = self._whole(atom)
         self.dense[atom] = found
@@ -150,7 +155,23 @@ class Scope:
             if equation is not None and not equation.bodies:
                 return self._free_rows(equation, axis, family)
         assert row is None or atom in self.lifting.leaves, f"a row value of type {atom.type} is used before it is made"
-        return self.pull(self.get(atom), axis, family)
+        leaf = self.stored[atom][0] if atom in self.stored else self.get(atom)
+        return self.pull(leaf, axis, family)
+
+    def unstored(self, stored: Atom, layout: RowLayout, axis: int) -> Var:
+        """All rows of a stored leaf in their own order."""
+        type_ = dataclasses.replace(stored.type, shape=resized(stored.shape, axis, layout.extent))
+        return self.emit("whole", (stored,), type_, {"layout": layout, "axis": axis})
+
+    def densify(self, rows: Atom, type_: Any, axis: int, family: int) -> Var:
+        """All rows, as they are stored: the routed ones, and what the padding row is everywhere else."""
+        layout = self.lifting.families[family].layout
+        stored = (
+            type_ if layout is None else dataclasses.replace(type_, shape=resized(type_.shape, axis, layout.stored))
+        )
+        return self.emit(
+            "densify", (rows, self.route(family)), stored, {"axis": axis, "extent": self.lifting.extents[family]}
+        )
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
         """The routed rows of a leaf, or of any dense value with as many rows."""
@@ -208,8 +229,9 @@ class Scope:
             self.equations.append(copy)
             return copy.outputs[equation.outputs.index(var)]
         rows = self.at_rows(var, row.axis, row.family)
-        params = {"axis": row.axis, "extent": self.lifting.extents[row.family]}
-        return self.emit("densify", (rows, self.route(row.family)), var.type, params)
+        found = self.densify(rows, var.type, row.axis, row.family)
+        layout = self.lifting.families[row.family].layout
+        return found if layout is None or layout.is_plain else self.unstored(found, layout, row.axis)
 
     def _is_made_of_whole(self, equation: Equation) -> bool:
         if self.lifting.facts.roles.get(equation) != "rows" or equation.bodies:

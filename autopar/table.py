@@ -1,0 +1,90 @@
+"""`Table`: a leaf of the state that can't be an ordinary array, and what makes ordinary arrays of a state with such."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.backends.layouts import restored
+from autopar.ir.layout import RowLayout
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table:
+    """Rows that are spread over devices, padded or in an order of their own.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
+    Reading it (`np.asarray`, `jnp.asarray`, indexing) gives the true rows. Other JAX functions refuse it:
+    `autopar.materialize(state)` makes ordinary arrays.
+
+    Attributes:
+      stored: The rows as they are stored, [..., N ceil(V/N), ...].
+      layout: Which row is stored where.
+      axis: The row axis.
+    """
+
+    stored: jax.Array
+    layout: RowLayout
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The table's own shape, [..., V, ...]."""
+        return (*self.stored.shape[: self.axis], self.layout.extent, *self.stored.shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> Any:
+        """The rows' dtype."""
+        return self.stored.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.stored.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of elements, spare rows excepted."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table, spare rows excepted."""
+        return self.size * self.dtype.itemsize
+
+    def is_deleted(self) -> bool:
+        """Whether the rows were given to a step, which updated them in place."""
+        return self.stored.is_deleted()
+
+    def materialize(self) -> jax.Array:
+        """The table as an ordinary array, [..., V, ...], on the same devices."""
+        return jax.jit(restored, static_argnums=(1, 2))(self.stored, self.layout, self.axis)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.materialize(), dtype)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.materialize()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return (
+            f"autopar.Table({self.dtype}[{shape}] spread over {self.layout.devices} devices; "
+            "for other JAX functions: autopar.materialize(state))"
+        )
+
+
+def is_table(leaf: Any) -> bool:
+    """For `jax.tree` functions."""
+    return isinstance(leaf, Table)
+
+
+def materialize(tree: Any) -> Any:
+    """The same tree with ordinary arrays in place of Tables: for other JAX functions, for evaluation, for saving."""
+    return jax.tree.map(lambda leaf: leaf.materialize() if is_table(leaf) else leaf, tree)
