@@ -53,14 +53,24 @@ class Entry:
         plan = self.compiled.plan
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, plan, self.compiled.program)
-        return emit(self.compiled.program.block) if plan.lifts else self.plain
+        return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
+
+    def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """With strong types where the plain step returns such: a row that is written back takes its table's type."""
+        types = [a.type for a in self.compiled.analysed.block.outputs]
+
+        def typed_run(*inputs: Any) -> Sequence[Any]:
+            outputs = zip(run(*inputs), types, strict=True)
+            return [jax_compat.strong(x) if not getattr(t, "weak_type", False) else x for x, t in outputs]
+
+        return typed_run
 
     @functools.cached_property
     def run_stored(self) -> Callable[..., Sequence[Any]]:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
         plan, program = self.compiled.plan, self.compiled.program
-        run = emit(program.block, backends(plan, self.devices)) if plan.lifts else self.plain
+        run = self._typed(emit(program.block, backends(plan, self.devices))) if plan.lifts else self.plain
         return spread(run, plan, program, self.devices)
 
     @functools.cached_property
@@ -195,16 +205,25 @@ class ParallelStep:
                 "Pass that value as an argument"
             )
         block = block_of(traced.jaxpr)
-        states = find_states(call, traced.out_info, self.state_argnums)
+        self._check_positions(call)
+        states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None:
             states = states.confirmed(call, block, _tops(traced.out_tree))
-        for k in self.batch_argnums or ():
-            if any(call.arguments[a].position == k for a in states.outputs):
-                raise ArgumentsError(f"batch_argnums names argument {k}, which comes back: it is state")
         inputs, outputs = describe(call, states, traced.out_info)
         program = Program(block, inputs, outputs, self.name)
         compiled = compile_program(program, self.options)
         return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate)
+
+    def _check_positions(self, call: Call) -> None:
+        """That `state_argnums` and `batch_argnums` name arguments of the call, each one once."""
+        known = {a.position for a in call.arguments if a.position is not None}
+        for option, given in (("state_argnums", self.state_argnums), ("batch_argnums", self.batch_argnums)):
+            for k in given or ():
+                if k not in known:
+                    raise ArgumentsError(f"{option} names argument {k}; {self.name} was called with {sorted(known)}")
+        both = set(self.state_argnums or ()).intersection(self.batch_argnums or ())
+        if both:
+            raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
 
     def _announce(self, call: Call) -> None:
         """Say that a call had new shapes; stop where that doesn't end."""
@@ -363,7 +382,7 @@ def parallelize(
         TensorFlow's LazyAdam); "off".
       donate: Whether the state is updated in place.
       state_argnums: Positions of the state, where it can't be found by its coming back.
-      batch_argnums: Positions of the batch.
+      batch_argnums: Positions of arguments that are no state, though something like them comes back.
       static_argnums: Positions of arguments that are no arrays; each value of theirs is planned by itself.
 
     Returns:
@@ -390,6 +409,10 @@ def parallelize(
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, Mapping) and strategy not in METHODS:
         raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
+    if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
+        raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
     devices = Devices.of(mesh, data_axis)
     return ParallelStep(
         fun=step,

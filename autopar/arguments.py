@@ -163,13 +163,16 @@ class States:
         return States(sure | likely if sure else {})
 
 
-def find_states(call: Call, outputs: Any, state_argnums: Sequence[int] | None) -> States:
+def find_states(
+    call: Call, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
+) -> States:
     """Match arguments with the outputs.
 
     Args:
       call: The call.
       outputs: The step's outputs, a pytree of ShapeDtypeStructs.
       state_argnums: Positions that the user named as state; None to find them.
+      batch_argnums: Positions of what is no state.
 
     Raises:
       StateError: a named state, or something that looks like one, doesn't come back as it went in.
@@ -182,7 +185,7 @@ def find_states(call: Call, outputs: Any, state_argnums: Sequence[int] | None) -
     found: dict[int, int] = {}
     for k, argument in enumerate(call.arguments):
         named = state_argnums is not None and argument.position in state_argnums
-        if (state_argnums is not None and not named) or not argument.types:
+        if (state_argnums is not None and not named) or not argument.types or argument.position in batch_argnums:
             continue
         lone = argument.is_lone_array and not named
         if lone and any(j not in found for j in range(k) if call.arguments[j].types):

@@ -131,3 +131,8 @@ def holds_floats(wide: Any, narrow: Any) -> bool:
 def is_weak(value: Any) -> bool:
     """Whether JAX lets this value's dtype yield to others."""
     return bool(getattr(jax.typeof(value), "weak_type", False))
+
+
+def strong(value: Any) -> Any:
+    """The value with a dtype that doesn't yield to others."""
+    return jax.lax.convert_element_type(value, value.dtype) if is_weak(value) else value

@@ -47,7 +47,7 @@ def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
         raise DonatedStateError(
             f"{name} got a state that it was given before ({_path_of(gone[0])}): a step updates its state in "
             "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
-            "with parallelize(step, donate=False)"
+            "with parallelize(step, donate=False). If it is no state, say so: parallelize(step, batch_argnums=...)"
         ) from cause
 
 

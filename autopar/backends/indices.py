@@ -111,12 +111,24 @@ def along(axis: int, index: Any) -> tuple[Any, ...]:
     return (slice(None),) * axis + (index,)
 
 
-def finite_last_row(rows: Array, axis: int, is_row: Array) -> Array:
-    """Padding rows stand for untouched ones: the last, where it is padding, is made finite."""
-    if not jax_compat.is_float(rows.dtype):
-        return rows
+def untouched(rows: Array) -> Array:
+    """The first row that is not among sorted ones; some row if all of them are."""
+    return jnp.argmin(rows == jax.lax.iota(jnp.int32, rows.shape[0])).astype(jnp.int32)
+
+
+def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) -> Array:
+    """Rows of a leaf by their numbers; the last stands for the untouched rows, where it is padding.
+
+    It is a real row (`spare`), because plain JAX computes its new value too; made finite in a state, because a row that
+    is not finite by itself must not be taken for all rows.
+    """
+    is_row = rows[-1] < leaf.shape[axis]
+    numbers = rows.at[-1].set(jnp.where(is_row, rows[-1], spare))
+    found = leaf.at[along(axis, numbers)].get(mode="clip")
+    if not state or not jax_compat.is_float(found.dtype):
+        return found
     last = along(axis, slice(-1, None))
-    return rows.at[last].set(jnp.where(jnp.isfinite(rows[last]) | is_row[-1], rows[last], jnp.ones((), rows.dtype)))
+    return found.at[last].set(jnp.where(jnp.isfinite(found[last]) | is_row, found[last], jnp.ones((), found.dtype)))
 
 
 def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:

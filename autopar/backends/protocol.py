@@ -26,7 +26,8 @@ class RowBackend(Protocol):
         ...
 
     def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
-        """The routed rows: [V, ...] -> [U, ...]. Padding holds some real row, the last one made finite in a state."""
+        """The routed rows: [V, ...] -> [U, ...]. The last, which is padding, is some untouched row: of a state made
+        finite."""
         ...
 
     def fetch(self, rows: Array, route: Route, axis: int) -> Array:
@@ -52,7 +53,7 @@ class RowBackend(Protocol):
         ...
 
     def row_numbers(self, route: Route, extent: int) -> Array:
-        """int32[U]: which row of the table each routed row is; `extent` for padding."""
+        """int32[U]: which row of the table each routed row is, the last padding row included."""
         ...
 
     def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:

@@ -21,13 +21,14 @@ from autopar.backends.indices import (
     along,
     find,
     find_own,
-    finite_last_row,
     gather_rows,
     local_index,
+    pull_rows,
     scatter_rows,
     set_rows,
     sorted_unique,
     spread_last_row,
+    untouched,
 )
 from autopar.backends.reductions import reduce_across, reduce_routed
 from autopar.ir.layout import RowLayout
@@ -43,11 +44,13 @@ class Route:
     Attributes:
       rows: int32[N Uo], numbers of the owner's rows in its own share of the table; the share's size for padding.
       asked: int32[N F], sorted places of the rows that a device asks for; one past the last for padding.
+      spare: int32[N], a row of each owner's share that the step doesn't touch: what its last padding row is.
       slot: int32[N F], where each of them is in what the device sends; N C for padding.
       back: int32[N N C], for each id that an owner was asked for its place among `rows`; Uo for none.
     """
 
     rows: Array
+    spare: Array
     asked: Array
     slot: Array
     back: Array
@@ -98,18 +101,17 @@ class ShardedRows:
             wanted = self._exchange(request)
             owned = sorted_unique(wanted, owned_rows, end)
             rows = jnp.where(owned < end, owned - self._first(), share)
-            return rows, asked, slot, find(owned, wanted, end)
+            return rows, untouched(rows)[None], asked, slot, find(owned, wanted, end)
 
         batched = params["batched"] or [False] * len(ids)
         given = [0 if b else None for b in batched]
-        return Route(*self._devices.local(plan, given, (0, 0, 0, 0), *ids))
+        return Route(*self._devices.local(plan, given, (0,) * 5, *ids))
 
     def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
-        def pull(leaf: Array, rows: Array) -> Array:
-            found = leaf.at[along(axis, rows)].get(mode="clip", indices_are_sorted=True)
-            return finite_last_row(found, axis, rows < leaf.shape[axis]) if state else found
+        def pull(leaf: Array, rows: Array, spare: Array) -> Array:
+            return pull_rows(leaf, rows, spare[0], axis, state)
 
-        return self._devices.local(pull, (axis, 0), axis, leaf, route.rows)
+        return self._devices.local(pull, (axis, 0, 0), axis, leaf, route.rows, route.spare)
 
     def fetch(self, rows: Array, route: Route, axis: int) -> Array:
         def fetch(rows: Array, back: Array, slot: Array) -> Array:
@@ -177,11 +179,11 @@ class ShardedRows:
         return self._devices.local(push, (axis, 0, None, None), axis, base, route.rows, ids, updates)
 
     def row_numbers(self, route: Route, extent: int) -> Array:
-        def numbers(rows: Array) -> Array:
-            found = self._layout.row(self._owned(rows)).astype(jnp.int32)
-            return jnp.where(rows < self._share, found, extent)
+        def numbers(rows: Array, spare: Array) -> Array:
+            places = self._first() + jnp.where(rows < self._share, rows, spare[0])
+            return jnp.minimum(self._layout.row(places), extent - 1).astype(jnp.int32)
 
-        return self._devices.local(numbers, (0,), 0, route.rows)
+        return self._devices.local(numbers, (0, 0), 0, route.rows, route.spare)
 
     def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
         def reduce(rows: Array, numbers: Array) -> Array:
@@ -218,7 +220,9 @@ class ShardedRows:
         nothing = jnp.zeros((0,), jnp.int32)
 
         def block(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
-            route = Route(jnp.minimum(k * size + numbers, self._share), nothing, nothing, nothing)
+            some = jnp.minimum(k * size + numbers, self._share)
+            spare = jnp.minimum(some[size - 1 :: size], self._share - 1)
+            route = Route(some, spare, nothing, nothing, nothing)
             new = zip(leaves, update(route, leaves), params["axes"], strict=True)
             return tuple(self.commit(leaf, value, route, axis) for leaf, value, axis in new)
 

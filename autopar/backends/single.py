@@ -10,6 +10,7 @@ its part of the batch into zeros of the routed rows, and the partitioner sums th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,65 +19,80 @@ import jax.numpy as jnp
 from autopar.backends.indices import (
     along,
     find,
-    finite_last_row,
     gather_rows,
     local_index,
+    pull_rows,
     scatter_rows,
     set_rows,
     sorted_unique,
     spread_last_row,
+    untouched,
 )
 from autopar.backends.reductions import reduce_routed
 
 Array = Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Route:
+    """Which rows a step touches.
+
+    Attributes:
+      rows: int32[U], sorted unique row numbers; V for padding.
+      spare: int32[], a row that the step doesn't touch: what the last padding row is.
+    """
+
+    rows: Array
+    spare: Array
+
+
 class SingleDevice:
-    """Implements `protocol.RowBackend`; a route is int32[U]."""
+    """Implements `protocol.RowBackend`."""
 
-    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Array:
+    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
         flat = jnp.concatenate([i.astype(jnp.int32) for i in ids]) if ids else jnp.zeros((0,), jnp.int32)
-        return sorted_unique(flat, params["rows"], params["extent"])
+        rows = sorted_unique(flat, params["rows"], params["extent"])
+        return Route(rows, untouched(rows))
 
-    def pull(self, leaf: Array, route: Array, axis: int, state: bool) -> Array:
-        rows = leaf.at[along(axis, route)].get(mode="clip", indices_are_sorted=True)
-        return finite_last_row(rows, axis, route < leaf.shape[axis]) if state else rows
+    def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
+        return pull_rows(leaf, route.rows, route.spare, axis, state)
 
-    def fetch(self, rows: Array, route: Array, axis: int) -> Array:
+    def fetch(self, rows: Array, route: Route, axis: int) -> Array:
         return rows
 
-    def lookup(self, params: Mapping[str, Any], fetched: Array, route: Array, index: Array) -> Array:
-        return gather_rows(params, fetched, local_index(params, route, index))
+    def lookup(self, params: Mapping[str, Any], fetched: Array, route: Route, index: Array) -> Array:
+        return gather_rows(params, fetched, local_index(params, route.rows, index))
 
-    def lookup_ids(self, fetched: Array, route: Array, ids: Array, axis: int) -> Array:
-        return fetched.at[along(axis, find(route, ids, jnp.iinfo(jnp.int32).max))].get(mode="clip")
+    def lookup_ids(self, fetched: Array, route: Route, ids: Array, axis: int) -> Array:
+        return fetched.at[along(axis, find(route.rows, ids, jnp.iinfo(jnp.int32).max))].get(mode="clip")
 
     def push(
-        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Array, index: Array, updates: Array
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
     ) -> Array:
-        return scatter_rows(primitive, params, base, local_index(params, route, index), updates)
+        return scatter_rows(primitive, params, base, local_index(params, route.rows, index), updates)
 
-    def push_ids(self, base: Array, route: Array, ids: Array, updates: Array, axis: int) -> Array:
-        return base.at[along(axis, find(route, ids, jnp.iinfo(jnp.int32).max))].set(updates, mode="drop")
+    def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
+        return base.at[along(axis, find(route.rows, ids, jnp.iinfo(jnp.int32).max))].set(updates, mode="drop")
 
-    def row_numbers(self, route: Array, extent: int) -> Array:
-        return route
+    def row_numbers(self, route: Route, extent: int) -> Array:
+        return jnp.where(route.rows < extent, route.rows, route.spare)
 
-    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Array) -> Array:
-        return reduce_routed(params, rows, route < params["extent"], params["extent"])
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        return reduce_routed(params, rows, route.rows < params["extent"], params["extent"])
 
     def padding(self, rows: Array, axis: int) -> Array:
         return rows[along(axis, slice(-1, None))]
 
-    def commit(self, leaf: Array, rows: Array, route: Array, axis: int) -> Array:
-        return set_rows(leaf, rows, route, axis)
+    def commit(self, leaf: Array, rows: Array, route: Route, axis: int) -> Array:
+        return set_rows(leaf, rows, route.rows, axis)
 
-    def densify(self, rows: Array, route: Array, axis: int, extent: int) -> Array:
-        return spread_last_row(rows, route, axis, extent)
+    def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
+        return spread_last_row(rows, route.rows, axis, extent)
 
     def sweep(
         self,
-        update: Callable[[Array, Sequence[Array]], Sequence[Array]],
+        update: Callable[[Route, Sequence[Array]], Sequence[Array]],
         leaves: Sequence[Array],
         needed: Array,
         params: Mapping[str, Any],
@@ -85,7 +101,8 @@ class SingleDevice:
         numbers = jax.lax.iota(jnp.int32, size)
 
         def block(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
-            route = jnp.minimum(k * size + numbers, extent)
+            some = jnp.minimum(k * size + numbers, extent)
+            route = Route(some, jnp.minimum(some[-1], extent - 1))
             rows = update(route, leaves)
             new = zip(leaves, rows, params["axes"], strict=True)
             return tuple(self.commit(leaf, value, route, axis) for leaf, value, axis in new)

@@ -1,7 +1,7 @@
-"""Which inputs an output carries on: reaches it through elementwise equations.
+"""Which inputs an output carries on: reaches it through elementwise equations, a sum or a write of rows among them.
 
-This tells a new state from a value that merely looks like it, such as a gradient of the same structure. A state is
-mostly carried on by sums (`new = old + update`); `scaled` ones (`decay * old + ...`) are less certain.
+This tells a new state (`new = old + update`) from a value that merely looks like it, such as a gradient of the same
+structure, or a batch that is masked and handed back.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.ir.program import Atom, Block, Equation, Var
-from autopar.ir.rules import ALIGNED
 
+_SUMS = frozenset({"add", "add_any", "sub", "dynamic_update_slice"})
 _KEEP = frozenset(
-    "add add_any sub select_n convert_element_type copy copy_p max min clamp optimization_barrier reshape transpose "
-    "dynamic_update_slice".split()
+    "select_n convert_element_type copy copy_p max min clamp optimization_barrier reshape transpose".split()
 )
+_SCALE = frozenset({"mul", "div", "neg"})
 
 
 def carried(block: Block, *, scaled: bool) -> list[int]:
@@ -22,25 +22,42 @@ def carried(block: Block, *, scaled: bool) -> list[int]:
 
     Args:
       block: Any block.
-      scaled: Whether any elementwise equation carries a value on, or sums, selections and row writes only.
+      scaled: Whether a value is carried on by being scaled as well (`decay * old + update`). That is less certain: so
+        is a gradient with weight decay.
     """
-    bits: dict[Atom, int] = {var: 1 << k for k, var in enumerate(block.inputs)}
+    return [added for _, added in _carried(block, scaled)]
+
+
+def _carried(block: Block, scaled: bool) -> list[tuple[int, int]]:
+    """For each output: inputs that reach it elementwise; those of them that have been added to."""
+    bits: dict[Atom, tuple[int, int]] = {var: (1 << k, 0) for k, var in enumerate(block.inputs)}
     for equation in block.equations:
-        sources = [bits.get(a, 0) if isinstance(a, Var) else 0 for a in equation.inputs]
-        if any(sources):
+        sources = [bits.get(a, (0, 0)) if isinstance(a, Var) else (0, 0) for a in equation.inputs]
+        if any(reach for reach, _ in sources):
             bits.update(zip(equation.outputs, _through(equation, sources, scaled), strict=True))
-    return [bits.get(a, 0) if isinstance(a, Var) else 0 for a in block.outputs]
+    return [bits.get(a, (0, 0)) if isinstance(a, Var) else (0, 0) for a in block.outputs]
 
 
-def _through(equation: Equation, sources: Sequence[int], scaled: bool) -> list[int]:
-    if equation.op in ("scan", "remat"):
-        inner = carried(equation.bodies[0], scaled=scaled)
-        return [_union([s for k, s in enumerate(sources) if found >> k & 1]) for found in inner]
-    if equation.op in ("cond", "while"):  # either may pass a value on
-        return [_union(sources)] * len(equation.outputs)
-    if equation.op in _KEEP or equation.op.startswith("scatter") or (scaled and equation.op in ALIGNED):
-        return [_union(sources)] * len(equation.outputs)
-    return [0] * len(equation.outputs)
+def _through(equation: Equation, sources: Sequence[tuple[int, int]], scaled: bool) -> list[tuple[int, int]]:
+    reach, added = _union([r for r, _ in sources]), _union([a for _, a in sources])
+    if equation.op in ("scan", "remat", "cond"):
+        operands = sources[len(sources) - len(equation.bodies[0].inputs) :]
+        bodies = [_carried(body, scaled) for body in equation.bodies]
+        return [_outside(found, operands) for found in zip(*bodies, strict=True)]
+    if equation.op == "while":  # it may add, it may not
+        return [(reach, reach)] * len(equation.outputs)
+    if equation.op in _SUMS or equation.op.startswith("scatter"):
+        return [(reach, reach)] * len(equation.outputs)
+    kept = equation.op in _KEEP or (scaled and equation.op in _SCALE)
+    return [(reach, added) if kept else (0, 0)] * len(equation.outputs)
+
+
+def _outside(found: Sequence[tuple[int, int]], operands: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """What a body's output carries on, in terms of what its operands do."""
+    reach = _union([r for r, _ in found])
+    inner = _union([a for _, a in found])
+    through = [(k, r, a) for k, (r, a) in enumerate(operands) if reach >> k & 1]
+    return _union([r for _, r, _ in through]), _union([r if inner >> k & 1 else a for k, r, a in through])
 
 
 def _union(sources: Sequence[int]) -> int:

@@ -22,6 +22,21 @@ from autopar.ir.values import Numbering, atom_key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """The index operand of an access, computed outside of the loops around it.
+
+    Attributes:
+      path: The equations around the access, outermost first.
+      atom: The operand at the top of the program, with a leading axis for each equation of the path that `varies`.
+      varies: Whether the operand differs from iteration to iteration.
+    """
+
+    path: tuple[Equation, ...]
+    atom: Atom
+    varies: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
     """The ids of a family: equations to append to the program's block, and their flat results.
 
@@ -30,12 +45,14 @@ class RowIds:
       results: Flat ids.
       batched: For each result, whether equal shares of it are those of equal shares of the batch.
       axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
+      indices: For each access its index operand outside of loops.
     """
 
     equations: tuple[Equation, ...]
     results: tuple[Var, ...]
     batched: tuple[bool, ...]
     axes: Mapping[Equation, int | None]
+    indices: Mapping[Equation, Index]
 
     @property
     def count(self) -> int:
@@ -112,6 +129,7 @@ def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None =
     """
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
+    indices: dict[Equation, Index] = {}
     numbering = Numbering()
     if any(access.path for access in space.accesses):  # hoisted equations may stand in the block already
         for equation in block.equations:
@@ -122,9 +140,10 @@ def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None =
         params = id_params(access, space.extent)
         index: Atom | None = None
         for atom in index_atoms(access):
-            inner, value = hoist(access.path, atom)
+            inner, value, varies = hoist(access.path, atom)
             known = len(equations)
             index = _append(inner, value, equations, numbering)
+            indices[access.equation] = Index(access.path, index, varies)
             follow_batch(equations[known:], axes)
             spread[access.equation] = axis = _spread_axis(access, atom, index, axes, devices)
             params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
@@ -137,7 +156,7 @@ def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None =
         equations.append(ids_equation(params, index))
         results.append(equations[-1].outputs[0])
     batched = tuple(params.get("batch") is not None for params, _ in wanted.values())
-    return RowIds(tuple(equations), tuple(results), batched, spread)
+    return RowIds(tuple(equations), tuple(results), batched, spread, indices)
 
 
 def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int], devices: int) -> int | None:

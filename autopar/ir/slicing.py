@@ -110,7 +110,7 @@ def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
     return kept[::-1]
 
 
-def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom]:
+def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, tuple[bool, ...]]:
     """Compute a value that is defined inside loops and remats outside of them, and nothing else that they do.
 
     Args:
@@ -118,21 +118,22 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom]:
       atom: A value of the innermost body.
 
     Returns:
-      New equations, to be appended to the block that holds `path[0]`, and the value there: with a leading axis per
-      scan that it varies in.
+      New equations, to be appended to the block that holds `path[0]`; the value there, with a leading axis per
+      scan that it varies in; and for each equation of the path whether it does.
     """
     if not path or isinstance(atom, Literal):
-        return [], atom
+        return [], atom, (False,) * len(path)
     equation, body = path[0], _body_with(path, atom)
-    inner, value = hoist(path[1:], atom)
+    inner, value, varies = hoist(path[1:], atom)
     if isinstance(value, Literal):
-        return [], value
+        return [], value, (False, *varies)
     body = Block(body.inputs, body.equations + tuple(inner), body.outputs)
     if equation.op in ("remat", "cond"):  # of a cond: whether or not the branch is taken
         skipped = len(equation.inputs) - len(body.inputs)
-        return _inline(Block(body.inputs, body.equations, (value,)), equation.inputs[skipped:])
+        return *_inline(Block(body.inputs, body.equations, (value,)), equation.inputs[skipped:]), (False, *varies)
     assert equation.op == "scan", f"a lookup inside {equation.op} can't be hoisted"
-    return _hoist_from_scan(equation, body, value)
+    found, outside, stacked = _hoist_from_scan(equation, body, value)
+    return found, outside, (stacked, *varies)
 
 
 def _body_with(path: Sequence[Equation], atom: Var) -> Block:
@@ -143,7 +144,7 @@ def _body_with(path: Sequence[Equation], atom: Var) -> Block:
     return next(b for b in bodies if atom in b.inputs or any(atom in e.outputs for e in b.equations))
 
 
-def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[Equation], Atom]:
+def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[Equation], Atom, bool]:
     consts, carry = equation.params["num_consts"], equation.params["num_carry"]
     body = Block(body.inputs, body.equations, (*body.outputs[:carry], value))
     stacked = Var(ArrayType((equation.params["length"], *value.shape), value.dtype))
@@ -153,11 +154,11 @@ def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[
     reduced = scan.bodies[0]
     consts, carry = scan.params["num_consts"], scan.params["num_carry"]
     if len(scan.inputs) == consts:  # the same in every iteration
-        return _inline(reduced, scan.inputs)
+        return *_inline(reduced, scan.inputs), False
     if not reduced.equations and carry == 0:  # a sequence as it is
-        return [], scan.inputs[reduced.inputs.index(reduced.outputs[0])]
+        return [], scan.inputs[reduced.inputs.index(reduced.outputs[0])], True
     copy, _ = clone(reduced)
-    return [dataclasses.replace(scan, bodies=(copy,))], stacked
+    return [dataclasses.replace(scan, bodies=(copy,))], stacked, True
 
 
 def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom]:

@@ -148,6 +148,10 @@ class _Families:
         changed = {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
         if changed:
             return changed
+        repeated = self._repeated_effect(space)
+        if repeated is not None:
+            reason = "the ids of a lookup come from a callback inside a loop, which would run twice"
+            return dict.fromkeys(space.leaves, Refusal(reason, repeated.source, "call it before the loop"))
         if space.family in space.depends_on:
             where = self._own_rows_line(space)
             reason = Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
@@ -208,11 +212,25 @@ class _Families:
         found: set[int] = set()
         for access in space.accesses:
             for atom in index_atoms(access):
-                inner, outer = hoist(access.path, atom)
+                inner, outer, _ = hoist(access.path, atom)
                 roots = [outer, *(a for e in inner for a in e.inputs)]
                 found |= self._families_in(inner)
                 found |= self._families_in(needed_equations(block, roots))
         return tuple(sorted(found))
+
+    def _repeated_effect(self, space: RowSpace) -> Equation | None:
+        """An equation with effects that the ids of the family would need a second time, outside of its loop."""
+        own = set(self.program.block.equations)
+        for access in space.accesses:
+            for atom in index_atoms(access):
+                inner, outer, _ = hoist(access.path, atom)
+                roots = [outer, *(a for e in inner for a in e.inputs)]
+                copies = [*inner, *(e for e in needed_equations(self.program.block, roots) if e not in own)]
+                for equation in copies:
+                    found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
+                    if equation.effects or found:
+                        return found[0] if found else equation
+        return None
 
     def _families_in(self, equations: Sequence[Equation]) -> set[int]:
         """Families whose routed rows the equations need (a read of the whole old leaf needs none)."""

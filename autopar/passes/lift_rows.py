@@ -69,6 +69,7 @@ class _Lift:
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
+            indices={e: index for found in ids.values() for e, index in found.indices.items()},
         )
         inputs = [_stored(v, *plan.layouts[k]) if k in plan.layouts else v for k, v in enumerate(block.inputs)]
         scope = Scope(
@@ -145,6 +146,7 @@ class _Lift:
             outputs = tuple(Var(v.type) for v in equation.outputs)
             self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
             self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
+        self.scope.indices |= {e: self.scope.get(index.atom) for e, index in ids.indices.items()}
         type_ = RouteType(family, space.extent, self.scope.rows_of(family))
         flat = [self.scope.get(v) for v in ids.results]
         fetched = self.scope.lifting.families[family].fetched

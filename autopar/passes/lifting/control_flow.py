@@ -46,6 +46,11 @@ class _Loop:
         child = Scope(lifting, body, scope, dict(zip(body.inputs[:consts], equation.inputs[:consts], strict=True)))
         starts, start_vars = self._bind(child, range(consts, consts + carry), equation.outputs[:carry], 0)
         xs, x_vars = self._bind(child, range(consts + carry, len(equation.inputs)), None, 1)
+        for access in self._varying_indices():
+            stacked = scope.index(access)
+            child.indices[access] = one = Var(dataclasses.replace(stacked.type, shape=stacked.shape[1:]))
+            xs.append(stacked)
+            x_vars.append(one)
         for inner in body.equations:
             rewrite(child, inner)
         outputs = [self._result(child, k, 0 if k < carry else 1) for k in range(len(equation.outputs))]
@@ -61,6 +66,11 @@ class _Loop:
         for off in pending:
             stacked = tuple(results[exported[a]] for a in off.exports)
             lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)
+
+    def _varying_indices(self) -> list[Equation]:
+        """Accesses in the loop whose index operand differs from iteration to iteration."""
+        found = self.scope.lifting.indices.items()
+        return [e for e, at in found if self.equation in at.path and at.varies[at.path.index(self.equation)]]
 
     def _bind(
         self, child: Scope, positions: range, fixed: Sequence[Var] | None, shift: int

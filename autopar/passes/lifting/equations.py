@@ -64,7 +64,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     out = equation.outputs[0]
     params = id_params(access, scope.lifting.extents[row.family])
     if equation.op == "gather":
-        index = scope.get(equation.inputs[1])
+        index = scope.index(equation)
         examples = [d for d in range(len(out.shape)) if d not in equation.params["dimension_numbers"].offset_dims]
         ours = {**equation.params, **_layout(scope, access, params, examples)}
         scope.dense[out] = scope.emit("lookup", (rows, route, index), out.type, ours)
@@ -105,7 +105,7 @@ def _layout(scope: Scope, access: Access, params: Mapping[str, Any], examples: S
 def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
     """The flat ids of a slice or pad, where it stands."""
     atoms = index_atoms(access)
-    made = ids_equation(params, scope.get(atoms[0]) if atoms else None)
+    made = ids_equation(params, scope.index(access.equation) if atoms else None)
     scope.equations.append(made)
     return made.outputs[0]
 
@@ -121,7 +121,7 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
     type_ = scope.at(out.type, row.axis, row.family)
     base = push_base(scope, equation, row)
     if equation.op.startswith("scatter"):
-        index, updates = scope.get(equation.inputs[1]), scope.get(equation.inputs[2])
+        index, updates = scope.index(equation), scope.get(equation.inputs[2])
         window = equation.params["dimension_numbers"].update_window_dims
         examples = [d for d in range(len(updates.shape)) if d not in window]
         ours = {**equation.params, **_layout(scope, access, params, examples), "op": equation.op}

@@ -15,6 +15,7 @@ import numpy as np
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
+from autopar.ir.row_ids import Index
 from autopar.ir.rowspace import Free, Row, RowFacts
 from autopar.ir.rules import RESIZE, resized
 
@@ -36,6 +37,8 @@ class Lifting:
     leaves: Mapping[Var, int]
     #: Access -> the batch axis of its index operand, by which the access is spread over the devices.
     batch_axes: Mapping[Equation, int | None]
+    #: Access -> its index operand, computed outside of loops.
+    indices: Mapping[Equation, Index]
 
     def row(self, atom: Atom) -> Row | None:
         """The value's place in row space if its family is lifted (the family given by its representative)."""
@@ -84,6 +87,8 @@ class Scope:
     producers: dict[Atom, Equation] = field(default_factory=dict)
     #: Leaves of the state, under the names that they have in this block.
     leaf_atoms: set[Atom] = field(default_factory=set)
+    #: Access -> its index operand in this block. It is computed once: outside of loops, and passed in.
+    indices: dict[Equation, Atom] = field(default_factory=dict)
     #: Leaves (old and new) that are stored in a layout -> what is stored, and their row axis.
     stored: dict[Atom, tuple[Atom, RowLayout, int]] = field(default_factory=dict)
 
@@ -242,6 +247,13 @@ class Scope:
     def _cheaply_whole(self, atom: Atom) -> bool:
         return atom in self.lifting.facts.whole
 
+    def index(self, access: Equation) -> Atom:
+        """The index operand of an access."""
+        found = self.indices.get(access)
+        if found is None:
+            self.indices[access] = found = self.import_(("index", access))
+        return found
+
     # --- routes and types ---
 
     def rows_of(self, family: int) -> int:
@@ -272,6 +284,9 @@ class Scope:
             return RouteType(key[1], self.lifting.extents[key[1]], self.rows_of(key[1]))
         if key[0] == "fetched":
             return self._at_fetched(key[1].type, key[2], key[3])
+        if key[0] == "index":
+            assert self.parent is not None, "the outermost block has all indices"
+            return self.parent.index(key[1]).type
         return self.at(key[1].type, key[2], key[3])
 
     def resolve(self, key: Key) -> Atom:
@@ -282,6 +297,8 @@ class Scope:
             return self.route(key[1])
         if key[0] == "fetched":
             return self.fetched(key[1], key[2], key[3])
+        if key[0] == "index":
+            return self.index(key[1])
         return self.at_rows(key[1], key[2], key[3])
 
     def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:
