@@ -78,7 +78,10 @@ class Explanation:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.rows:  # an evaluation
-            text = "no argument comes back as an output, so there is no state to update; it runs as under jax.jit"
+            text = (
+                "no argument comes back with something added to it, so there is no state to update: it runs as under "
+                "jax.jit. If an argument is state, name it with parallelize(step, state_argnums=...)"
+            )
             return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}")]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r) for r in self.rows if r.kind == "sparse"]

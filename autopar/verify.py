@@ -8,6 +8,7 @@ value with the same measure. Source: DESIGN 1.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: M
     shapes, named = call.shapes
     again = jax_compat.trace(_fresh(step.fun), shapes, named, static_argnums=step.static_argnums)
     old, new = (_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
-    for line, (a, b) in enumerate(zip(old, new, strict=False)):
+    for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:
             where = list(block_of(entry.jaxpr).walk())
             place = where[line].where if line < len(where) else "an unknown line"
@@ -116,12 +117,8 @@ def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def _text(block: Block) -> list[str]:
     """The program's text with the values of what it closes over."""
-    literals = [
-        str(np.asarray(a.value))
-        for e in block.walk()
-        for a in e.inputs
-        if isinstance(a, Literal) and not jax_compat.is_key(a.dtype)
-    ]
+    atoms = [*(a for e in block.walk() for a in e.inputs), *block.outputs]
+    literals = [str(np.asarray(a.value)) for a in atoms if isinstance(a, Literal) and not jax_compat.is_key(a.dtype)]
     return [*format_block(block), *literals]
 
 

@@ -144,7 +144,7 @@ def test_evaluation_reads_the_state_and_keeps_it() -> None:
     for _ in range(2):
         same(predict(params, IDS), params["emb"][IDS] @ params["w"])
     assert not params["emb"].is_deleted()
-    assert "no argument comes back as an output" in str(autopar.explain(predict))
+    assert "no argument comes back with something added to it" in str(autopar.explain(predict))
 
 
 def test_a_prediction_of_the_inputs_shape_is_no_state() -> None:
@@ -194,9 +194,41 @@ def test_state_argnums_that_name_no_state() -> None:
         autopar.parallelize(update, state_argnums=(0, 1, 2))(make_params(), TX.init(make_params()), IDS)
 
 
-def test_batch_argnums_that_name_a_state() -> None:
-    with pytest.raises(autopar.ArgumentsError, match="argument 0, which comes back"):
-        autopar.parallelize(update, batch_argnums=0)(make_params(), TX.init(make_params()), IDS)
+def test_batch_argnums_are_no_state() -> None:
+    """An augmented batch looks like a new state."""
+
+    def step(params: Any, batch: Any) -> Any:
+        new = {**params, "emb": params["emb"] - 0.1 * jax.grad(lambda e: jnp.sum(e[batch["ids"]] ** 2))(params["emb"])}
+        return new, {"ids": batch["ids"] + 1}
+
+    batch = {"ids": IDS}
+    autopar.parallelize(step, batch_argnums=1)(make_params(), batch)
+    assert not batch["ids"].is_deleted()
+
+
+def test_a_masked_batch_that_is_handed_back_is_no_state() -> None:
+    def step(params: Any, batch: Any) -> Any:
+        ids = jnp.where(batch["mask"], 7, batch["ids"])
+        new = {**params, "emb": params["emb"] - 0.1 * jax.grad(lambda e: jnp.sum(e[ids] ** 2))(params["emb"])}
+        return new, {"ids": ids, "mask": batch["mask"]}
+
+    batch = {"ids": jnp.array(IDS), "mask": IDS > 2}
+    planned = autopar.parallelize(step)
+    planned(make_params(), batch)
+    assert not batch["ids"].is_deleted()
+    assert "batch/ids" not in str(autopar.explain(planned))
+
+
+@pytest.mark.parametrize("option", ["state_argnums", "batch_argnums"])
+def test_positions_of_no_argument(option: str) -> None:
+    planned = autopar.parallelize(update, **{option: 5})
+    with pytest.raises(autopar.ArgumentsError, match=f"{option} names argument 5"):
+        planned(make_params(), TX.init(make_params()), IDS)
+
+
+def test_a_list_of_devices_is_no_mesh() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="mesh is a list"):
+        autopar.parallelize(update, mesh=jax.devices())
 
 
 def test_arguments_that_are_no_arrays() -> None:

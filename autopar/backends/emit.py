@@ -125,14 +125,19 @@ class _Emitter:
         p, body = equation.params, equation.bodies[0]
         n, m = len(p["axes"]), p["frontier"]
         old, new, leaves = operands[:n], operands[n : 2 * n], operands[2 * n : 3 * n]
-        frontier, first = operands[3 * n : 3 * n + m], operands[3 * n + m :]
+        rest = operands[3 * n :]
+        frontier, rest = rest[:m], rest[m:]
+        finite, rest = rest[: p["finite"]], rest[p["finite"] :]
+        nonzero, first = rest[: p["nonzero"]], rest[p["nonzero"] :]
         backend = self._backend(equation)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(old, new, p["axes"], strict=True):
             needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
-        for value in frontier:  # a scalar that isn't finite, where a row of its own may hide what it does
+        for value in (*frontier, *finite):  # where the padding row may hide what they do by a predicate of its own
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
+        for value in nonzero:
+            needed = needed | jnp.any(value == 0)
         for value in first:
             needed = needed | _rarely(value)
         return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
@@ -191,6 +196,10 @@ def _whole(backend: RowBackend, p: Mapping[str, Any], stored: Array) -> Array:
     return restored(stored, p["layout"], p["axis"])
 
 
+def _padding(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.padding(jnp.asarray(rows), p["axis"])
+
+
 def _fetch(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
     return backend.fetch(rows, route, p["axis"])
 
@@ -239,6 +248,7 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "route": _route,
     "pull": _pull,
     "fetch": _fetch,
+    "padding": _padding,
     "whole": _whole,
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,

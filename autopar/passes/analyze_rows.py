@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autopar.ir.program import Atom, Equation, Program, Source
 from autopar.ir.row_ids import index_atoms
-from autopar.ir.rowspace import Const, Refusal, Row, RowFacts, RowSpace, Same
+from autopar.ir.rowspace import Access, Const, Refusal, Row, RowFacts, RowSpace, Same
 from autopar.ir.slicing import hoist, needed_equations
 from autopar.passes.row_flow import RowFlow
 
@@ -36,9 +36,10 @@ def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]
     refused: list[RowSpace] = []
     strangers: set[int] = set()
     barred: set[Equation] = set()
+    reading_whole: set[Equation] = set()
     while True:
         candidates = {k: axis for k, axis in program.candidates if k not in dropped and k not in strangers}
-        flow = RowFlow(program, candidates, barred=barred)
+        flow = RowFlow(program, candidates, barred=barred, reading_whole=reading_whole)
         flow.start()
         families = _Families(program, flow, lazy)
         found, entries = families.strangers()
@@ -47,6 +48,10 @@ def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]
             barred |= entries
             continue
         spaces = families.spaces()
+        whole = {e for space in spaces for e in families.own_lookups(space) if e not in reading_whole}
+        if whole:
+            reading_whole |= whole
+            continue
         causes = {k: reason for space in spaces for k, reason in families.causes(space).items()}
         if not causes:
             break
@@ -90,6 +95,10 @@ class _Families:
         """The value as rows of this family, if it is that."""
         value = self.flow.value(atom)
         return value if isinstance(value, Row) and self.flow.find(value.family) == space.family else None
+
+    def _leaf_families(self) -> dict[int, int]:
+        """Leaf -> its family."""
+        return {k: family for family, leaves in self._members().items() for k in leaves}
 
     def _members(self) -> dict[int, list[int]]:
         """Family -> its leaves."""
@@ -153,7 +162,7 @@ class _Families:
             reason = "the ids of a lookup come from a callback inside a loop, which would run twice"
             return dict.fromkeys(space.leaves, Refusal(reason, repeated.source, "call it before the loop"))
         if space.family in space.depends_on:
-            where = self._own_rows_line(space)
+            where = next((a.equation.source for a in space.accesses if self._on_own_rows(space, a)), None)
             reason = Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
             return dict.fromkeys(space.leaves, reason)
         return self._output_causes(space)
@@ -175,20 +184,27 @@ class _Families:
             if self.lazy and mixed is None:
                 return None
             read = self._product(space)
-            if mixed is not None or read is not None:
-                return read or Refusal("its gradient is dense", mixed.source if mixed else source)
+            if read is not None:
+                return read
+            if mixed is not None:
+                what = "an array of all rows that isn't computed row by row (noise, a mask, another gradient)"
+                return Refusal(f"{mixed.op} mixes its rows with {what}", mixed.source)
             return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LATER)
+        other = self.flow.value(atom)
+        if isinstance(other, Row):
+            owners = [k for k, found in self._leaf_families().items() if found == self.flow.find(other.family)]
+            names = ", ".join(self.program.inputs[k].path for k in owners[:2])
+            return Refusal(f"{path} is made anew from all rows of {names}", source)
         return self._product(space) or Refusal(
             f"{path} comes back as something that is not computed row by row", source
         )
 
     def _product(self, space: RowSpace) -> Refusal | None:
-        """What makes the gradient dense, a product over all rows or a cond: it tells more than what comes of it."""
+        """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of
+        it."""
         reads = [r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
-        inside = next((r for r in reads if "inside a" in r.reason), None)
-        if inside is not None:
-            return inside
-        return reads[0] if any("product" in r.reason for r in reads) else None
+        telling = ("inside a", "softmax", "product", "scatter")
+        return next((r for word in telling for r in reads if word in r.reason), None)
 
     def _defined_at(self, atom: Atom) -> Source | None:
         for equation in reversed(self.program.block.equations):
@@ -208,15 +224,25 @@ class _Families:
 
     def _id_families(self, space: RowSpace) -> tuple[int, ...]:
         """Families whose rows the ids of this one depend on directly."""
-        block = self.program.block
+        return tuple(sorted({f for access in space.accesses for f in self._families_of_ids(access)}))
+
+    def _families_of_ids(self, access: Access) -> set[int]:
+        """Families whose rows the ids of an access depend on."""
         found: set[int] = set()
-        for access in space.accesses:
-            for atom in index_atoms(access):
-                inner, outer, _ = hoist(access.path, atom)
-                roots = [outer, *(a for e in inner for a in e.inputs)]
-                found |= self._families_in(inner)
-                found |= self._families_in(needed_equations(block, roots))
-        return tuple(sorted(found))
+        for atom in index_atoms(access):
+            inner, outer, _ = hoist(access.path, atom)
+            roots = [outer, *(a for e in inner for a in e.inputs)]
+            found |= self._families_in(inner)
+            found |= self._families_in(needed_equations(self.program.block, roots))
+        return found
+
+    def own_lookups(self, space: RowSpace) -> list[Equation]:
+        """Lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
+        lookups = [a for a in space.accesses if a.is_lookup and a.equation.inputs[0] in self.flow.whole]
+        return [a.equation for a in lookups if self._on_own_rows(space, a)]
+
+    def _on_own_rows(self, space: RowSpace, access: Access) -> bool:
+        return space.family in self._families_of_ids(access)
 
     def _repeated_effect(self, space: RowSpace) -> Equation | None:
         """An equation with effects that the ids of the family would need a second time, outside of its loop."""
@@ -245,12 +271,6 @@ class _Families:
             for body in equation.bodies:
                 found |= self._families_in(body.equations)
         return found
-
-    def _own_rows_line(self, space: RowSpace) -> Source | None:
-        for access in space.accesses:
-            if access.is_lookup:
-                return access.equation.source
-        return None
 
 
 def _closed(spaces: list[RowSpace]) -> list[RowSpace]:

@@ -7,7 +7,7 @@ equations. A leaf with as many rows may be one of its optimizer slots: whether i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.rules import ALIGNED
@@ -54,7 +54,9 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]], pure: set[Atom
     """
     found: set[tuple[int, int]] = set()
     constants: set[Atom] = set()
+    producers: dict[Atom, Equation] = {}
     for equation in block.equations:
+        producers.update((v, equation) for v in equation.outputs)
         if all(a in constants for a in equation.inputs if isinstance(a, Var)):
             constants.update(equation.outputs)
         if all(a in pure for a in equation.inputs if isinstance(a, Var)):
@@ -65,13 +67,18 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]], pure: set[Atom
         if not any(sources):
             continue
         if equation.op in _SLICED:
-            fixed = all(a in constants for a in equation.inputs[1:] if isinstance(a, Var))
-            # Fixed columns are no lookup; fixed rows are.
-            picked = (t for t in sources[0] if t[1] == 0 or not fixed)
-            found |= {(leaf, of) for leaf, of, axis in picked if _picks_rows(equation, axis)}
+            picked = {t for t in sources[0] if _picks_rows(equation, t[2])}
+            chosen = {t for t in picked if not _is_fixed(equation, t[2], producers, constants)}
+            # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
+            found |= {(leaf, of) for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}}
         if equation.op in ("scan", "remat", "cond"):
+            returned: list[frozenset[Trace]] = [frozenset()] * len(equation.outputs)
             for body in equation.bodies:
-                found |= _looked_up(body, *_into(equation, body, sources, pure))
+                inner, inner_pure = _into(equation, body, sources, pure)
+                found |= _looked_up(body, inner, inner_pure)
+                atoms = (inner.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in body.outputs)
+                returned = [old | new for old, new in zip(returned, atoms, strict=True)]
+            traces.update(zip(equation.outputs, _out_of(equation, returned), strict=True))
         elif equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
             traces[equation.outputs[0]] = sources[0]
         elif equation.op in ALIGNED or equation.op == "optimization_barrier":
@@ -107,6 +114,36 @@ def _into(
             source = frozenset((leaf, of, axis - 1) for leaf, of, axis in source if axis > 0)
         inner[var] = source
     return inner, {v for v, a in zip(body.inputs, equation.inputs[skipped:], strict=True) if a in pure}
+
+
+def _out_of(equation: Equation, returned: Sequence[frozenset[Trace]]) -> list[frozenset[Trace]]:
+    """Traces of the results; what a scan stacks has one axis more."""
+    if equation.op != "scan":
+        return list(returned)
+    carry = equation.params["num_carry"]
+    stacked = [frozenset((leaf, of, axis + 1) for leaf, of, axis in source) for source in returned[carry:]]
+    return [*returned[:carry], *stacked]
+
+
+def _is_fixed(equation: Equation, axis: int, producers: Mapping[Atom, Equation], constants: set[Atom]) -> bool:
+    """Whether a slice takes the same places along an axis whatever the data."""
+    if equation.op == "slice":
+        return True
+    if equation.op == "dynamic_slice":
+        index = equation.inputs[1 + axis]
+        return not isinstance(index, Var) or index in constants
+    index = equation.inputs[1]
+    if not isinstance(index, Var) or index in constants:
+        return True
+    source = producers.get(index)
+    if source is None or source.op != "concatenate" or source.params["dimension"] != len(index.shape) - 1:
+        return False
+    column = equation.params["dimension_numbers"].start_index_map.index(axis)
+    for part in source.inputs:
+        if column < part.shape[-1]:
+            return not isinstance(part, Var) or part in constants
+        column -= part.shape[-1]
+    return False
 
 
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})

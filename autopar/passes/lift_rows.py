@@ -26,6 +26,7 @@ from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
 from autopar.passes.lifting.off_rows import OffScope
 from autopar.passes.lifting.scope import Lifting, Scope
+from autopar.passes.lifting.suspects import find_suspects
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
@@ -233,7 +234,7 @@ class _Lift:
             leaf_atoms=set(inner.values()),
         )
         updates = dict(self._updates(space))
-        off.run([a for k in kept if isinstance(a := updates[k], Var)], family)
+        ran = off.run([a for k in kept if isinstance(a := updates[k], Var)], family)
         axes = dict(zip(space.leaves, space.axes, strict=True))
         new = [off.at_rows(updates[k], axes[k], family) for k in kept]
         frontier = [key[1] for key in off.imports]
@@ -241,10 +242,21 @@ class _Lift:
         body = Block((chunk, *inner.values(), *off.imports.values()), tuple(off.equations), tuple(new))
         body, _ = eliminate_dead(body)
         old = [scope.at_rows(self.program.block.inputs[k], axes[k], family) for k in kept]
-        operands = (*old, *(changed[k] for k in kept), *(inputs[k] for k in kept), *frontier, *first)
+        finite, nonzero = find_suspects(scope, ran, family)
+        operands = (
+            *old,
+            *(changed[k] for k in kept),
+            *(inputs[k] for k in kept),
+            *frontier,
+            *finite,
+            *nonzero,
+            *first,
+        )
         params = {
             "axes": tuple(axes[k] for k in kept),
             "frontier": len(frontier),
+            "finite": len(finite),
+            "nonzero": len(nonzero),
             "rows": rows,
             "extent": space.extent,
         }

@@ -31,6 +31,8 @@ class RowFlow:
     path: tuple[Equation, ...] = ()
     #: Equations that make rows which turned out to be no table's.
     barred: set[Equation] = field(default_factory=set)
+    #: Lookups whose ids depend on the rows they look up: they read all rows.
+    reading_whole: set[Equation] = field(default_factory=set)
     entries: dict[int, Equation] = field(default_factory=dict)
     #: Row values that can be had for all rows -> families whose committed leaves that needs.
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
@@ -138,6 +140,8 @@ class RowFlow:
 
     def _apply(self, equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
         rule = RULES.get(equation.op)
+        if equation in self.reading_whole and any(isinstance(v, Row) for v in values):
+            raise Mixes("a lookup whose ids depend on rows of the same table", "compute the ids first")
         if rule is not None:
             return rule(equation, values, self)
         if any(isinstance(v, Row) for v in values):
@@ -177,7 +181,7 @@ class RowFlow:
             if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):
                 needed = self.whole.get(atom)
                 sources = None if sources is None or needed is None else sources | needed
-        if self.roles[equation] != "rows" or equation.bodies:
+        if self.roles[equation] != "rows" or equation.op in ("scan", "remat"):
             sources = None
         for var in equation.outputs:
             value = self.values[var]

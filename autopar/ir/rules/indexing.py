@@ -53,8 +53,9 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
         free = [d for d in rows if d in operand.axes]
         if not free or not isinstance(operand.off, Const):
             return [None]
-        axis, off = free[0], operand.off
-        family = analysis.enter(equation, axis)
+        off = operand.off
+        entered = ((d, analysis.enter(equation, d)) for d in free)
+        axis, family = next((found for found in entered if found[1] is not None), (free[0], None))
     else:
         return [None]
     if family is None:

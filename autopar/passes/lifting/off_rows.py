@@ -50,8 +50,8 @@ class OffScope(Scope):
     def rows_of(self, family: int) -> int:
         return self.lifting.block_rows[family]
 
-    def run(self, targets: Sequence[Var], family: int) -> None:
-        """Rewrite the row equations that the targets need, in order."""
+    def run(self, targets: Sequence[Var], family: int) -> list[Equation]:
+        """Rewrite the row equations that the targets need, in order; those equations."""
         lifting = self.lifting
         needed = set(targets)
         kept = []
@@ -66,6 +66,7 @@ class OffScope(Scope):
             needed.update(a for a in inputs if isinstance(a, Var))
         for equation in reversed(kept):
             self._off(equation, family)
+        return kept[::-1]
 
     def _off(self, equation: Equation, family: int) -> None:
         if self.lifting.facts.roles.get(equation) == "push":

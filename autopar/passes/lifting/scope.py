@@ -163,6 +163,12 @@ class Scope:
         leaf = self.stored[atom][0] if atom in self.stored else self.get(atom)
         return self.pull(leaf, axis, family)
 
+    def padding(self, rows: Atom, axis: int, family: int) -> Var:
+        """The padding rows, one of each device where rows are spread."""
+        layout = self.lifting.families[family].layout
+        type_ = dataclasses.replace(rows.type, shape=resized(rows.shape, axis, 1 if layout is None else layout.devices))
+        return self.emit("padding", (rows, self.route(family)), type_, {"axis": axis})
+
     def unstored(self, stored: Atom, layout: RowLayout, axis: int) -> Var:
         """All rows of a stored leaf in their own order."""
         type_ = dataclasses.replace(stored.type, shape=resized(stored.shape, axis, layout.extent))
@@ -239,7 +245,7 @@ class Scope:
         return found if layout is None or layout.is_plain else self.unstored(found, layout, row.axis)
 
     def _is_made_of_whole(self, equation: Equation) -> bool:
-        if self.lifting.facts.roles.get(equation) != "rows" or equation.bodies:
+        if self.lifting.facts.roles.get(equation) != "rows" or equation.op in ("scan", "remat"):
             return False
         rows = [a for a in equation.inputs if self.lifting.row(a) is not None]
         return all(a in self.dense or a in self.operands or self._cheaply_whole(a) for a in rows)

@@ -1,0 +1,65 @@
+"""What may turn untouched rows into something that isn't finite, beside the step's scalars: see `lift_rows`.
+
+`0 * x = 0` needs a finite x, `0 / x = 0` needs an x that isn't 0. A row that shows it may be hidden in the padding row
+by a predicate of its own, so the values themselves are watched, as far as they are the same for all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.ir.program import Atom, Equation, Literal, Var
+from autopar.ir.rowspace import Free, Row
+from autopar.ir.rules import ALIGNED
+from autopar.passes.lifting.scope import Scope
+
+#: Zero in, zero out: a divisor that is made of a zero by these is zero.
+_KEEP_ZERO = frozenset(
+    "mul neg abs sign sqrt cbrt square integer_pow tanh sin expm1 log1p convert_element_type broadcast_in_dim reshape "
+    "transpose squeeze copy stop_gradient".split()
+)
+#: Not finite at zero -> which operand.
+_POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
+
+
+def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
+    """Values that must be finite, and values that must not be zero, for the untouched rows to stay as they are.
+
+    Args:
+      scope: The outermost block, in which they are all known.
+      equations: What is computed for the untouched rows.
+      family: The family.
+    """
+    finite: dict[Atom, None] = {}
+    nonzero: dict[Atom, None] = {}
+    for equation in equations:
+        place = next((r for v in equation.outputs if (r := scope.lifting.row(v)) is not None), None)
+        if place is None or equation.op not in ALIGNED:
+            continue
+        for atom in equation.inputs:
+            if isinstance(scope.lifting.facts.value(atom), Free) and atom.shape != () and isinstance(atom, Var):
+                finite[_padding(scope, atom, place.axis, family)] = None
+        if equation.op in _POLES:
+            for atom in _zero_factors(scope, equation.inputs[_POLES[equation.op]]):
+                dense = atom.shape == () or not isinstance(scope.lifting.facts.value(atom), Free)
+                nonzero[scope.get(atom) if dense else _padding(scope, atom, place.axis, family)] = None
+    return list(finite), list(nonzero)
+
+
+def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
+    """What makes a divisor zero for all rows: factors that are no rows."""
+    if isinstance(atom, Literal):
+        return []
+    value = scope.lifting.facts.value(atom)
+    if not isinstance(value, Row):
+        return [atom]
+    equation = scope.producers.get(atom)
+    if equation is None or equation.op not in _KEEP_ZERO:
+        return []
+    return [factor for a in equation.inputs for factor in _zero_factors(scope, a)]
+
+
+def _padding(scope: Scope, atom: Atom, axis: int, family: int) -> Atom:
+    """A value that is the same for all rows, at the padding row."""
+    rows = scope.at_rows(atom, axis, family)
+    return scope.padding(rows, axis, family)
