@@ -232,6 +232,8 @@ class ParallelStep:
         if not same:
             return
         change = _difference(same[-1], call)
+        if change is None:  # only weak types differ: the second step's state has strong ones, as under jax.jit
+            return
         if len(self._entries) >= MAX_PLANS:
             raise ArgumentsError(
                 f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and compiled "
@@ -309,15 +311,15 @@ def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
     return kept if any(x is not None for x in kept) else None
 
 
-def _difference(old: Call, new: Call) -> str:
-    """The first leaf whose type changed."""
+def _difference(old: Call, new: Call) -> str | None:
+    """The first leaf whose shape or dtype changed; None if only weak types did."""
     for a, b in zip(old.arguments, new.arguments, strict=True):
         if a.treedef != b.treedef:
             return f"{b.name} has another structure"
         for path, x, y in zip(a.paths, a.types, b.types, strict=True):
-            if x != y:
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
                 return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
-    return "a static argument changed"
+    return "a static argument changed" if old.key[0] != new.key[0] else None
 
 
 @overload

@@ -93,3 +93,84 @@ def test_poison_inside_a_scan_of_steps() -> None:
         assert planned.plan is not None and planned.plan.parameters[0].lifted
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), mine, theirs)
     assert bool(jnp.all(jnp.isnan(theirs["params"]["emb"])))
+
+
+def rows_step(update: Any) -> Any:
+    """A step on `emb` and whatever slots there are, with `update(state, gradient of emb, batch)` for the new state."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        loss, g = jax.value_and_grad(lambda e: jnp.mean((e[batch["ids"]] * batch["weight"]) ** 2))(state["emb"])
+        new, metrics = update(state, g, batch)
+        return {**state, **new}, {"loss": loss, **metrics}
+
+    return step
+
+
+def check_rows(update: Any, state: Any, weights: tuple[float, ...] = (1.0, 1.0)) -> None:
+    """Against plain JAX over some steps; the table must lift."""
+    planned, plain = autopar.parallelize(rows_step(update), strategy="ps", donate=False), jax.jit(rows_step(update))
+    mine = theirs = state
+    for k, weight in enumerate(weights):
+        batch = {"ids": jnp.array([[k, SMALL - 1], [3, 3]], jnp.int32), "weight": jnp.float32(weight)}
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), (mine, a), (theirs, b))
+    assert planned.plan is not None and planned.plan.lifts
+
+
+SMALL = 40
+NUMBERS = jnp.arange(SMALL)
+RATES = {
+    "log": lambda: jnp.log((SMALL - NUMBERS).astype(jnp.float32)),
+    "rsqrt": lambda: jax.lax.rsqrt((SMALL - NUMBERS).astype(jnp.float32)),
+    "inverse": lambda: 1 / (SMALL - NUMBERS),
+    "root": lambda: jnp.sqrt((SMALL - 1 - NUMBERS).astype(jnp.float32)),
+}
+
+
+def small(**slots: Any) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {"emb": jnp.asarray(rng.normal(size=(SMALL, WIDTH)), jnp.float32), **slots}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_functions_of_the_row_number_are_taken_at_real_rows(name: str) -> None:
+    """There is no row SMALL, where these aren't finite."""
+
+    def update(state: Any, g: jax.Array, batch: Any) -> Any:
+        g = g * RATES[name]()[:, None]
+        norm = jnp.sqrt(jnp.sum(g**2))
+        return {"emb": state["emb"] - g * jnp.minimum(1.0, 0.1 / norm)}, {"norm": norm, "max": jnp.max(g)}
+
+    check_rows(update, small())
+
+
+def test_a_special_row_that_is_touched_is_not_taken_for_the_others() -> None:
+    """A new last row of an Adagrad without epsilon: 0 / 0 if it were not touched."""
+
+    def update(state: Any, g: jax.Array, batch: Any) -> Any:
+        acc = state["acc"] + g * g
+        change = g / jnp.sqrt(acc)
+        norm = jnp.sqrt(jnp.sum(change**2))
+        return {"emb": state["emb"] - change * jnp.minimum(1.0, 1.0 / norm), "acc": acc}, {"norm": norm}
+
+    check_rows(update, small(acc=jnp.full((SMALL, WIDTH), 0.1).at[SMALL - 1].set(0.0)))
+
+
+HIDING = {
+    "by_its_count": lambda state: state["count"] > 0,
+    "by_a_mask": lambda state: state["count"] != 0,
+    "by_its_number": lambda state: NUMBERS % 2 == 1,
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_a_zero_divisor_that_the_padding_row_hides(name: str) -> None:
+    """The norm of an all-masked batch: 0 / 0 on the rows that aren't hidden."""
+
+    def update(state: Any, g: jax.Array, batch: Any) -> Any:
+        norm = jnp.sqrt(jnp.sum(g**2))
+        g = jnp.where(HIDING[name](state)[:, None], g / norm, 0.0)
+        return {"emb": state["emb"] - g}, {}
+
+    count = (NUMBERS % 3).astype(jnp.int32)
+    check_rows(update, small(count=count), (1.0, 0.0, 1.0))

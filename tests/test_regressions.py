@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import autopar
 
@@ -190,3 +191,81 @@ def test_a_method_as_a_step() -> None:
 
     new, _ = Trainer().step(table(), IDS)
     np.testing.assert_allclose(new, table() - 0.1 * grad(table(), IDS), rtol=1e-5)
+
+
+def test_a_callback_inside_a_loop_that_makes_ids_runs_once() -> None:
+    calls = []
+
+    def sample(i: Any) -> Any:
+        calls.append(1)
+        return (np.asarray(i) + len(calls)) % ROWS
+
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        def loss(t: jax.Array) -> jax.Array:
+            def body(c: jax.Array, i: jax.Array) -> Any:
+                n = io_callback(sample, jax.ShapeDtypeStruct(i.shape, i.dtype), i, ordered=True)
+                return c + jnp.sum(t[i] * t[n]), None
+
+            return jax.lax.scan(body, jnp.float32(0), ids)[0]
+
+        value, g = jax.value_and_grad(loss)(t)
+        return t - 0.1 * g, value
+
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    planned(table(), IDS)
+    jax.effects_barrier()
+    assert len(calls) == len(IDS)
+    assert "a callback inside a loop" in str(autopar.explain(planned))
+
+
+def test_rows_written_back_have_the_type_of_plain_jax() -> None:
+    weak = jnp.full((ROWS, WIDTH), 0.5)
+    new, _ = autopar.parallelize(lambda t, i: (t - grad(t, i), i.sum()), strategy="ps", donate=False)(weak, IDS)
+    assert (new * jnp.bfloat16(2)).dtype == jnp.float32
+
+
+def test_several_hashes_of_one_table() -> None:
+    """The axis of the hashes is indexed by a constant, the rows by data."""
+
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        hashes = jnp.stack([ids % 11, (ids * 7 + 1) % 11, (ids * 5 + 3) % 11])
+        g = jax.grad(lambda t: jnp.sum(t[jnp.arange(3)[:, None], hashes] ** 2))(t)
+        return t - 0.1 * g, ids.sum()
+
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    t = jnp.asarray(np.random.default_rng(0).normal(size=(3, 11, 2)), jnp.float32)
+    np.testing.assert_allclose(planned(t, IDS)[0], step(t, IDS)[0], rtol=1e-5, atol=1e-6)
+    assert planned.plan is not None and planned.plan.families[0].rows == 10
+
+
+def test_metrics_that_look_up_by_their_own_rows() -> None:
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        g = grad(t, ids)
+        norms, sizes = jnp.linalg.norm(g, axis=1), jnp.abs(t).sum(1)
+        return t - 0.1 * g, (norms[jnp.argmax(norms)], sizes[jnp.argmin(sizes)])
+
+    agree(step, table(), IDS)
+
+
+def test_a_target_copied_by_a_cond() -> None:
+    def step(s: Any, ids: jax.Array) -> Any:
+        new = s["t"] - 0.1 * grad(s["t"], ids)
+        target = jax.lax.cond(s["k"] % 2 == 0, lambda: new, lambda: s["target"])
+        return {"t": new, "target": target, "k": s["k"] + 1}, target[ids].sum()
+
+    agree(step, {"t": table(), "target": table() + 1, "k": jnp.int32(0)}, IDS)
+
+
+def test_a_table_that_goes_through_a_cond_in_a_loop() -> None:
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        def loss(t: jax.Array) -> jax.Array:
+            def body(c: jax.Array, i: jax.Array) -> Any:
+                rows = jax.lax.cond(ids.sum() > 3, lambda: t[i] * 2, lambda: t[i + 1])
+                return c + jnp.sum(rows**2), None
+
+            return jax.lax.scan(body, jnp.float32(0), ids)[0]
+
+        value, g = jax.value_and_grad(loss)(t)
+        return t - 0.1 * g, value
+
+    agree(step, table(), IDS)
