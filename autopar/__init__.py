@@ -4,6 +4,7 @@ from autopar.api import ParallelStep, parallelize
 from autopar.errors import (
     ArgumentsError,
     AutoparError,
+    CapacityWarning,
     DonatedStateError,
     RecompileWarning,
     StateError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentsError",
     "AutoparError",
+    "CapacityWarning",
     "DonatedStateError",
     "Explanation",
     "ParallelStep",

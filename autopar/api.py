@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import time
@@ -16,13 +17,14 @@ from autopar import jax_compat
 from autopar.arguments import Call, States, describe, find_states, read_call, static_keywords
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
+from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, on_ordinary_arrays, spread
 from autopar.compile import Compiled, Options, compile_program
-from autopar.errors import ArgumentsError, RecompileWarning, StepError
+from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
-from autopar.measure.alpha import id_inputs
+from autopar.measure.alpha import example_ids, id_inputs
 from autopar.placing import SpreadRunner, check_not_donated, is_shared_buffer, is_traced, separate_buffers
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
@@ -46,13 +48,14 @@ class Entry:
 
     devices: Devices | None = None
     donate: bool = True
+    headroom: float = 1.25
 
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
         plan = self.compiled.plan
         if self.devices is not None:
-            return on_ordinary_arrays(self.run_stored, plan, self.compiled.program)
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed)
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -60,8 +63,10 @@ class Entry:
         types = [a.type for a in self.compiled.analysed.block.outputs]
 
         def typed_run(*inputs: Any) -> Sequence[Any]:
-            outputs = zip(run(*inputs), types, strict=True)
-            return [jax_compat.strong(x) if not getattr(t, "weak_type", False) else x for x, t in outputs]
+            outputs = run(*inputs)  # and perhaps a flag
+            pairs = zip(outputs, types, strict=False)
+            strong = [x if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
+            return [*strong, *outputs[len(types) :]]
 
         return typed_run
 
@@ -69,9 +74,12 @@ class Entry:
     def run_stored(self) -> Callable[..., Sequence[Any]]:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
-        plan, program = self.compiled.plan, self.compiled.program
+        plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
         run = self._typed(emit(program.block, backends(plan, self.devices))) if plan.lifts else self.plain
-        return spread(run, plan, program, self.devices)
+        if self.compiled.fallback is not None:
+            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices))
+            run = with_fallback(run, self._typed(safe), analysed)
+        return spread(run, plan, analysed, self.devices)
 
     @functools.cached_property
     def runner(self) -> SpreadRunner:
@@ -157,6 +165,8 @@ class ParallelStep:
         else:
             check_not_donated(self.name, args, kwargs, None)
             results = entry.runner(leaves)
+            if entry.runner.was_exceeded():
+                self._grow(entry)
         return jax.tree.unflatten(entry.out_tree, results)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +181,7 @@ class ParallelStep:
         call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
         entry = self._entries.get(call.key)
         if entry is None:
-            entry = self._make(call)
+            entry = self._make(call, self.leaves(args, kwargs))
             self._announce(call)
             self._entries[call.key] = entry
         if entry.example is None:
@@ -194,7 +204,7 @@ class ParallelStep:
 
     # --- planning ---
 
-    def _make(self, call: Call) -> Entry:
+    def _make(self, call: Call, leaves: Sequence[Any]) -> Entry:
         args, kwargs = call.shapes
         start = time.perf_counter()
         traced = jax_compat.trace(self.fun, args, kwargs, static_argnums=self.static_argnums)
@@ -211,8 +221,29 @@ class ParallelStep:
             states = states.confirmed(call, block, _tops(traced.out_tree))
         inputs, outputs = describe(call, states, traced.out_info)
         program = Program(block, inputs, outputs, self.name)
-        compiled = compile_program(program, self.options)
+        options = dataclasses.replace(self.options, example=_measuring(leaves))
+        compiled = compile_program(program, options)
         return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate)
+
+    def _grow(self, entry: Entry) -> None:
+        """Plan once more with larger capacities, after batches that exceeded those of the plan."""
+        old = entry.compiled
+        headroom = 2 * entry.headroom
+        options = dataclasses.replace(self.options, example=_measuring(entry.example), headroom=headroom)
+        compiled = compile_program(
+            Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
+        )
+        grown = dataclasses.replace(entry, compiled=compiled, headroom=headroom)
+        pairs = [(a.capacity, b.capacity) for a, b in zip(old.plan.families, compiled.plan.families, strict=True)]
+        shown = ", ".join(f"{a} to {b}" for a, b in pairs if a != b)
+        warnings.warn(
+            f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
+            f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",
+            CapacityWarning,
+            stacklevel=4,
+        )
+        for known in (self._entries, self._known):
+            known.update({key: grown for key, found in known.items() if found is entry})
 
     def _check_positions(self, call: Call) -> None:
         """That `state_argnums` and `batch_argnums` name arguments of the call, each one once."""
@@ -290,6 +321,11 @@ def _donated(entry: Entry) -> frozenset[Any]:
     """Positions and names of the states."""
     states = (entry.call.arguments[k] for k in entry.states.outputs)
     return frozenset(a.name if a.position is None else a.position for a in states)
+
+
+def _measuring(leaves: Sequence[Any] | None) -> Any:
+    """What gives the ids of an example to the planner."""
+    return lambda program, space, ids: example_ids(program, ids, leaves)
 
 
 def _tops(tree: Any) -> frozenset[tuple[int, Any]]:

@@ -7,12 +7,16 @@ The record (pass, program after it, what it did) is at once the debug dump, the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from autopar.ir.plan import Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
+from autopar.ir.row_ids import RowIds
+from autopar.ir.rowspace import RowSpace
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
@@ -29,6 +33,10 @@ class Options:
     strategy: Strategy = "auto"
     sparse: Sparse = "exact"
     devices: int = 1
+    #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
+    example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
+    #: How much more than the example's load a device may send to another one.
+    headroom: float = 1.25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +54,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The analysed program, the plan, the program as the plan has it, and how it came about."""
+    """The analysed program, the plan, the program as the plan has it (and as its fallback), and how it came about."""
 
     analysed: Program
     plan: Plan
     program: Program
     records: tuple[Record, ...]
+    fallback: Program | None = None
 
 
 Pass = Callable[[Program, Plan | None, Options], tuple[Program, Plan | None, str]]
@@ -68,7 +77,14 @@ def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tup
 
 
 def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    plan, note = choose(program, strategy=options.strategy, sparse=options.sparse, devices=options.devices)
+    plan, note = choose(
+        program,
+        strategy=options.strategy,
+        sparse=options.sparse,
+        devices=options.devices,
+        example=options.example,
+        headroom=options.headroom,
+    )
     return program, plan, note
 
 
@@ -105,4 +121,5 @@ def compile_program(program: Program, options: Options) -> Compiled:
         if name == "analyze_batch":
             analysed = program
     assert plan is not None, "the pipeline makes a plan"
-    return Compiled(analysed, plan, program, tuple(records))
+    fallback = lift_rows(analysed, plan.without_limits())[0] if plan.fallback else None
+    return Compiled(analysed, plan, program, tuple(records), fallback)

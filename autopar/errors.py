@@ -36,3 +36,7 @@ class VerificationError(AutoparError):
 
 class RecompileWarning(UserWarning):
     """A call had other shapes than the calls before, so the step is planned and compiled again."""
+
+
+class CapacityWarning(UserWarning):
+    """A batch exceeded a measured capacity: its step took longer, and the plan grows."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -40,6 +40,8 @@ class Row:
       dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
       line: Where it is looked up, or what refused it.
       reason, remedy: Why, and what would change it.
+      method: How a table's rows travel.
+      sent: On several devices, method -> bytes that each device would send in a step.
     """
 
     path: str
@@ -54,6 +56,8 @@ class Row:
     line: str = ""
     reason: str = ""
     remedy: str = ""
+    method: str = ""
+    sent: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ class Explanation:
     passes: tuple[tuple[str, str, float], ...]
     trace_s: float
     sparse: str
+    devices: int = 1
 
     @property
     def dense_bytes(self) -> int:
@@ -106,7 +111,7 @@ class Explanation:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _table(self, narrow: bool) -> Table:
-        table = Table(title=f"Plan of {self.name} (one device)", title_justify="left", title_style="bold")
+        table = Table(title=f"Plan of {self.name} ({_count(self.devices)})", title_justify="left", title_style="bold")
         table.add_column("parameter", overflow="fold")
         if not narrow:
             table.add_column("shape", no_wrap=True)
@@ -184,7 +189,7 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
             size = getattr(type_, "nbytes", 0)
             rows.append(Row(given.path, type_.shape, "dense", size, 0, None, "as it is", 2 * size, 2 * size))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse)
+    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices)
 
 
 def _table_row(
@@ -201,7 +206,11 @@ def _table_row(
     action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
     planned = int(dense * alpha.share) if told.lifted and alpha else dense
     line, reason, remedy = _short(told.line), told.reason, told.remedy
-    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, line, reason, remedy)
+    sent = told.sent if first else {}
+    if told.sent and told.lifted:
+        action += f", {told.method}"
+    details = (line, reason, remedy, told.method, sent)
+    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details)
 
 
 def _short(line: str) -> str:
@@ -229,7 +238,14 @@ def _reason(row: Row) -> Text:
         text.append(f" ({row.line})")
     if row.remedy:
         text.append(f". To change it: {row.remedy}")
+    if row.sent:
+        shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.sent.items())
+        text.append(f"\n    each device sends in a step: {shown}")
     return text
+
+
+def _count(devices: int) -> str:
+    return "one device" if devices == 1 else f"{devices} devices"
 
 
 def format_bytes(size: float) -> str:

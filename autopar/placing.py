@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,8 @@ class SpreadRunner:
         self._tables = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}
         self._types = [v.type for v in program.block.inputs]
         self._donate = donate
+        self._count = len(program.outputs) - bool(plan.fallback)  # the last one is a flag
+        self._flags: collections.deque[Any] = collections.deque()
         self._run = jax.jit(
             lambda *leaves: tuple(run(*leaves)),
             in_shardings=self._shardings,
@@ -125,9 +128,19 @@ class SpreadRunner:
                     placed[k] = _copy(placed[k])
                 held.add(id(placed[k]))
         results = list(self._run(*placed))
+        if len(results) > self._count:
+            self._flags.append(results.pop())
         for out, (layout, axis) in self._tables.items():
             results[out] = Table(results[out], layout, axis)
         return results
+
+    def was_exceeded(self) -> bool:
+        """Whether an earlier call is known to have exceeded a measured capacity; waits for nothing."""
+        while self._flags and self._flags[0].is_ready():
+            if bool(self._flags.popleft()):
+                self._flags.clear()
+                return True
+        return False
 
     def _placed(self, k: int, leaf: Any) -> Any:
         layout = self._layouts.get(k)

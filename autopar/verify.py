@@ -24,6 +24,7 @@ from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
+from autopar.ir.row_ids import collect_ids
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
@@ -185,7 +186,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
             plan = entry.compiled.plan.family(space.family)
             if plan is None or not plan.lazy:
                 continue
-            flat = emit(id_program(program, space)[0])(*inputs)
+            flat = emit(id_program(program, collect_ids(program.block, space))[0])(*inputs)
             touched = jnp.zeros((space.extent,), bool)
             for some in flat:
                 touched = touched.at[some].set(True, mode="drop")

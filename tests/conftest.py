@@ -2,7 +2,16 @@
 times. What depends on it (memory, HLO) asks for the default in a process of its own."""
 
 import os
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The tests on several devices run only where they are named: JAX fixes the number of devices at its start."""
+    named = any("devices" in str(argument) for argument in config.args)
+    return True if collection_path.name == "devices" and not named else None

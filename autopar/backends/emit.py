@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.indices import flat_ids
-from autopar.backends.layouts import restored
+from autopar.backends.layouts import arranged, restored
 from autopar.backends.protocol import RowBackend
 from autopar.backends.single import SingleDevice
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
@@ -128,7 +128,8 @@ class _Emitter:
         rest = operands[3 * n :]
         frontier, rest = rest[:m], rest[m:]
         finite, rest = rest[: p["finite"]], rest[p["finite"] :]
-        nonzero, first = rest[: p["nonzero"]], rest[p["nonzero"] :]
+        nonzero, rest = rest[: p["nonzero"]], rest[p["nonzero"] :]
+        guard, first = (rest[0], rest[1:]) if p.get("guarded") else (None, rest)
         backend = self._backend(equation)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(old, new, p["axes"], strict=True):
@@ -140,6 +141,8 @@ class _Emitter:
             needed = needed | jnp.any(value == 0)
         for value in first:
             needed = needed | _rarely(value)
+        if guard is not None:
+            needed = needed & ~guard
         return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
 
 
@@ -196,6 +199,10 @@ def _whole(backend: RowBackend, p: Mapping[str, Any], stored: Array) -> Array:
     return restored(stored, p["layout"], p["axis"])
 
 
+def _store(backend: RowBackend, p: Mapping[str, Any], rows: Array) -> Array:
+    return arranged(jnp.asarray(rows), p["layout"], p["axis"])
+
+
 def _padding(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
     return backend.padding(jnp.asarray(rows), p["axis"])
 
@@ -231,10 +238,23 @@ def _densify(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any)
     return backend.densify(rows, route, p["axis"], p["extent"])
 
 
-def _commit(backend: RowBackend, p: Mapping[str, Any], leaf: Array, rows: Array, route: Any, *first: Array) -> Array:
+def _commit(backend: RowBackend, p: Mapping[str, Any], leaf: Array, rows: Array, route: Any, *rest: Array) -> Array:
+    guard, first = (rest[0], rest[1:]) if p.get("guarded") else (None, rest)
     if first:
         rows, *_ = jax.lax.optimization_barrier((rows, *first))
-    return backend.commit(leaf, rows, route, p["axis"])
+    return backend.commit(leaf, rows, route, p["axis"], guard)
+
+
+def _exceeded(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
+    return backend.exceeded(route)
+
+
+def _any(backend: RowBackend, p: Mapping[str, Any], *flags: Array) -> Array:
+    return jnp.any(jnp.stack(flags))
+
+
+def _select(backend: RowBackend, p: Mapping[str, Any], which: Array, new: Array, old: Array) -> Array:
+    return jnp.where(which, old, new)
 
 
 def _reduce_rows(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
@@ -250,11 +270,15 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "fetch": _fetch,
     "padding": _padding,
     "whole": _whole,
+    "store": _store,
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,
     "push_ids": _push_ids,
     "reduce_rows": _reduce_rows,
     "densify": _densify,
     "commit": _commit,
+    "exceeded": _exceeded,
+    "any": _any,
+    "select": _select,
     "full": _full,
 }

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, flat_ids, local_index, scatter_rows, sorted_unique
-from autopar.backends.single import SingleDevice
+from autopar.backends.single import Route, SingleDevice
 
 Array = Any
 
@@ -26,14 +26,14 @@ class GatheredRows(SingleDevice):
         self._devices = devices
 
     def push(
-        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Array, index: Array, updates: Array
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
     ) -> Array:
         batch = params["batch"]
         if batch is None or params["op"] != "scatter-add":  # the order of the others matters
             return super().push(primitive, params, base, route, index, updates)
         axis, extent, devices = params["axis"], params["extent"], self._devices
 
-        def exchange(base: Array, route: Array, index: Array, updates: Array) -> Array:
+        def exchange(base: Array, routed: Array, index: Array, updates: Array) -> Array:
             ids = flat_ids({**params, "count": 1}, index)
             mine = sorted_unique(ids, min(extent, ids.shape[0]), extent)
             shape = (*base.shape[:axis], mine.shape[0], *base.shape[axis + 1 :])
@@ -41,8 +41,8 @@ class GatheredRows(SingleDevice):
             sums = scatter_rows(primitive, params, zeros, local_index(params, mine, index), updates)
             theirs = jax.lax.all_gather(mine, devices.axis, tiled=True)
             rows = jax.lax.all_gather(jnp.moveaxis(sums, axis, 0), devices.axis, tiled=True)
-            total = jnp.moveaxis(base, axis, 0).at[find(route, theirs, extent)].add(rows, mode="drop")
+            total = jnp.moveaxis(base, axis, 0).at[find(routed, theirs, extent)].add(rows, mode="drop")
             return jnp.moveaxis(total, 0, axis)
 
         given = (None, None, batch, params["spread"])
-        return devices.local(exchange, given, None, base, route, index, updates)
+        return devices.local(exchange, given, None, base, route.rows, index, updates)

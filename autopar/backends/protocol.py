@@ -64,8 +64,12 @@ class RowBackend(Protocol):
         """The padding rows that stand for the untouched ones: at least one."""
         ...
 
-    def commit(self, leaf: Array, rows: Array, route: Route, axis: int) -> Array:
-        """The leaf with the routed rows replaced, in place where the leaf is donated."""
+    def commit(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
+        """The leaf with the routed rows replaced, in place where the leaf is donated; as it was if `guard` holds."""
+        ...
+
+    def exceeded(self, route: Route) -> Array:
+        """bool[]: whether the ids need more room than the route has."""
         ...
 
     def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:

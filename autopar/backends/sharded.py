@@ -45,12 +45,14 @@ class Route:
       rows: int32[N Uo], numbers of the owner's rows in its own share of the table; the share's size for padding.
       asked: int32[N F], sorted places of the rows that a device asks for; one past the last for padding.
       spare: int32[N], a row of each owner's share that the step doesn't touch: what its last padding row is.
+      exceeded: bool[N], whether a device asks an owner for more than C rows.
       slot: int32[N F], where each of them is in what the device sends; N C for padding.
       back: int32[N N C], for each id that an owner was asked for its place among `rows`; Uo for none.
     """
 
     rows: Array
     spare: Array
+    exceeded: Array
     asked: Array
     slot: Array
     back: Array
@@ -96,16 +98,18 @@ class ShardedRows:
             starts = jnp.searchsorted(asked, jnp.arange(count, dtype=jnp.int32) * share).astype(jnp.int32)
             owner = jnp.minimum(asked // share, count - 1)
             place = jnp.arange(asked_rows, dtype=jnp.int32) - starts[owner]
-            slot = jnp.where(asked < end, owner * capacity + place, count * capacity)
+            fits = (asked < end) & (place < capacity)
+            slot = jnp.where(fits, owner * capacity + place, count * capacity)
             request = jnp.full((count * capacity,), end, jnp.int32).at[slot].set(asked, mode="drop")
             wanted = self._exchange(request)
             owned = sorted_unique(wanted, owned_rows, end)
             rows = jnp.where(owned < end, owned - self._first(), share)
-            return rows, untouched(rows)[None], asked, slot, find(owned, wanted, end)
+            exceeded = jnp.any((asked < end) & (place >= capacity))[None]
+            return rows, untouched(rows)[None], exceeded, asked, slot, find(owned, wanted, end)
 
         batched = params["batched"] or [False] * len(ids)
         given = [0 if b else None for b in batched]
-        return Route(*self._devices.local(plan, given, (0,) * 5, *ids))
+        return Route(*self._devices.local(plan, given, (0,) * 6, *ids))
 
     def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
         def pull(leaf: Array, rows: Array, spare: Array) -> Array:
@@ -196,11 +200,15 @@ class ShardedRows:
     def padding(self, rows: Array, axis: int) -> Array:
         return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)
 
-    def commit(self, leaf: Array, rows: Array, route: Route, axis: int) -> Array:
+    def commit(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
         def commit(leaf: Array, rows: Array, numbers: Array) -> Array:
             return set_rows(leaf, rows, numbers, axis)
 
-        return self._devices.local(commit, (axis, axis, 0), axis, leaf, rows, route.rows)
+        numbers = route.rows if guard is None else jnp.where(guard, self._share, route.rows)
+        return self._devices.local(commit, (axis, axis, 0), axis, leaf, rows, numbers)
+
+    def exceeded(self, route: Route) -> Array:
+        return jnp.any(route.exceeded)
 
     def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
         def densify(rows: Array, numbers: Array) -> Array:
@@ -222,7 +230,7 @@ class ShardedRows:
         def block(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
             some = jnp.minimum(k * size + numbers, self._share)
             spare = jnp.minimum(some[size - 1 :: size], self._share - 1)
-            route = Route(some, spare, nothing, nothing, nothing)
+            route = Route(some, spare, nothing, nothing, nothing, nothing)
             new = zip(leaves, update(route, leaves), params["axes"], strict=True)
             return tuple(self.commit(leaf, value, route, axis) for leaf, value, axis in new)
 

@@ -84,8 +84,12 @@ class SingleDevice:
     def padding(self, rows: Array, axis: int) -> Array:
         return rows[along(axis, slice(-1, None))]
 
-    def commit(self, leaf: Array, rows: Array, route: Route, axis: int) -> Array:
-        return set_rows(leaf, rows, route.rows, axis)
+    def commit(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
+        numbers = route.rows if guard is None else jnp.where(guard, leaf.shape[axis], route.rows)
+        return set_rows(leaf, rows, numbers, axis)
+
+    def exceeded(self, route: Route) -> Array:
+        return jnp.zeros((), bool)
 
     def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
         return spread_last_row(rows, route.rows, axis, extent)

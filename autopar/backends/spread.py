@@ -37,9 +37,10 @@ def spread(
         return devices.constrain(value, plan.placements[k]) if isinstance(types[k], ArrayType) else value
 
     def spread_run(*inputs: Array) -> Sequence[Array]:
-        outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))
-        pairs = zip(outputs, program.outputs, strict=True)
-        return [x if out.state is None else constrained(x, out.state) for x, out in pairs]
+        outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag
+        pairs = zip(outputs, program.outputs, strict=False)
+        placed = [x if out.state is None else constrained(x, out.state) for x, out in pairs]
+        return [*placed, *outputs[len(placed) :]]
 
     return spread_run
 
@@ -52,6 +53,7 @@ def on_ordinary_arrays(
 
     def ordinary_run(*inputs: Array) -> Sequence[Array]:
         stored = [arranged(x, *plan.layouts[k]) if k in plan.layouts else x for k, x in enumerate(inputs)]
-        return [restored(x, *outputs[k]) if k in outputs else x for k, x in enumerate(run(*stored))]
+        results = run(*stored)[: len(program.outputs)]
+        return [restored(x, *outputs[k]) if k in outputs else x for k, x in enumerate(results)]
 
     return ordinary_run

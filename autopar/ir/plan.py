@@ -6,6 +6,7 @@ crosses segments; the first match wins.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ class FamilyPlan:
       fetched: Rows that all devices together ask for, where they are spread over the devices ("ps"); else None.
       capacity: The most rows that one device asks another one for; else None.
       layout: How the rows are spread; else None.
+      tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
     """
 
     family: int
@@ -44,11 +46,16 @@ class FamilyPlan:
     fetched: int | None = None
     capacity: int | None = None
     layout: RowLayout | None = None
+    tight: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """What was decided for one table, and why."""
+    """What was decided for one table, and why.
+
+    Attributes:
+      sent: On several devices, method -> bytes that each device would send in a step for the table's family.
+    """
 
     path: str
     lifted: bool
@@ -56,6 +63,7 @@ class ParameterPlan:
     reason: str
     remedy: str = ""
     line: str = ""
+    sent: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +78,7 @@ class Plan:
       placements: For each input of the program the axis along which it is spread over the devices; None: each device
         holds all of it.
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
+      fallback: The families once more with the capacity that no batch exceeds, if some are tight.
     """
 
     families: tuple[FamilyPlan, ...]
@@ -78,11 +87,16 @@ class Plan:
     devices: int = 1
     placements: tuple[int | None, ...] = ()
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
+    fallback: tuple[FamilyPlan, ...] = ()
 
     @property
     def lifts(self) -> bool:
         """Whether anything is lifted."""
         return bool(self.families)
+
+    def without_limits(self) -> Plan:
+        """The fallback's plan."""
+        return dataclasses.replace(self, families=self.fallback, fallback=())
 
     def family(self, family: int) -> FamilyPlan | None:
         """The plan of a family, None if it stays dense."""

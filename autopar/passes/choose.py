@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from autopar.cost.formulas import sent_bytes
 from autopar.cost.model import lifting_pays
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
@@ -11,26 +15,47 @@ from autopar.ir.plan import METHODS, ROW_METHODS, FamilyPlan, ParameterPlan, Pla
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
+from autopar.passes.capacity import bounds, device_ids, tightened, with_layout
+
+#: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
+Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
 
 
 def choose(
-    program: Program, *, strategy: Strategy = "auto", sparse: Sparse = "exact", devices: int = 1
+    program: Program,
+    *,
+    strategy: Strategy = "auto",
+    sparse: Sparse = "exact",
+    devices: int = 1,
+    example: Example | None = None,
+    headroom: float = 1.25,
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
+
+    Args:
+      program: An analysed program.
+      strategy, sparse: The user's choice.
+      devices: N.
+      example: Gives the flat ids of the example batch.
+      headroom: How much more than the example's load a device may send to another one.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
     methods = _methods(program, strategy)
     families, parameters = [], []
+    has_effects = any(e.effects for e in program.block.equations)
+    options = _Options(methods, sparse, devices, None if has_effects else example, headroom)
     for space in program.rows.spaces:
-        family, told = _decide(program, space, methods, sparse, devices)
-        families += [family] if family else []
+        chosen, told = _decide(program, space, options)
+        families += [chosen] if chosen else []
         parameters += told
     order = {given.path: k for k, given in enumerate(program.inputs)}
     parameters.sort(key=lambda p: order[p.path])
-    placements, layouts = _placements(program, families)
-    plan = Plan(tuple(families), tuple(parameters), sparse, devices, placements, layouts)
+    safe, tight = [f for f, _ in families], [f for _, f in families]
+    placements, layouts = _placements(program, safe)
+    fallback = tuple(safe) if any(f.tight for f in tight) else ()
+    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback)
     lifted = sum(p.lifted for p in parameters)
     return plan, f"{lifted} of {len(parameters)} tables run on their touched rows"
 
@@ -55,11 +80,22 @@ def _methods(program: Program, strategy: Strategy) -> dict[int, tuple[str, bool]
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    methods: dict[int, tuple[str, bool]]
+    sparse: Sparse
+    devices: int
+    example: Example | None
+    headroom: float
+
+
 def _decide(
-    program: Program, space: RowSpace, methods: dict[int, tuple[str, bool]], sparse: Sparse, devices: int
-) -> tuple[FamilyPlan | None, list[ParameterPlan]]:
+    program: Program, space: RowSpace, options: _Options
+) -> tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]:
+    """The family without limits and as it is planned, None if it stays dense; and what is said of its tables."""
     paths = [program.inputs[k].path for k in space.tables]
-    asked = [methods[k] for k in space.tables]
+    asked = [options.methods[k] for k in space.tables]
+    sparse, devices = options.sparse, options.devices
     method = next((m for m, _ in asked if m != "auto"), "auto")
     source = _line(space)
 
@@ -84,25 +120,48 @@ def _decide(
     row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
     if method == "auto" and not lifting_pays(extent=space.extent, ids=ids, row_bytes=row_bytes):
         return dense(f"{ids} ids a step against {space.extent} rows: the dense update is faster", "strategy='ps'")
+    safe, tight = _sharded(program, space, found, options)
+    sent = _sent(program, space, found, tight)
     if method == "auto":
-        method = "ps"
-    family = _family(space, found, method, sparse == "lazy", devices)
+        method = min(sent, key=lambda m: (sent[m], m != "ps")) if sent else "ps"
+    if method == "allreduce":
+        return dense("reducing the whole gradient is the least to send", "strategy='ps'")
+    if method != "ps":
+        safe = tight = bounds(space, found, method, sparse == "lazy", devices)
     reason = f"at most {min(space.extent, ids)} of {space.extent} rows a step"
     notes = "; ".join(space.notes)
-    told = [ParameterPlan(p, True, family.method, reason + (f"; {notes}" if notes else ""), "", source) for p in paths]
-    return family, told
+    reason += f"; {notes}" if notes else ""
+    told = [ParameterPlan(p, True, method, reason, "", source, sent) for p in paths]
+    return (safe, tight), told
 
 
-def _family(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int) -> FamilyPlan:
-    """Static bounds: rows that a step may touch, and with sharded rows those that each device asks for and owns."""
-    if method != "ps" or devices == 1:
-        return FamilyPlan(space.family, min(space.extent, ids.count) + 1, ids.count, method, lazy)
-    layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
-    share = layout.share
-    asked = max(1, min(space.extent, ids.count_on(devices)))
-    capacity = min(asked, share)
-    owned = min(share, devices * capacity) + 1
-    return FamilyPlan(space.family, devices * owned, ids.count, method, lazy, devices * asked, capacity, layout)
+def _sharded(program: Program, space: RowSpace, ids: RowIds, options: _Options) -> tuple[FamilyPlan, FamilyPlan]:
+    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one."""
+    family = bounds(space, ids, "ps", options.sparse == "lazy", options.devices)
+    if family.layout is None or options.example is None or space.depends_on:
+        return family, family
+    flat = options.example(program, space, ids)
+    if flat is None:
+        return family, family
+    loads = device_ids(flat, ids.batched, options.devices, space.extent)
+    safe = with_layout(family, loads)
+    return safe, tightened(safe, loads, options.headroom)
+
+
+def _sent(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Mapping[str, int]:
+    """Method -> bytes that each device sends in a step; nothing on one device."""
+    if sharded.layout is None or sharded.fetched is None or sharded.capacity is None:
+        return {}
+    devices = sharded.layout.devices
+    return sent_bytes(
+        n=devices,
+        row_bytes=sum(program.block.inputs[k].type.nbytes for k in space.tables) // space.extent,
+        extent=space.extent,
+        ids=ids.count_on(devices),
+        asked=sharded.fetched // devices,
+        routed=min(space.extent, ids.count) + 1,
+        capacity=sharded.capacity,
+    )
 
 
 def _placements(

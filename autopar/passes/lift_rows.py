@@ -16,9 +16,11 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, RouteType, Var, count_equations
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.rules import resized
@@ -36,10 +38,13 @@ def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
     """The program with every family that the plan lifts in row space."""
     if not plan.lifts:
         return program, "nothing is lifted"
-    block = _Lift.of(program, plan).run()
+    lift = _Lift.of(program, plan)
+    block = lift.run()
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.rows - 1} rows" for f in plan.families)
-    return dataclasses.replace(program, block=block), f"{before} equations became {after}; at most {rows} a step"
+    flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
+    lifted = dataclasses.replace(program, block=block, outputs=(*program.outputs, *flag))
+    return lifted, f"{before} equations became {after}; at most {rows} a step"
 
 
 @dataclass(eq=False)
@@ -55,6 +60,9 @@ class _Lift:
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
+    #: Whether the batch exceeds a measured capacity, and new leaves that are the old ones then.
+    exceeded: Var | None = None
+    guarded: set[Atom] = field(default_factory=set)
 
     @staticmethod
     def of(program: Program, plan: Plan) -> _Lift:
@@ -84,6 +92,7 @@ class _Lift:
 
     def run(self) -> Block:
         block = self.program.block
+        self._check_capacity()
         waiting = list(block.equations)
         while waiting:
             left = [e for e in waiting if not self._try(e)]
@@ -96,11 +105,33 @@ class _Lift:
         for family in self.spaces:
             if family not in self.committed:
                 self._commit(family)
-        states = [out.state in self.plan.layouts for out in self.program.outputs]
-        pairs = zip(block.outputs, states, strict=True)
-        outputs = tuple(self.scope.stored[a][0] if is_stored else self.scope.get(a) for a, is_stored in pairs)
-        lifted, _ = eliminate_dead(Block(self.inputs, tuple(self.scope.equations), outputs))
+        states = [out.state for out in self.program.outputs]
+        outputs = [self._output(a, k) for a, k in zip(block.outputs, states, strict=True)]
+        if self.exceeded is not None:
+            outputs.append(self.exceeded)
+        lifted, _ = eliminate_dead(Block(self.inputs, tuple(self.scope.equations), tuple(outputs)))
         return lifted
+
+    # --- measured capacities ---
+
+    def _check_capacity(self) -> None:
+        """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
+        tight = [f.family for f in self.plan.families if f.tight]
+        if not tight:
+            return
+        for family in tight:
+            self._route(family)
+        bit = ArrayType((), np.dtype(bool))
+        flags = [self.scope.emit("exceeded", (self.scope.routes[f],), bit) for f in tight]
+        self.exceeded = self.scope.emit("any", flags, bit)
+
+    def _output(self, atom: Atom, state: int | None) -> Atom:
+        """An output, in its stored form if it is a state; the old state where a capacity was exceeded."""
+        stored = state in self.plan.layouts
+        new = self.scope.stored[atom][0] if stored else self.scope.get(atom)
+        if self.exceeded is None or state is None or new in self.guarded or new is self.inputs[state]:
+            return new
+        return self.scope.emit("select", (self.exceeded, new, self.inputs[state]), self.inputs[state].type)
 
     # --- equations in an order that can be run ---
 
@@ -199,8 +230,10 @@ class _Lift:
             first = []
         for k, rows in changed.items():
             if k in leaves:
-                params = {"axis": axes[k], "extent": space.extent}
-                new = scope.emit("commit", (leaves[k], rows, route, *first), inputs[k].type, params)
+                params = {"axis": axes[k], "extent": space.extent, "guarded": self.exceeded is not None or None}
+                guard = () if self.exceeded is None else (self.exceeded,)
+                new = scope.emit("commit", (leaves[k], rows, route, *guard, *first), inputs[k].type, params)
+                self.guarded.add(new)
             else:
                 new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
             atom = dict(self._updates(space))[k]
@@ -250,6 +283,7 @@ class _Lift:
             *frontier,
             *finite,
             *nonzero,
+            *(() if self.exceeded is None else (self.exceeded,)),
             *first,
         )
         params = {
@@ -257,6 +291,7 @@ class _Lift:
             "frontier": len(frontier),
             "finite": len(finite),
             "nonzero": len(nonzero),
+            "guarded": self.exceeded is not None or None,
             "rows": rows,
             "extent": space.extent,
         }

@@ -160,7 +160,12 @@ class Scope:
             if equation is not None and not equation.bodies:
                 return self._free_rows(equation, axis, family)
         assert row is None or atom in self.lifting.leaves, f"a row value of type {atom.type} is used before it is made"
-        leaf = self.stored[atom][0] if atom in self.stored else self.get(atom)
+        if atom in self.stored:
+            return self.pull(self.stored[atom][0], axis, family)
+        leaf, layout = self.get(atom), self.lifting.families[family].layout
+        if layout is not None and not layout.is_plain and leaf not in self.leaf_atoms:
+            type_ = dataclasses.replace(leaf.type, shape=resized(leaf.shape, axis, layout.stored))
+            leaf = self.emit("store", (leaf,), type_, {"layout": layout, "axis": axis})
         return self.pull(leaf, axis, family)
 
     def padding(self, rows: Atom, axis: int, family: int) -> Var:

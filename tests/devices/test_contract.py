@@ -1,0 +1,49 @@
+"""The contract on several devices: devices x methods x models x optimizers, pairwise, against the float64 oracle."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import autopar
+from autopar.verify import compare
+
+from ..pairs import pairwise
+from ..zoo import MODELS, OPTIMIZERS, VARIANTS
+from .meshes import mesh_of
+
+AXES = {
+    "devices": ("2", "3", "4", "8", "1"),
+    "method": ("ps", "allgather", "allreduce_rows", "auto"),
+    "model": tuple(MODELS),
+    "optimizer": ("sgd", "adagrad", "clipped", "scheduled", "partitioned", "adam", "rowwise_adagrad"),
+}
+
+
+@pytest.mark.parametrize("row", pairwise(AXES), ids=lambda r: "-".join(r.values()))
+def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
+    chosen = OPTIMIZERS[row["optimizer"]]
+    case = MODELS[row["model"]].make(chosen.make())
+    step = autopar.parallelize(case.step, strategy=row["method"], mesh=mesh_of(int(row["devices"])), donate=False)
+    entry = step.entry(case.state, case.batches(0))
+    plan = entry.compiled.plan
+    if row["method"] != "auto":
+        assert {p.path for p in plan.parameters if p.lifted} == (set(case.tables) if chosen.lifts else set())
+        assert {f.method for f in plan.families} <= {row["method"]}
+    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(5)])
+    assert found.ok, str(found)
+
+
+LIFTING = [name for name, variant in VARIANTS.items() if variant.expect == "lift"]
+
+
+@pytest.mark.parametrize("name", LIFTING[::3])
+@pytest.mark.parametrize("method", ["ps", "allgather"])
+def test_variant(name: str, method: str) -> None:
+    """Every third way of looking a table up, on three devices: sizes that they don't divide, and some that they do."""
+    case = VARIANTS[name].make()
+    step = autopar.parallelize(case.step, strategy=method, mesh=mesh_of(3), donate=False)
+    entry = step.entry(case.state, case.batches(0))
+    assert {f.method for f in entry.compiled.plan.families} == {method}
+    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
+    assert found.ok, str(found)

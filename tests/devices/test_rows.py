@@ -1,0 +1,164 @@
+"""Sharded rows: layouts, Tables, capacities that a batch exceeds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.backends.layouts import arranged, restored
+from autopar.ir.layout import RowLayout
+
+from .meshes import mesh_of
+
+WIDTH = 3
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
+
+
+def make_state(rows: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    params = {"emb": jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32), "w": jnp.eye(WIDTH)}
+    return {"params": params, "opt": TX.init(params)}
+
+
+def step(state: Any, batch: Any) -> Any:
+    loss, g = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(p["emb"][batch["ids"]] @ p["w"]) ** 2))(state["params"])
+    updates, opt = TX.update(g, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss, "g": g["emb"]}
+
+
+def same(mine: Any, theirs: Any) -> None:
+    def check(a: Any, b: Any) -> None:
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-6)
+
+    jax.tree.map(check, mine, theirs)
+
+
+def ids_in(low: int, high: int, seed: int = 0, length: int = 5) -> dict[str, Any]:
+    return {"ids": np.random.default_rng(seed).integers(low, high, (8, length), np.int32)}
+
+
+@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("extent", [1, 3, 8, 12, 13])
+@pytest.mark.parametrize("devices", [1, 2, 4, 5])
+def test_a_layout_places_each_row_once(extent: int, devices: int, dealt: bool) -> None:
+    layout = RowLayout(extent, devices, dealt)
+    rows = np.arange(extent)
+    places = layout.place(rows)
+    assert len(set(places)) == extent and places.max() < layout.stored
+    np.testing.assert_array_equal(layout.row(places), rows)
+    assert [int(np.sum(places // layout.share == k)) for k in range(devices)] == list(
+        layout.rows_on(np.arange(devices))
+    )
+    for axis in (0, 1):
+        table = np.moveaxis(np.arange(2.0 * extent).reshape(extent, 2), 0, axis)
+        stored = arranged(table, layout, axis)
+        np.testing.assert_array_equal(np.take(np.asarray(stored), places, axis), table)
+        np.testing.assert_array_equal(restored(stored, layout, axis), table)
+        spare = sorted(set(range(layout.stored)) - set(places))
+        for place in spare:
+            np.testing.assert_array_equal(np.take(np.asarray(stored), place, axis), np.take(table, extent - 1, axis))
+
+
+@pytest.mark.parametrize("rows", [3, 40, 41])  # fewer than the devices, a multiple, neither
+def test_steps_on_sharded_rows(rows: int) -> None:
+    planned, plain = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), jax.jit(step)
+    mine, theirs = make_state(rows), make_state(rows)
+    for k in range(3):
+        (mine, a), (theirs, b) = planned(mine, ids_in(0, rows, k)), plain(theirs, ids_in(0, rows, k))
+        same((mine, a), (theirs, b))
+    emb = mine["params"]["emb"]
+    assert isinstance(emb, autopar.Table) == (rows != 40)
+    share = -(-rows // 4)
+    stored = emb.stored if isinstance(emb, autopar.Table) else emb
+    assert [s.data.shape for s in stored.addressable_shards] == [(share, WIDTH)] * 4
+
+
+def test_frequent_rows_are_dealt_out() -> None:
+    """All ids of the example are on the first device's share if rows lie as they are."""
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    new, _ = planned(make_state(400), ids_in(0, 60, length=20))
+    assert isinstance(new["params"]["emb"], autopar.Table)
+    assert planned.plan is not None
+    (family,) = planned.plan.families
+    assert family.layout is not None and family.layout.dealt and family.tight
+    assert family.capacity is not None and family.capacity <= 16
+
+
+def test_tables_read_like_arrays() -> None:
+    state = make_state(41)
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    new, _ = planned(state, ids_in(0, 41))
+    emb, expected = new["params"]["emb"], step(make_state(41), ids_in(0, 41))[0]["params"]["emb"]
+    assert (emb.shape, emb.dtype, emb.ndim, len(emb), emb.nbytes) == ((41, WIDTH), jnp.float32, 2, 41, 41 * WIDTH * 4)
+    for read in (np.asarray(emb), jnp.asarray(emb), emb[:], emb.materialize()):
+        np.testing.assert_allclose(read, expected, rtol=1e-5)
+    np.testing.assert_allclose(emb[40, 1], expected[40, 1], rtol=1e-5)
+    ordinary = autopar.materialize(new)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(ordinary))
+    with pytest.raises(TypeError, match=r"autopar\.materialize\(state\)"):
+        jax.jit(lambda s: s)(new)
+    expected = step(ordinary, ids_in(3, 30))[0]
+    same(planned(ordinary, ids_in(3, 30))[0], expected)
+
+
+def test_evaluation_reads_tables() -> None:
+    new, _ = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))(make_state(41), ids_in(0, 41))
+    predict = autopar.parallelize(lambda p, ids: p["emb"][ids] @ p["w"], mesh=mesh_of(4))
+    params = autopar.materialize(new["params"])
+    np.testing.assert_allclose(predict(new["params"], np.arange(8)), params["emb"][:8] @ params["w"], rtol=1e-5)
+    assert not new["params"]["emb"].is_deleted()
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -> None:
+    """Planned on ids that all owners share; then all ids are one owner's."""
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4), donate=donate)
+    plain = jax.jit(step)
+    mine, theirs = make_state(400), make_state(400)
+    even, unequal = ids_in(0, 400, length=20), ids_in(0, 90, 1, length=20)
+    for batch in (even, unequal):
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        same((mine, a), (theirs, b))
+    assert planned.plan is not None
+    small = planned.plan.families[0].capacity
+    with pytest.warns(autopar.CapacityWarning, match="with the same result; capacities grow"):
+        for _ in range(3):
+            (mine, a), (theirs, b) = planned(mine, even), plain(theirs, even)
+            jax.block_until_ready(mine["params"]["w"])
+    same((mine, a), (theirs, b))
+    assert small is not None and planned.plan.families[0].capacity > small
+
+
+def test_shapes_alone_give_the_safe_capacity() -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (make_state(400), ids_in(0, 400)))
+    (family,) = planned.entry(*shapes).compiled.plan.families
+    assert not family.tight and family.capacity == 10
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows", "auto"])
+def test_batches_that_the_devices_do_not_divide(method: str) -> None:
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(3))
+    state, batch = make_state(400), ids_in(0, 400)
+    same(planned(state, batch), step(make_state(400), batch))
+    assert "devices don't divide the batch" in str(autopar.explain(planned))
+
+
+@pytest.mark.parametrize("scale", [np.inf, np.nan, 0.0])
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+def test_poison_reaches_all_rows(method: str, scale: float) -> None:
+    def poisoned(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, {"ids": batch["ids"]})
+        g = metrics["g"] * batch["scale"]
+        g = g / jnp.sqrt(jnp.sum(g**2))
+        return {**new, "params": {**new["params"], "emb": state["params"]["emb"] - g}}, metrics
+
+    planned = autopar.parallelize(poisoned, strategy=method, mesh=mesh_of(4), donate=False)
+    batch = {**ids_in(0, 41), "scale": np.float32(scale)}
+    same(planned(make_state(41), batch), jax.jit(poisoned)(make_state(41), batch))
