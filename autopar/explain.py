@@ -15,12 +15,13 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.api import Entry, ParallelStep
+from autopar.api import ParallelStep
 from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import ParameterPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
+from autopar.planned import Entry
 
 #: Dense leaves that are listed one by one; the rest is summed up.
 _SHOWN_DENSE = 8

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.api import Entry, ParallelStep
+from autopar.api import ParallelStep
 from autopar.arguments import read_call
 from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StepError, VerificationError
@@ -28,6 +28,7 @@ from autopar.ir.row_ids import collect_ids
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
+from autopar.planned import Entry
 
 #: Error allowed, as a share of the largest change in a leaf.
 RELATIVE = 1e-5

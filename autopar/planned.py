@@ -1,0 +1,79 @@
+"""`Entry`: what is known of a step at one set of shapes, and the functions that it becomes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import jax_compat
+from autopar.arguments import Call, States
+from autopar.backends.devices import Devices
+from autopar.backends.emit import emit
+from autopar.backends.fallback import with_fallback
+from autopar.backends.spread import backends, on_ordinary_arrays, spread
+from autopar.compile import Compiled
+from autopar.placing import SpreadRunner
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is known of the step at one set of shapes.
+
+    `example` holds the leaves of the first call's batch that ids depend on (None for all others).
+    """
+
+    call: Call
+    states: States
+    compiled: Compiled
+    jaxpr: Any
+    out_tree: Any
+    trace_s: float = 0.0
+    example: Sequence[Any] | None = None
+
+    devices: Devices | None = None
+    donate: bool = True
+    headroom: float = 1.25
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
+        plan = self.compiled.plan
+        if self.devices is not None:
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed)
+        return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
+
+    def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """With strong types where the plain step returns such: a row that is written back takes its table's type."""
+        types = [a.type for a in self.compiled.analysed.block.outputs]
+
+        def typed_run(*inputs: Any) -> Sequence[Any]:
+            outputs = run(*inputs)  # and perhaps a flag
+            pairs = zip(outputs, types, strict=False)
+            strong = [x if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
+            return [*strong, *outputs[len(types) :]]
+
+        return typed_run
+
+    @functools.cached_property
+    def run_stored(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on several devices, on flat arrays as they are stored."""
+        assert self.devices is not None, "one device stores arrays as they are"
+        plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
+        run = self._typed(emit(program.block, backends(plan, self.devices))) if plan.lifts else self.plain
+        if self.compiled.fallback is not None:
+            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices))
+            run = with_fallback(run, self._typed(safe), analysed)
+        return spread(run, plan, analysed, self.devices)
+
+    @functools.cached_property
+    def runner(self) -> SpreadRunner:
+        """Calls the planned step on several devices."""
+        assert self.devices is not None, "one device needs no placing"
+        return SpreadRunner(self.run_stored, self.compiled.plan, self.compiled.program, self.devices, self.donate)
+
+    @functools.cached_property
+    def plain(self) -> Callable[..., Sequence[Any]]:
+        """The step as JAX traced it, on flat arrays."""
+        return jax_compat.jaxpr_as_fun(self.jaxpr)
