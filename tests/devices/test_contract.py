@@ -37,13 +37,12 @@ def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
 LIFTING = [name for name, variant in VARIANTS.items() if variant.expect == "lift"]
 
 
-@pytest.mark.parametrize("name", LIFTING[::3])
-@pytest.mark.parametrize("method", ["ps", "allgather"])
-def test_variant(name: str, method: str) -> None:
-    """Every third way of looking a table up, on three devices: sizes that they don't divide, and some that they do."""
+@pytest.mark.parametrize("name", LIFTING[::6])
+def test_variant(name: str) -> None:
+    """Every sixth way of looking a table up, on three devices: sizes that they don't divide, and some that they do."""
     case = VARIANTS[name].make()
-    step = autopar.parallelize(case.step, strategy=method, mesh=mesh_of(3), donate=False)
+    step = autopar.parallelize(case.step, strategy="ps", mesh=mesh_of(3), donate=False)
     entry = step.entry(case.state, case.batches(0))
-    assert {f.method for f in entry.compiled.plan.families} == {method}
+    assert {f.method for f in entry.compiled.plan.families} == {"ps"}
     found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
     assert found.ok, str(found)

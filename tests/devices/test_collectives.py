@@ -1,0 +1,121 @@
+"""The collectives in the compiled program are the plan's, and so are their bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.cost import sent_bytes, transfer_bytes
+
+from .collectives import read_collectives, result_bytes
+from .meshes import mesh_of
+
+DEVICES, ROWS, WIDTH, IDS = 4, 4000, 16, (32, 5)
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
+#: On 4 devices, ids of 32 x 5.
+ASKED = 40
+SMALL = 4 * WIDTH * WIDTH  # the dense parameter's gradient, scalars
+
+
+def step(state: Any, ids: Any) -> Any:
+    def loss_fn(p: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(p["emb"][ids] @ p["w"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["p"])
+    updates, opt = TX.update(grads, state["o"], state["p"])
+    return {"p": optax.apply_updates(state["p"], updates), "o": opt}, loss
+
+
+def compiled_text(method: str, rows: int = ROWS) -> str:
+    params = {"emb": jnp.zeros((rows, WIDTH)), "w": jnp.eye(WIDTH)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {"p": params, "o": TX.init(params)})
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(DEVICES))
+    return planned.lower(shapes, jax.ShapeDtypeStruct(IDS, jnp.int32)).compile().as_text()
+
+
+def test_a_parser_reads_tuples_of_any_length() -> None:
+    text = """
+      %a = (s32[1,2]{1,0}, f32[3]{0}, /*index=2*/pred[]) all-to-all(%x, %y, %z), channel_id=1
+      %b = f32[4,5]{1,0:T(8)} all-gather-start(%c), dimensions={0}
+      %c = f32[7]{0} add(%all-reduce.1, %b)
+    """
+    assert read_collectives(text) == [
+        ("all-to-all", [("s32", (1, 2)), ("f32", (3,)), ("pred", ())]),
+        ("all-gather", [("f32", (4, 5))]),
+    ]
+    assert result_bytes(text) == Counter({"all-to-all": 21, "all-gather": 80})
+
+
+def expected() -> dict[str, int]:
+    return dict(
+        sent_bytes(
+            n=DEVICES,
+            row_bytes=4 * WIDTH,
+            extent=ROWS,
+            ids=ASKED,
+            asked=ASKED,
+            routed=DEVICES * ASKED + 1,
+            capacity=ASKED,
+        )
+    )
+
+
+@pytest.mark.parametrize("rows", [ROWS, ROWS + 1])
+def test_ps_exchanges_ids_rows_and_gradients(rows: int) -> None:
+    text = compiled_text("ps", rows)
+    found = result_bytes(text, larger_than=SMALL // 2)
+    assert sum(op == "all-to-all" for op, _ in read_collectives(text)) == 3
+    exchanged = result_bytes(text)["all-to-all"]  # to itself, too
+    assert exchanged * (DEVICES - 1) // DEVICES == expected()["ps"]
+    assert found["all-gather"] == found["collective-permute"] == found["reduce-scatter"] == 0
+    assert found["all-reduce"] == SMALL
+
+
+def test_allgather_gathers_ids_and_summed_rows() -> None:
+    text = compiled_text("allgather")
+    gathered = result_bytes(text)["all-gather"]
+    assert gathered * (DEVICES - 1) // DEVICES == expected()["allgather"]
+    assert result_bytes(text, larger_than=SMALL // 2)["all-reduce"] == SMALL
+    assert result_bytes(text)["all-to-all"] == 0
+
+
+def test_allreduce_rows_reduces_the_routed_rows() -> None:
+    text = compiled_text("allreduce_rows")
+    found = result_bytes(text)
+    reduced = result_bytes(text, larger_than=SMALL // 2)["all-reduce"] - SMALL
+    sent = found["all-gather"] * (DEVICES - 1) // DEVICES + 2 * (DEVICES - 1) * reduced // DEVICES
+    assert sent == expected()["allreduce_rows"]
+    assert found["all-to-all"] == 0
+
+
+def test_allreduce_reduces_the_whole_gradient() -> None:
+    reduced = result_bytes(compiled_text("allreduce"), larger_than=SMALL)["all-reduce"]
+    assert 2 * (DEVICES - 1) * reduced // DEVICES == expected()["allreduce"]
+
+
+def test_a_sharded_table_takes_its_share_of_memory() -> None:
+    """Arguments of one device: its rows of the table and of its slot, and the dense leaves."""
+    params = {"emb": jnp.zeros((ROWS, WIDTH)), "w": jnp.eye(WIDTH)}
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(DEVICES))
+    memory = planned.lower({"p": params, "o": TX.init(params)}, jnp.zeros(IDS, jnp.int32)).compile().memory_analysis()
+    share, dense = 2 * 4 * ROWS * WIDTH // DEVICES, 2 * SMALL + 4 * IDS[0] * IDS[1] // DEVICES
+    assert memory.argument_size_in_bytes == pytest.approx(share + dense, rel=0.01)
+
+
+def test_table_3_of_parallax() -> None:
+    b, n, alpha = 1000.0, 4, 0.01
+    assert transfer_bytes("ps", "dense", b=b, n=n) == 2000
+    assert transfer_bytes("allreduce", "dense", b=b, n=n) == 1500
+    assert transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha) == pytest.approx(20)
+    assert transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha) == pytest.approx(60)
+    for method, kind in (("allgather", "dense"), ("allreduce", "sparse"), ("ring", "dense")):
+        with pytest.raises(ValueError, match="the table has no"):
+            transfer_bytes(method, kind, b=b, n=n)
+    with pytest.raises(ValueError, match="alpha is in"):
+        transfer_bytes("ps", "sparse", b=b, n=n, alpha=2)
