@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import contract, one_device
+from benchmarks import contract, devices, one_device
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
     "dispatch": one_device.dispatch,
     "planning": one_device.planning,
     "crossover": one_device.crossover,
+    "devices": devices.devices,
     "contract": contract.product,
 }
 

@@ -1,0 +1,157 @@
+"""Several devices of one process: autopar's methods against plain data parallelism, XLA's own sharding of the rows,
+and a parameter server of devices written by hand.
+
+`python -m benchmarks devices` starts this file in a process of its own: JAX fixes the number of devices at its start.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from benchmarks.lookup import CLIP, EPS, IDS, RATE, loss_of, make_state, plain_step, zipf_batches
+from benchmarks.timing import Runner, alternate, median_ms, ratio
+
+DEVICES = 4
+METHODS = ("ps", "allgather", "allreduce_rows", "auto")
+
+
+def devices() -> None:
+    """Runs this module with several CPU devices."""
+    for rows in (200_000, 800_000):
+        subprocess.run([sys.executable, "-m", "benchmarks.devices", str(rows)], check=True)
+
+
+def _placed(state: Any, mesh: Mesh, rows: int | None) -> Any:
+    """Replicated; leaves with so many rows spread along them."""
+    specs = jax.tree.map(lambda x: P("data") if rows is not None and x.shape[:1] == (rows,) else P(), state)
+    return jax.device_put(state, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+
+
+def hand_step(mesh: Mesh, rows: int, capacity: int) -> Any:
+    """The same function by hand: rows dealt out over the devices, sums before the wire, three all_to_alls.
+
+    Exact for batches in which no device asks another one for more than `capacity` rows (which isn't checked).
+    """
+    count, share = DEVICES, rows // DEVICES
+    asked_rows = IDS[0] * IDS[1]
+    spread = P("data")
+
+    def exchange(x: jax.Array) -> jax.Array:
+        split = x.reshape(count, capacity, *x.shape[1:])
+        return jax.lax.all_to_all(split, "data", 0, 0).reshape(x.shape)
+
+    def local(emb: jax.Array, acc: jax.Array, dense: Any, slots: Any, ids: jax.Array) -> Any:
+        me = jax.lax.axis_index("data")
+        places = ids.ravel() % count * share + ids.ravel() // count
+        asked, inverse = jnp.unique(places, return_inverse=True, size=asked_rows, fill_value=rows)
+        owner = jnp.minimum(asked // share, count - 1)
+        first = jnp.searchsorted(asked, jnp.arange(count) * share)
+        slot = jnp.where(asked < rows, owner * capacity + jnp.arange(asked_rows) - first[owner], count * capacity)
+        wanted = exchange(jnp.full((count * capacity,), rows, jnp.int32).at[slot].set(asked, mode="drop"))
+        owned = jnp.unique(wanted, size=count * capacity, fill_value=rows)
+        back = jnp.searchsorted(owned, wanted)
+        numbers = jnp.where(owned < rows, owned - me * share, share + jnp.arange(owned.size))
+        mine, mine_acc = emb.at[numbers].get(mode="clip"), acc.at[numbers].get(mode="clip")
+        fetched = exchange(mine.at[back].get(mode="clip")).at[slot].get(mode="clip")
+
+        def loss_fn(fetched: jax.Array, dense: Any) -> jax.Array:
+            return loss_of(fetched[inverse.reshape(ids.shape)], dense["w1"], dense["w2"]) / count
+
+        loss, (g_rows, g_dense) = jax.value_and_grad(loss_fn, (0, 1))(fetched, dense)
+        sent = jnp.zeros((count * capacity, g_rows.shape[1])).at[slot].set(g_rows, mode="drop")
+        g = jnp.zeros_like(mine).at[jnp.where(wanted < rows, back, owned.size)].add(exchange(sent), mode="drop")
+        loss, g_dense, squares = jax.lax.psum((loss, g_dense, jnp.sum(g * g)), "data")
+        norm = jnp.sqrt(squares + sum(jnp.sum(x * x) for x in jax.tree.leaves(g_dense)))
+        scale = jnp.where(norm < CLIP, 1.0, CLIP / norm)
+
+        def adagrad(p: jax.Array, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+            a = a + (g * scale) ** 2
+            return p - RATE * g * scale * jnp.where(a > 0, jax.lax.rsqrt(a + EPS), 0.0), a
+
+        mine, mine_acc = adagrad(mine, mine_acc, g)
+        new = {k: adagrad(dense[k], slots[k], g_dense[k]) for k in dense}
+        options = {"mode": "drop", "unique_indices": True, "indices_are_sorted": True}
+        emb, acc = emb.at[numbers].set(mine, **options), acc.at[numbers].set(mine_acc, **options)
+        return emb, acc, {k: p for k, (p, _) in new.items()}, {k: a for k, (_, a) in new.items()}, loss
+
+    mapped = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(spread, spread, P(), P(), spread),
+        out_specs=(spread, spread, P(), P(), P()),
+        check_vma=False,
+    )
+
+    def step(state: Any, batch: Any) -> Any:
+        *state, loss = mapped(*state, batch["ids"])
+        return tuple(state), loss
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _hand_state(rows: int, mesh: Mesh) -> Any:
+    """Rows in dealt order (row r of share k is r * N + k)."""
+    state = make_state(rows)
+    dense = {k: state["params"][k] for k in ("w1", "w2")}
+    acc, *slots = jax.tree.leaves(state["opt"])
+    tables = (state["params"]["emb"], acc)
+    dealt = [jnp.swapaxes(x.reshape(-1, DEVICES, x.shape[1]), 0, 1).reshape(x.shape) for x in tables]
+    return _placed((*dealt, dense, dict(zip(dense, slots, strict=True))), mesh, rows)
+
+
+def measure(rows: int, rounds: int = 8) -> None:
+    """All steps of `rows` rows in one run, taking turns."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    batches = zipf_batches(rows, (DEVICES * IDS[0], IDS[1]))
+    data = NamedSharding(mesh, P("data"))
+
+    def batch(k: int) -> Any:
+        return jax.device_put(batches(k), data)
+
+    planned = {m: autopar.parallelize(plain_step, strategy=m, mesh=mesh) for m in METHODS}
+    runners = {}
+    for method, step in planned.items():
+        runners[method] = Runner(step, make_state(rows))
+        runners[method].seconds(batch(0))
+        assert step.plan is not None
+        (family,) = step.plan.families
+        print(f"{method}: {family.method}, capacity {family.capacity}", flush=True)
+    ps = planned["ps"].plan
+    assert ps is not None and ps.families[0].capacity is not None
+    useful = [np.unique(np.asarray(part)).size for part in np.split(np.asarray(batches(1)["ids"]), DEVICES)]
+    print(
+        f"rows sent by a device, padding included, over useful ones: {DEVICES * ps.families[0].capacity / np.mean(useful):.2f}"
+    )
+    runners["hand"] = Runner(hand_step(mesh, rows, ps.families[0].capacity), _hand_state(rows, mesh))
+    times = alternate(runners, batch, rounds)
+    for name, found in times.items():
+        print(
+            f"V={rows:,} {name}: {median_ms(found):.1f} ms, {ratio(found, times['hand']):.2f} of the hand's", flush=True
+        )
+    kept = {"ps": runners["ps"]}
+    runners.clear()
+    for name, spread in (("row sharding by XLA", rows), ("data parallel", None)):
+        state = _placed(make_state(rows), mesh, spread)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
+        plain = jax.jit(plain_step, donate_argnums=0, out_shardings=(shardings, None))
+        kept[name] = Runner(plain, state)
+        times = alternate(kept, batch, 3, turns={"ps": 20, name: 2})
+        print(
+            f"V={rows:,} {name}: {median_ms(times[name]):.0f} ms; over ps {ratio(times[name], times['ps']):.1f}",
+            flush=True,
+        )
+        del kept[name]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    measure(int(sys.argv[1]))
