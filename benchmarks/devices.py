@@ -128,10 +128,9 @@ def measure(rows: int, rounds: int = 8) -> None:
     ps = planned["ps"].plan
     assert ps is not None and ps.families[0].capacity is not None
     useful = [np.unique(np.asarray(part)).size for part in np.split(np.asarray(batches(1)["ids"]), DEVICES)]
-    print(
-        f"rows sent by a device, padding included, over useful ones: {DEVICES * ps.families[0].capacity / np.mean(useful):.2f}"
-    )
-    runners["hand"] = Runner(hand_step(mesh, rows, ps.families[0].capacity), _hand_state(rows, mesh))
+    capacity = ps.families[0].capacity
+    print(f"rows sent by a device, padding included, over useful ones: {DEVICES * capacity / np.mean(useful):.2f}")
+    runners["hand"] = Runner(hand_step(mesh, rows, capacity), _hand_state(rows, mesh))
     times = alternate(runners, batch, rounds)
     for name, found in times.items():
         print(
