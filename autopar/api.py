@@ -85,24 +85,26 @@ class ParallelStep:
     def _call_spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call on several devices: the plan is looked up here, and arrays are placed as it says."""
         leaves = self.leaves(args, kwargs)
-        if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
-            entry = self.entry(*args, **kwargs)
-        else:
+        try:
             statics = tuple(args[k] for k in self.static_argnums if k < len(args))
-            named = {k: v for k, v in kwargs.items() if k in self._static_names}
-            types = tuple((x.shape, x.dtype) for x in leaves)
-            key = (statics, tuple(named.items()), jax.tree.structure((args, kwargs)), types)
+            named = tuple((k, v) for k, v in kwargs.items() if k in self._static_names)
+            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
+            key = (statics, named, jax.tree.structure((args, kwargs)), types)
             entry = self._known.get(key)
             if entry is None:
                 entry = self._known[key] = self.entry(*args, **kwargs)
+        except (AttributeError, TypeError):  # Python scalars, or what `entry` has an error for
+            entry = self.entry(*args, **kwargs)
         self.latest = entry
         if any(is_traced(x) for x in leaves):
-            results = entry.run(*leaves)
-        else:
-            check_not_donated(self.name, args, kwargs, None)
+            return jax.tree.unflatten(entry.out_tree, entry.run(*leaves))
+        try:
             results = entry.runner(leaves)
-            if entry.runner.was_exceeded():
-                self._grow(entry)
+        except (RuntimeError, ValueError) as error:
+            check_not_donated(self.name, args, kwargs, error)
+            raise
+        if entry.runner.was_exceeded():
+            self._grow(entry)
         return jax.tree.unflatten(entry.out_tree, results)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

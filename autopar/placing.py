@@ -40,7 +40,7 @@ def separate_buffers(
     return placed, named
 
 
-def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception | None) -> None:
+def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
     """Raise DonatedStateError if a leaf of the arguments is gone."""
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
     gone = [p for p, x in leaves if isinstance(x, (jax.Array, Table)) and not is_traced(x) and x.is_deleted()]
@@ -108,9 +108,11 @@ class SpreadRunner:
         self._donate = donate
         self._count = len(program.outputs) - bool(plan.fallback)  # the last one is a flag
         self._flags: collections.deque[Any] = collections.deque()
+        states = [out.state for out in program.outputs]
         self._run = jax.jit(
             lambda *leaves: tuple(run(*leaves)),
             in_shardings=self._shardings,
+            out_shardings=tuple(None if k is None else self._shardings[k] for k in states),
             donate_argnums=self._states if donate else (),
         )
 
@@ -121,6 +123,8 @@ class SpreadRunner:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat arguments (arrays or Tables), placed where need be; flat results."""
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
+            raise RuntimeError("an argument was donated to an earlier call")
         if self._donate:
             held: set[int] = set()
             for k in self._states:  # one array in two leaves: each is to be updated in place by itself

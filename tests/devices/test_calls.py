@@ -1,0 +1,123 @@
+"""Calling a step on several devices: placing, donation, meshes, nesting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import autopar
+
+from .meshes import mesh_of
+from .test_rows import ids_in, make_state, same, step
+
+
+def expected(rows: int = 40, **batch: Any) -> Any:
+    return jax.jit(step)(make_state(rows), batch or ids_in(0, rows))
+
+
+@pytest.mark.parametrize("rows", [40, 41])
+def test_a_state_that_comes_back_is_updated_in_place(rows: int) -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    mine = make_state(rows)
+    first, _ = planned(mine, ids_in(0, rows))
+    assert not mine["params"]["emb"].is_deleted(), "the first call copies the user's arrays"
+    planned(first, ids_in(0, rows))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    with pytest.raises(autopar.DonatedStateError, match="state that it was given before"):
+        planned(first, ids_in(0, rows))
+
+
+def test_an_array_in_two_leaves_is_copied() -> None:
+    def with_average(state: Any, batch: Any) -> Any:
+        new, metrics = step(state["s"], batch)
+        return {"s": new, "average": 0.9 * state["average"] + 0.1 * new["params"]["w"]}, metrics
+
+    planned = autopar.parallelize(with_average, mesh=mesh_of(4))
+    state, _ = planned({"s": make_state(40), "average": jnp.zeros((3, 3))}, ids_in(0, 40))
+    shared = {"s": state["s"], "average": state["s"]["params"]["w"]}
+    plain = jax.tree.map(np.asarray, shared)
+    same(planned(shared, ids_in(0, 40)), jax.jit(with_average)(plain, ids_in(0, 40)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_of_ones_own(kind: AxisType) -> None:
+    """Two axes, of which one is for data."""
+    mesh = jax.make_mesh((2, 3), ("model", "batch"), axis_types=(kind, kind), devices=jax.devices()[:6])
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh, data_axis="batch")
+    batch = {"ids": ids_in(0, 40)["ids"][:6]}
+    same(planned(make_state(40), batch), expected(**batch))
+    assert planned.plan is not None and planned.plan.devices == 3
+
+
+def test_all_devices_by_default() -> None:
+    planned = autopar.parallelize(step)
+    planned(make_state(40), ids_in(0, 40))
+    assert planned.plan is not None and planned.plan.devices == 8
+    assert "8 devices" in str(autopar.explain(planned))
+
+
+def test_a_data_axis_that_the_mesh_does_not_have() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="data_axis='x' is no axis"):
+        autopar.parallelize(step, mesh=mesh_of(2), data_axis="x")
+
+
+def test_arrays_that_live_elsewhere_are_moved() -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    state, batch = jax.device_put((make_state(40), ids_in(0, 40)), jax.devices()[7])
+    same(planned(state, batch), expected())
+
+
+def test_keywords_statics_and_scalars() -> None:
+    def scaled(state: Any, rate: float, kind: str, *, batch: Any) -> Any:
+        assert kind == "sgd"
+        emb = state["emb"]
+        g = jax.grad(lambda e: jnp.sum(e[batch["ids"]] ** 2))(emb)
+        return {"emb": emb - rate * g}, jnp.sum(g)
+
+    planned = autopar.parallelize(scaled, strategy="ps", mesh=mesh_of(4), static_argnums=2)
+    state = {"emb": make_state(41)["params"]["emb"]}
+    plain = jax.jit(scaled, static_argnums=2)
+    mine = theirs = state
+    for _ in range(2):
+        (mine, a), (theirs, b) = (
+            planned(mine, 0.1, "sgd", batch=ids_in(0, 41)),
+            plain(theirs, 0.1, "sgd", batch=ids_in(0, 41)),
+        )
+        same((mine, a), (theirs, b))
+
+
+@pytest.mark.parametrize("rows", [40, 41])
+def test_inside_another_jit(rows: int) -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4), donate=False)
+    both = jax.jit(lambda s, b: planned(planned(s, b)[0], b))
+    once = jax.jit(step)
+    batch = ids_in(0, rows)
+    same(both(make_state(rows), batch), once(once(make_state(rows), batch)[0], batch))
+
+
+def test_new_shapes_are_planned_again() -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    state, _ = planned(make_state(40), ids_in(0, 40))
+    with pytest.warns(autopar.RecompileWarning, match=r"ids was i32\[8,5\] and is i32\[8,7\]"):
+        planned(state, ids_in(0, 40, length=7))
+
+
+def test_verify_and_explain_take_tables() -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    state, _ = planned(make_state(41), ids_in(0, 41))
+    assert autopar.verify(planned, state, ids_in(0, 41, 3)).ok
+    text = str(autopar.explain(planned, state, ids_in(0, 41, 3)))
+    assert "touched rows, ps" in text and "each device sends in a step: ps" in text
+
+
+def test_the_method_that_sends_least_is_taken() -> None:
+    planned = autopar.parallelize(step, mesh=mesh_of(4))
+    entry = planned.entry(make_state(4000), ids_in(0, 4000))
+    (told,) = entry.compiled.plan.parameters
+    assert told.method == min(told.sent, key=lambda m: told.sent[m])
+    assert set(told.sent) == {"ps", "allgather", "allreduce_rows", "allreduce"}
