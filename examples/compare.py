@@ -1,15 +1,15 @@
-"""Two forms of one train step, timed side by side in one run.
+"""Several forms of one train step, timed side by side in one run.
 
-Timings on a shared machine drift by a factor of two within minutes, so the two take turns and medians are compared.
+Timings on a shared machine drift by a factor of two within minutes, so the forms take turns and medians are compared.
 A turn is a few steps in a row, as in training, and the first of them isn't timed: it finds the caches full of what
-the other form left there. Both start from equal states and see the same batches, so their metrics must agree, which
+the form before left there. All start from equal states and see the same batches, so their metrics must agree, which
 is measured too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from statistics import median
@@ -23,33 +23,41 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
+class Form:
+    """One form of the step, what makes its first state, and the bytes that each device sends for the tables."""
+
+    step: Step
+    make_state: Callable[[], Any]
+    sent: int | None = None
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Medians of both forms, and how far apart what they computed is."""
+    """Medians of all forms, by name; how far apart what they computed is. The first form is what others are held to."""
 
-    plain_s: float
-    planned_s: float
+    seconds: Mapping[str, float]
+    sent: Mapping[str, int | None]
     steps: int  # timed, of each form
-    difference: float  # of any metric after any step, relative to the plain form's: the largest
-
-    @property
-    def ratio(self) -> float:
-        return self.plain_s / self.planned_s
+    difference: float  # of any metric after any step, relative to the first form's: the largest
 
     def __str__(self) -> str:
         agreement = f"differ by at most {self.difference:.1e}" if self.difference else "are equal to the last bit"
-        return (
-            f"one train step, median of {self.steps}, taking turns on the same batches:\n"
-            f"  plain jax.jit  {self.plain_s * 1e3:8.1f} ms\n"
-            f"  autopar        {self.planned_s * 1e3:8.1f} ms\n"
-            f"  autopar is {self.ratio:.1f} times as fast; after every step the metrics {agreement}"
-        )
+        first, *_ = self.seconds
+        width = max(map(len, self.seconds))
+        lines = [f"one train step, median of {self.steps}, taking turns on the same batches:"]
+        for name, seconds in self.seconds.items():
+            ratio = "" if name == first else f"  {self.seconds[first] / seconds:6.1f} times as fast"
+            sent = self.sent[name]
+            told = "" if sent is None else f"  {sent / 2**20:8.2f} MiB sent by each device for the tables"
+            lines.append(f"  {name:{width}} {seconds * 1e3:8.1f} ms{ratio}{told}")
+        return "\n".join([*lines, f"  after every step the metrics {agreement}"])
 
 
 class Runner:
-    """One form of the step, its own state, and what was measured."""
+    """A form with its own state, and what was measured."""
 
-    def __init__(self, step: Step, state: Any) -> None:
-        self.step, self.state = step, state
+    def __init__(self, form: Form) -> None:
+        self.step, self.state = form.step, form.make_state()
         self.seconds: list[float] = []
         self.metrics: list[float] = []
 
@@ -62,15 +70,17 @@ class Runner:
             self.metrics.extend(float(metrics[name]) for name in sorted(metrics))
 
 
-def compare(
-    plain: Step, planned: Step, make_state: Callable[[], Any], batches: Iterator[Any], turns: int
-) -> Comparison:
-    """Times both steps in turn, each on a state of its own. What compiles is the first step, which isn't timed."""
-    runners = Runner(plain, make_state()), Runner(planned, make_state())
+def compare(forms: Mapping[str, Form], batches: Iterator[Any], turns: int) -> Comparison:
+    """Times the forms in turn, each on a state of its own. What compiles is the first step, which isn't timed."""
+    runners = {name: Runner(form) for name, form in forms.items()}
     for _ in range(turns):
         shared = list(islice(batches, 1 + TIMED_STEPS))
-        for runner in runners:
+        for runner in runners.values():
             runner.turn(shared)
-    first, second = runners
-    apart = (abs(b - a) / max(abs(a), 1e-30) for a, b in zip(first.metrics, second.metrics, strict=True))
-    return Comparison(median(first.seconds), median(second.seconds), len(first.seconds), max(apart))
+    first, *others = runners.values()
+    apart = [
+        abs(b - a) / max(abs(a), 1e-30) for other in others for a, b in zip(first.metrics, other.metrics, strict=True)
+    ]
+    seconds = {name: median(runner.seconds) for name, runner in runners.items()}
+    sent = {name: form.sent for name, form in forms.items()}
+    return Comparison(seconds, sent, len(first.seconds), max(apart))

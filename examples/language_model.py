@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from compare import Step, compare
+from compare import Form, Step, compare
 from corpus import UNKNOWN, Batch, Corpus, CorpusError, batches, held_out_windows, load_corpus, unigram_perplexity
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model import LanguageModel, perplexity_of
 from progress import Screen
 
@@ -35,6 +36,7 @@ EVALUATIONS = 4  # while training, beside the one before it
 EVALUATION_TOKENS = 1280
 REPORT_EVERY = 20  # steps; reading the loss waits for the step, so not after each
 TURNS = 5  # of each form, in the comparison at the end
+METHODS = ("ps", "allgather", "allreduce_rows")
 
 # Each with a learning rate that suits this model; --learning-rate overrides it.
 OPTIMIZERS: dict[str, tuple[Callable[[optax.Schedule], optax.GradientTransformation], float]] = {
@@ -103,6 +105,38 @@ def train(
     return state
 
 
+def forms_of_one_device(step: Step, make_state: Callable[[], TrainState]) -> dict[str, Form]:
+    plain = Form(jax.jit(train_step, donate_argnums=0), make_state)
+    return {"plain jax.jit": plain, "autopar": Form(step, make_state)}
+
+
+def forms_of_several(sparse: Any, make_state: Callable[[], TrainState], example: Batch) -> dict[str, Form]:
+    """Plain data parallelism, XLA's own sharding of the tables' rows where it can, and autopar's methods."""
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,))
+
+    def plain(spread_rows: bool) -> Form:
+        def placement(leaf: jax.Array) -> NamedSharding:
+            large = leaf.ndim > 0 and leaf.shape[0] > 10_000 and leaf.shape[0] % mesh.size == 0
+            return NamedSharding(mesh, PartitionSpec("data") if spread_rows and large else PartitionSpec())
+
+        shardings = jax.tree.map(placement, jax.eval_shape(make_state))
+        step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+        data = NamedSharding(mesh, PartitionSpec("data"))
+
+        def placed_step(state: Any, batch: Batch) -> tuple[Any, dict[str, Any]]:
+            return step(state, jax.device_put(batch, data))
+
+        return Form(placed_step, lambda: jax.device_put(make_state(), shardings))
+
+    def planned(method: str) -> Form:
+        step = autopar.parallelize(train_step, sparse=sparse, strategy=method, mesh=mesh)
+        plan = step.entry(jax.eval_shape(make_state), example).compiled.plan
+        return Form(step, make_state, sum(p.sent.get(p.method, 0) for p in plan.parameters))
+
+    plain_forms = {"plain data parallel": plain(False), "row sharding by XLA": plain(True)}
+    return plain_forms | {f"autopar, {m}": planned(m) for m in METHODS}
+
+
 def finite(loss: float, step: int) -> float:
     if not math.isfinite(loss):
         raise SystemExit(f"the loss is {loss} after {step} steps: try a smaller --learning-rate")
@@ -142,6 +176,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad")
     parser.add_argument("--learning-rate", type=positive_rate, help="default: one that suits the optimizer")
     parser.add_argument("--sparse", choices=("exact", "lazy", "off"), default="exact", help="default %(default)s")
+    parser.add_argument("--devices", type=positive, default=1, help="CPU devices to run on (default %(default)s)")
+    parser.add_argument(
+        "--strategy",
+        choices=("auto", *METHODS, "allreduce"),
+        default="auto",
+        help="how tables travel (default %(default)s)",
+    )
     parser.add_argument("--batch", type=positive, default=32, help="texts in a batch (default %(default)s)")
     parser.add_argument("--length", type=positive, default=20, help="words in a text (default %(default)s)")
     parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
@@ -152,6 +193,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
+    if args.batch % args.devices:
+        parser.error(f"{args.devices} devices can't share a batch of {args.batch} texts equally: change --batch")
+    if args.devices > 1:  # before JAX is used at all
+        jax.config.update("jax_num_cpu_devices", args.devices)
     screen = Screen()
 
     def data(seed: int) -> Iterator[Batch]:
@@ -170,17 +215,24 @@ def main() -> None:
     perplexity = perplexity_of(model)
     make_state = state_maker(model, args.optimizer, args.learning_rate, args.seed)
     state = make_state()
-    step = autopar.parallelize(train_step, sparse=args.sparse, strategy="auto")
+    step = autopar.parallelize(train_step, sparse=args.sparse, strategy=args.strategy)
     screen.print()
     screen.print(autopar.explain(step, state, next(training_data)))
     screen.print()
 
-    state = train(step, state, training_data, args.steps, lambda params: perplexity(params, windows), screen)
-    del state  # two more are to come
+    def held_out(params: Any) -> float:
+        return perplexity(jax.device_put(autopar.materialize(params), jax.devices()[0]), windows)
+
+    state = train(step, state, training_data, args.steps, held_out, screen)
+    del state  # more are to come
     screen.print()
-    screen.print("timing the same train step under plain jax.jit and under autopar ...")
-    plain = jax.jit(train_step, donate_argnums=0)
-    screen.print(compare(plain, step, make_state, data(args.seed + 1), TURNS))
+    screen.print("timing the same train step in its plain forms and under autopar ...")
+    timed = data(args.seed + 1)
+    if args.devices == 1:
+        forms = forms_of_one_device(step, make_state)
+    else:
+        forms = forms_of_several(args.sparse, make_state, next(timed))
+    screen.print(compare(forms, timed, TURNS))
 
 
 if __name__ == "__main__":

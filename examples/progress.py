@@ -20,7 +20,7 @@ class Screen:
     def print(self, thing: object = "") -> None:
         if not self.console.is_terminal:
             print(thing, flush=True)  # a log's lines are not to be wrapped at 80 columns
-        elif hasattr(thing, "__rich__"):
+        elif hasattr(thing, "__rich__") or hasattr(thing, "__rich_console__"):
             self.console.print(thing)
         else:
             self.console.print(str(thing), highlight=False, markup=False, soft_wrap=True)
