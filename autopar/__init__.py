@@ -13,6 +13,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.explain import Explanation, explain
+from autopar.shard import shard
 from autopar.table import Table, materialize
 from autopar.verify import Verification, verify
 
@@ -35,5 +36,6 @@ __all__ = [
     "explain",
     "materialize",
     "parallelize",
+    "shard",
     "verify",
 ]
