@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Equation, Program, Source
 from autopar.ir.row_ids import index_atoms
@@ -90,6 +90,8 @@ class _Families:
     program: Program
     flow: RowFlow
     lazy: bool
+    #: (Equations around an access, its index operand) -> what computes it: moved out of loops, and at the top.
+    slices: dict[tuple[tuple[Equation, ...], Atom], tuple[list[Equation], list[Equation]]] = field(default_factory=dict)
 
     def _row(self, atom: Atom, space: RowSpace) -> Row | None:
         """The value as rows of this family, if it is that."""
@@ -229,11 +231,21 @@ class _Families:
     def _families_of_ids(self, access: Access) -> set[int]:
         """Families whose rows the ids of an access depend on."""
         found: set[int] = set()
-        for atom in index_atoms(access):
-            inner, outer, _ = hoist(access.path, atom)
-            roots = [outer, *(a for e in inner for a in e.inputs)]
+        for inner, needed in self._slices(access):
             found |= self._families_in(inner)
-            found |= self._families_in(needed_equations(self.program.block, roots))
+            found |= self._families_in(needed)
+        return found
+
+    def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
+        """What computes the ids of an access. Many accesses share theirs."""
+        found = []
+        for atom in index_atoms(access):
+            key = access.path, atom
+            if key not in self.slices:
+                inner, outer, _ = hoist(access.path, atom)
+                roots = [outer, *(a for e in inner for a in e.inputs)]
+                self.slices[key] = inner, needed_equations(self.program.block, roots)
+            found.append(self.slices[key])
         return found
 
     def own_lookups(self, space: RowSpace) -> list[Equation]:
@@ -246,15 +258,15 @@ class _Families:
 
     def _repeated_effect(self, space: RowSpace) -> Equation | None:
         """An equation with effects that the ids of the family would need a second time, outside of its loop."""
-        own = set(self.program.block.equations)
+        own: set[Equation] | None = None
         for access in space.accesses:
-            for atom in index_atoms(access):
-                inner, outer, _ = hoist(access.path, atom)
-                roots = [outer, *(a for e in inner for a in e.inputs)]
-                copies = [*inner, *(e for e in needed_equations(self.program.block, roots) if e not in own)]
-                for equation in copies:
+            for inner, needed in self._slices(access):
+                for equation in (*inner, *needed):
                     found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
-                    if equation.effects or found:
+                    if not equation.effects and not found:
+                        continue
+                    own = set(self.program.block.equations) if own is None else own
+                    if equation not in own:
                         return found[0] if found else equation
         return None
 
