@@ -128,11 +128,20 @@ def _decide(
         return dense("reducing the whole gradient is the least to send", "strategy='ps'")
     if method != "ps":
         safe = tight = bounds(space, found, method, sparse == "lazy", devices)
-    reason = f"at most {min(space.extent, ids)} of {space.extent} rows a step"
+    reason = f"at most {min(space.extent, ids)} of {space.extent} rows a step{_told(tight)}"
     notes = "; ".join(space.notes)
     reason += f"; {notes}" if notes else ""
     told = [ParameterPlan(p, True, method, reason, "", source, sent) for p in paths]
     return (safe, tight), told
+
+
+def _told(family: FamilyPlan) -> str:
+    """How sharded rows are spread, in words."""
+    if family.layout is None:
+        return ""
+    order = ", dealt out over the devices" if family.layout.dealt else ", in shares of adjacent rows"
+    measured = "measured, with headroom" if family.tight else "a bound"
+    return f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
 
 
 def _sharded(program: Program, space: RowSpace, ids: RowIds, options: _Options) -> tuple[FamilyPlan, FamilyPlan]:

@@ -113,6 +113,7 @@ def test_verify_and_explain_take_tables() -> None:
     assert autopar.verify(planned, state, ids_in(0, 41, 3)).ok
     text = str(autopar.explain(planned, state, ids_in(0, 41, 3)))
     assert "touched rows, ps" in text and "each device sends in a step: ps" in text
+    assert "dealt out over the devices; a device asks another one for" in text
 
 
 def test_the_method_that_sends_least_is_taken() -> None:
