@@ -16,7 +16,7 @@ AXES = {
     "devices": ("2", "3", "4", "8", "1"),
     "method": ("ps", "allgather", "allreduce_rows", "auto"),
     "model": tuple(MODELS),
-    "optimizer": ("sgd", "adagrad", "clipped", "scheduled", "partitioned", "adam", "rowwise_adagrad"),
+    "optimizer": ("clipped", "adam", "partitioned", "rowwise_adagrad", "scheduled"),
 }
 
 
