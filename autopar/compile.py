@@ -23,7 +23,9 @@ from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
+from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
+from autopar.passes.place import place
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,18 @@ def _lift_rows(program: Program, plan: Plan | None, options: Options) -> tuple[P
     return program, plan, note
 
 
+def _merge_pushes(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    program, note = merge_pushes(program, plan)
+    return program, plan, note
+
+
+def _place(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    program, note = place(program, plan)
+    return program, plan, note
+
+
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
     ("classify", lambda program, plan, options: _keep(plan, classify(program))),
@@ -101,6 +115,8 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("analyze_batch", _analyze_batch),
     ("choose", _choose),
     ("lift_rows", _lift_rows),
+    ("merge_pushes", _merge_pushes),
+    ("place", _place),
 )
 
 
@@ -121,5 +137,9 @@ def compile_program(program: Program, options: Options) -> Compiled:
         if name == "analyze_batch":
             analysed = program
     assert plan is not None, "the pipeline makes a plan"
-    fallback = lift_rows(analysed, plan.without_limits())[0] if plan.fallback else None
+    fallback = None
+    if plan.fallback:
+        safe = plan.without_limits()
+        fallback, _ = place(merge_pushes(lift_rows(analysed, safe)[0], safe)[0], safe)
+        verify_program(fallback)
     return Compiled(analysed, plan, program, tuple(records), fallback)

@@ -5,6 +5,7 @@ Rich in a terminal, HTML in a notebook, plain text in a log: `print(autopar.expl
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,7 @@ class Explanation:
             )
             return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}")]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
-        parts += [_reason(r) for r in self.rows if r.kind == "sparse"]
+        parts += [_reason(r) for r in self.rows if r.reason]
         parts.append(self._totals())
         for name, note, seconds in self.passes:
             parts.append(Text.assemble(("  " + name.ljust(14), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
@@ -186,11 +187,20 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
         members.update(space.leaves)
     for k, given in enumerate(program.inputs):
         if given.role == "state" and k not in members:
-            type_ = program.block.inputs[k].type
-            size = getattr(type_, "nbytes", 0)
-            rows.append(Row(given.path, type_.shape, "dense", size, 0, None, "as it is", 2 * size, 2 * size))
+            rows.append(_dense_row(entry, k, told.get(given.path)))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices)
+
+
+def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
+    """A dense leaf's row: one in shares is updated on its owner."""
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    type_, path = program.block.inputs[k].type, program.inputs[k].path
+    size = getattr(type_, "nbytes", 0)
+    share = size // plan.devices if k in plan.shares else size
+    action = "in shares, ps" if k in plan.shares else "as it is"
+    row = Row(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
+    return row if told is None else dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent)
 
 
 def _table_row(
@@ -206,6 +216,8 @@ def _table_row(
     lazy = entry.compiled.plan.sparse == "lazy"
     action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
     planned = int(dense * alpha.share) if told.lifted and alpha else dense
+    if table in entry.compiled.plan.shares:
+        action, planned = "all rows, in shares", dense // entry.compiled.plan.devices
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
     if told.sent and told.lifted:

@@ -61,9 +61,13 @@ class Entry:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
         plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
-        run = self._typed(emit(program.block, backends(plan, self.devices))) if plan.lifts else self.plain
+        run = (
+            self._typed(emit(program.block, backends(plan, self.devices), self.devices))
+            if plan.rewrites
+            else self.plain
+        )
         if self.compiled.fallback is not None:
-            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices))
+            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices), self.devices)
             run = with_fallback(run, self._typed(safe), analysed)
         return spread(run, plan, analysed, self.devices)
 

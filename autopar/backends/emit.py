@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.devices import Devices
 from autopar.backends.indices import flat_ids
 from autopar.backends.layouts import arranged, restored
 from autopar.backends.protocol import RowBackend
@@ -23,14 +24,17 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteT
 Array = Any
 
 
-def emit(block: Block, backends: Mapping[int, RowBackend] = {}) -> Callable[..., list[Array]]:
+def emit(
+    block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | None = None
+) -> Callable[..., list[Array]]:
     """A function of the block's inputs that returns its outputs.
 
     Args:
       block: A lifted program's block.
       backends: Family -> the backend of its row-space operations, where that isn't `SingleDevice`.
+      devices: Where values are spread, if any are.
     """
-    emitter = _Emitter(backends)
+    emitter = _Emitter(backends, devices)
 
     def run(*inputs: Array) -> list[Array]:
         return emitter.block(block, inputs)
@@ -39,8 +43,9 @@ def emit(block: Block, backends: Mapping[int, RowBackend] = {}) -> Callable[...,
 
 
 class _Emitter:
-    def __init__(self, backends: Mapping[int, RowBackend]) -> None:
+    def __init__(self, backends: Mapping[int, RowBackend], devices: Devices | None) -> None:
         self._backends = backends
+        self._devices = devices
         self._single = SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
@@ -67,7 +72,7 @@ class _Emitter:
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in _ROW_OPS:
             return [_ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
-        if equation.op in ("push", "sweep"):
+        if equation.op in ("push", "aggregate", "sweep", "replicate", "spread"):
             return getattr(self, "_" + equation.op)(equation, operands)
         if equation.bodies and equation.original is None:
             return getattr(self, "_" + {"while": "while_loop"}.get(equation.op, equation.op))(equation, operands)
@@ -114,7 +119,22 @@ class _Emitter:
             lambda state: self.block(condition, [*outside, *state])[0], step, tuple(map(jnp.asarray, start))
         )
 
+    # --- where values are ---
+
+    def _replicate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "one device has everything"
+        return [self._devices.constrain(operands[0], None)]
+
+    def _spread(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "one device has everything"
+        return [self._devices.constrain(operands[0], equation.params["axis"])]
+
     # --- row space ---
+
+    def _aggregate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        base, route, index, updates = operands
+        backend = self._backend(equation)
+        return [backend.aggregate(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
 
     def _push(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         base, route, index, updates = operands
@@ -223,6 +243,14 @@ def _push_ids(backend: RowBackend, p: Mapping[str, Any], base: Array, route: Any
     return backend.push_ids(base, route, ids, new, p["axis"])
 
 
+def _deliver(backend: RowBackend, p: Mapping[str, Any], sums: Array, route: Any, base: Array | None = None) -> Array:
+    return backend.deliver(sums, route, p["axis"], base)
+
+
+def _plus(backend: RowBackend, p: Mapping[str, Any], a: Array, b: Array) -> Array:
+    return a + b
+
+
 def _row_iota(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
     numbers = backend.row_numbers(route, p["extent"])
     shape = [1] * len(p["shape"])
@@ -274,6 +302,8 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,
     "push_ids": _push_ids,
+    "deliver": _deliver,
+    "plus": _plus,
     "reduce_rows": _reduce_rows,
     "densify": _densify,
     "commit": _commit,

@@ -6,43 +6,76 @@ to the routed rows. Source: Parallax, section 3.2 (Horovod's way with sparse gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from autopar.backends import single
 from autopar.backends.devices import Devices
-from autopar.backends.indices import find, flat_ids, local_index, scatter_rows, sorted_unique
-from autopar.backends.single import Route, SingleDevice
+from autopar.backends.indices import find, local_index, scatter_rows, sorted_unique, untouched
+from autopar.backends.single import SingleDevice
 
 Array = Any
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Route(single.Route):
+    """The rows that a step touches, known to all devices.
+
+    Attributes:
+      asked: int32[N F], spread: the sorted rows that each device touches itself; V for padding.
+      back: int32[N F], where these are among `rows`; U for none.
+    """
+
+    asked: Array
+    back: Array
+
+
 class GatheredRows(SingleDevice):
-    """Implements `protocol.RowBackend`: as on one device, but for the push of what each device has."""
+    """Implements `protocol.RowBackend`: as on one device, but for the gradients of what each device has."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def push(
-        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
+    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> single.Route:
+        if params["asked"] is None:  # nothing is spread
+            return super().route(ids, params)
+        count, extent = self._devices.count, params["extent"]
+
+        def plan(*ids: Array) -> tuple[Array, ...]:
+            asked = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["asked"] // count, extent)
+            theirs = jax.lax.all_gather(asked, self._devices.axis, tiled=True)
+            rows = sorted_unique(theirs, params["rows"], extent)
+            return rows, untouched(rows), asked, find(rows, theirs, extent)
+
+        batched = params["batched"] or [False] * len(ids)
+        given = [0 if b else None for b in batched]
+        return Route(*self._devices.local(plan, given, (None, None, 0, None), *ids))
+
+    def aggregate(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: single.Route, index: Array, updates: Array
     ) -> Array:
-        batch = params["batch"]
-        if batch is None or params["op"] != "scatter-add":  # the order of the others matters
-            return super().push(primitive, params, base, route, index, updates)
-        axis, extent, devices = params["axis"], params["extent"], self._devices
+        assert isinstance(route, Route), "gradients of this device alone are aggregated"
 
-        def exchange(base: Array, routed: Array, index: Array, updates: Array) -> Array:
-            ids = flat_ids({**params, "count": 1}, index)
-            mine = sorted_unique(ids, min(extent, ids.shape[0]), extent)
-            shape = (*base.shape[:axis], mine.shape[0], *base.shape[axis + 1 :])
-            zeros = jnp.zeros(shape, base.dtype)
-            sums = scatter_rows(primitive, params, zeros, local_index(params, mine, index), updates)
-            theirs = jax.lax.all_gather(mine, devices.axis, tiled=True)
-            rows = jax.lax.all_gather(jnp.moveaxis(sums, axis, 0), devices.axis, tiled=True)
-            total = jnp.moveaxis(base, axis, 0).at[find(routed, theirs, extent)].add(rows, mode="drop")
-            return jnp.moveaxis(total, 0, axis)
+        def add(base: Array, asked: Array, index: Array, updates: Array) -> Array:
+            return scatter_rows(primitive, params, base, local_index(params, asked, index), updates)
 
-        given = (None, None, batch, params["spread"])
-        return devices.local(exchange, given, None, base, route.rows, index, updates)
+        axis = params["axis"]
+        given = (axis, 0, params["batch"], params["spread"])
+        return self._devices.local(add, given, axis, base, route.asked, index, updates)
+
+    def deliver(self, sums: Array, route: single.Route, axis: int, base: Array | None) -> Array:
+        assert isinstance(route, Route), "gradients of this device alone are delivered"
+        touched = route.rows.shape[0]
+
+        def exchange(sums: Array, back: Array, *base: Array) -> Array:
+            rows = jax.lax.all_gather(jnp.moveaxis(sums, axis, 0), self._devices.axis, tiled=True)
+            start = jnp.moveaxis(base[0], axis, 0) if base else jnp.zeros((touched, *rows.shape[1:]), rows.dtype)
+            return jnp.moveaxis(start.at[back].add(rows, mode="drop"), 0, axis)
+
+        more = () if base is None else (base,)
+        return self._devices.local(exchange, (axis, None, *(None for _ in more)), None, sums, route.back, *more)

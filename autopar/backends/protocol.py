@@ -20,7 +20,7 @@ class RowBackend(Protocol):
     def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
         """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
 
-        `params`: `extent`, `rows`, `fetched` (F), and in `batched` for each of `ids` whether equal shares of it are the
+        `params`: `extent`, `rows`, `asked` (F), and in `batched` for each of `ids` whether equal shares of it are the
         devices' (None: none is).
         """
         ...
@@ -46,6 +46,16 @@ class RowBackend(Protocol):
         self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
     ) -> Array:
         """The scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U, ...]."""
+        ...
+
+    def aggregate(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
+    ) -> Array:
+        """A push by each device of what it has itself, into the rows that it asked for: `base` [F, ...]."""
+        ...
+
+    def deliver(self, sums: Array, route: Route, axis: int, base: Array | None) -> Array:
+        """What was aggregated, [F, ...], summed over the devices and added to `base` [U, ...], if there is one."""
         ...
 
     def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:

@@ -91,7 +91,7 @@ class ShardedRows:
 
     def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
         count, end, capacity, share = self._devices.count, self._layout.stored, self._capacity, self._share
-        asked_rows, owned_rows = params["fetched"] // count, params["rows"] // count
+        asked_rows, owned_rows = params["asked"] // count, params["rows"] // count
 
         def plan(*ids: Array) -> tuple[Array, ...]:
             asked = sorted_unique(self._places(jnp.concatenate(ids)), asked_rows, end)
@@ -137,25 +137,37 @@ class ShardedRows:
 
         return self._devices.local(lookup, (axis, 0, None), None, fetched, route.asked, ids)
 
+    def aggregate(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
+    ) -> Array:
+        def add(base: Array, asked: Array, index: Array, updates: Array) -> Array:
+            return scatter_rows(primitive, params, base, self._local(params, asked, index), updates)
+
+        axis = params["axis"]
+        given = (axis, 0, params["batch"], params["spread"])
+        return self._devices.local(add, given, axis, base, route.asked, index, updates)
+
+    def deliver(self, sums: Array, route: Route, axis: int, base: Array | None) -> Array:
+        owned = route.rows.shape[0] // self._devices.count
+
+        def exchange(sums: Array, slot: Array, back: Array, *base: Array) -> Array:
+            sums = jnp.moveaxis(sums, axis, 0)
+            sent = jnp.zeros((back.shape[0], *sums.shape[1:]), sums.dtype).at[slot].set(sums, mode="drop")
+            start = jnp.moveaxis(base[0], axis, 0) if base else jnp.zeros((owned, *sums.shape[1:]), sums.dtype)
+            return jnp.moveaxis(start.at[back].add(self._exchange(sent), mode="drop"), 0, axis)
+
+        more = () if base is None else (base,)
+        given = (axis, 0, 0, *(axis for _ in more))
+        return self._devices.local(exchange, given, axis, sums, route.slot, route.back, *more)
+
     def push(
         self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
     ) -> Array:
-        axis, batch = params["axis"], params["batch"]
-        if batch is None or params["op"] != "scatter-add":  # the order of the others matters
-            own = self._push_own(primitive, params)
-            return self._devices.local(own, (axis, 0, None, None), axis, base, route.rows, index, updates)
-
-        def exchange(base: Array, asked: Array, slot: Array, back: Array, index: Array, updates: Array) -> Array:
-            zeros = jnp.zeros((*base.shape[:axis], asked.shape[0], *base.shape[axis + 1 :]), base.dtype)
-            sums = scatter_rows(primitive, params, zeros, self._local(params, asked, index), updates)
-            sums = jnp.moveaxis(sums, axis, 0)
-            sent = jnp.zeros((back.shape[0], *sums.shape[1:]), sums.dtype).at[slot].set(sums, mode="drop")
-            total = jnp.moveaxis(base, axis, 0).at[back].add(self._exchange(sent), mode="drop")
-            return jnp.moveaxis(total, 0, axis)
-
-        given = (axis, 0, 0, 0, batch, params["spread"])
-        operands = (base, route.asked, route.slot, route.back, index, updates)
-        return self._devices.local(exchange, given, axis, *operands)
+        assert params["batch"] is None or params["op"] != "scatter-add", "what each device has by itself is aggregated"
+        own = self._push_own(primitive, params)
+        return self._devices.local(
+            own, (params["axis"], 0, None, None), params["axis"], base, route.rows, index, updates
+        )
 
     def _push_own(self, primitive: Any, params: Mapping[str, Any]) -> Callable[..., Array]:
         """Updates that every device has: each owner takes those of its rows."""

@@ -72,6 +72,14 @@ class SingleDevice:
     ) -> Array:
         return scatter_rows(primitive, params, base, local_index(params, route.rows, index), updates)
 
+    def aggregate(
+        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
+    ) -> Array:
+        raise AssertionError("nothing travels by itself: there are pushes only")
+
+    def deliver(self, sums: Array, route: Route, axis: int, base: Array | None) -> Array:
+        raise AssertionError("nothing travels by itself: there are pushes only")
+
     def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
         return base.at[along(axis, find(route.rows, ids, jnp.iinfo(jnp.int32).max))].set(updates, mode="drop")
 

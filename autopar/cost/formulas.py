@@ -54,10 +54,9 @@ def sent_bytes(
       routed: Bound on the rows that all devices together touch.
       capacity: Rows that one device may ask another one for.
     """
-    ids_to_all = (n - 1) * ids * _ID_BYTES
     return {
         "ps": (n - 1) * capacity * (_ID_BYTES + 2 * row_bytes),
-        "allgather": ids_to_all + (n - 1) * asked * (_ID_BYTES + row_bytes),
-        "allreduce_rows": ids_to_all + 2 * (n - 1) * routed * row_bytes // n,
+        "allgather": (n - 1) * asked * (_ID_BYTES + row_bytes),
+        "allreduce_rows": (n - 1) * ids * _ID_BYTES + 2 * (n - 1) * routed * row_bytes // n,
         "allreduce": 2 * (n - 1) * extent * row_bytes // n,
     }

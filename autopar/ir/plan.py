@@ -32,7 +32,7 @@ class FamilyPlan:
       ids: Number of ids a step looks up, duplicates included.
       method: How its rows travel ("ps" on one device, where nothing travels).
       lazy: Only touched rows move, whatever the optimizer says.
-      fetched: Rows that all devices together ask for, where they are spread over the devices ("ps"); else None.
+      asked: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else None.
       capacity: The most rows that one device asks another one for; else None.
       layout: How the rows are spread; else None.
       tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
@@ -43,7 +43,7 @@ class FamilyPlan:
     ids: int
     method: str
     lazy: bool
-    fetched: int | None = None
+    asked: int | None = None
     capacity: int | None = None
     layout: RowLayout | None = None
     tight: bool = False
@@ -79,6 +79,7 @@ class Plan:
         holds all of it.
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
+      shares: Dense leaves that are spread and gathered for use -> the axis.
     """
 
     families: tuple[FamilyPlan, ...]
@@ -88,6 +89,12 @@ class Plan:
     placements: tuple[int | None, ...] = ()
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
     fallback: tuple[FamilyPlan, ...] = ()
+    shares: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the step is run otherwise than as JAX traced it."""
+        return self.lifts or bool(self.shares)
 
     @property
     def lifts(self) -> bool:

@@ -24,9 +24,11 @@ _STEP = 8
 
 def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int) -> FamilyPlan:
     """The family with the bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
-    if method != "ps" or devices == 1:
-        return FamilyPlan(space.family, min(space.extent, ids.count) + 1, ids.count, method, lazy)
     asked = max(1, min(space.extent, ids.count_on(devices)))
+    if method != "ps" or devices == 1:
+        travels = method == "allgather" and any(ids.batched)
+        sums = devices * asked if travels else None
+        return FamilyPlan(space.family, min(space.extent, ids.count) + 1, ids.count, method, lazy, sums)
     layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
     family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout)
     return _with_capacity(family, min(asked, layout.share), tight=False)

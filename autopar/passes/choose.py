@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
 from autopar.passes.capacity import bounds, device_ids, tightened, with_layout
+from autopar.passes.shares import share_dense
 
 #: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
 Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
@@ -42,7 +44,7 @@ def choose(
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
-    methods = _methods(program, strategy)
+    methods, shared = _methods(program, strategy)
     families, parameters = [], []
     has_effects = any(e.effects for e in program.block.equations)
     options = _Options(methods, sparse, devices, None if has_effects else example, headroom)
@@ -51,33 +53,72 @@ def choose(
         families += [chosen] if chosen else []
         parameters += told
     order = {given.path: k for k, given in enumerate(program.inputs)}
-    parameters.sort(key=lambda p: order[p.path])
+    known = {p.path for p in parameters}
     safe, tight = [f for f, _ in families], [f for _, f in families]
     placements, layouts = _placements(program, safe)
+    chosen = {f.family for f in safe}
+    rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
+    states = frozenset(k for k, given in enumerate(program.inputs) if given.role == "state")
+    shares, told = share_dense(program, shared, states - rows, devices)
+    parameters = _with_shares(parameters, told)
+    placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
+    parameters.sort(key=lambda p: order[p.path])
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
-    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback)
+    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback, shares)
+    tables = len(parameters) - sum(p.path not in known for p in told)
     lifted = sum(p.lifted for p in parameters)
-    return plan, f"{lifted} of {len(parameters)} tables run on their touched rows"
+    return plan, f"{lifted} of {tables} tables run on their touched rows"
 
 
-def _methods(program: Program, strategy: Strategy) -> dict[int, tuple[str, bool]]:
-    """Table -> (method, whether the strategy names this very table)."""
-    named = isinstance(strategy, str)
-    patterns = {"**": strategy} if isinstance(strategy, str) else dict(strategy)
-    states = [given.path for given in program.inputs if given.role == "state"]
-    for pattern, method in patterns.items():
-        if method not in METHODS:
-            raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
-        if pattern not in ("**", "*") and not any(matches(pattern, path) for path in states):
-            shown = ", ".join(program.inputs[k].path for k, _ in program.tables) or "none"
-            raise StrategyError(f"strategy: {pattern!r} matches no parameter. Looked up by rows: {shown}")
-    found = {}
-    for k, _ in program.tables:
-        path = program.inputs[k].path
-        pattern = next((p for p in patterns if matches(p, path)), None)
-        method = patterns[pattern] if pattern is not None else "auto"
-        found[k] = (method, not named and pattern not in ("*", "**", None))
-    return found
+def _methods(program: Program, strategy: Strategy) -> tuple[dict[int, tuple[str, bool]], dict[int, str]]:
+    """Table -> (method, whether the strategy names this very table); leaf -> the pattern that gives it to "ps".
+
+    One method for the whole step means the tables that can be lifted, patterns mean every parameter.
+    """
+    if isinstance(strategy, str):
+        _check_method(strategy)
+        return {k: (strategy, False) for k, _ in program.tables}, {}
+    tables = {k for k, _ in program.tables}
+    states = {k: given.path for k, given in enumerate(program.inputs) if given.role == "state"}
+    for pattern, method in strategy.items():
+        _check_method(method)
+        matched = [k for k, path in states.items() if matches(pattern, path)]
+        shown = ", ".join(states[k] for k in sorted(tables)) or "none"
+        if pattern not in ("**", "*") and not matched:
+            rest = [path for k, path in states.items() if k not in tables]
+            others = f"; others: {', '.join(rest[:8])}{', ...' if len(rest) > 8 else ''}" if rest else ""
+            raise StrategyError(f"strategy: {pattern!r} matches no parameter. Looked up by rows: {shown}{others}")
+        if method in ("allgather", "allreduce_rows") and not tables.intersection(matched):
+            raise StrategyError(
+                f"strategy: {pattern!r} matches no parameter that is looked up by rows ({shown}); "
+                f"for dense ones there are 'allreduce' and 'ps', not {method!r}"
+            )
+    found, shared = {}, {}
+    for k, path in states.items():
+        pattern = next((p for p in strategy if matches(p, path)), None)
+        method = "auto" if pattern is None else strategy[pattern]
+        if k in tables:
+            found[k] = (method, pattern not in ("*", "**", None))
+        if pattern is not None and method == "ps":
+            shared[k] = pattern
+    return found, shared
+
+
+def _check_method(method: str) -> None:
+    if method not in METHODS:
+        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
+
+
+def _with_shares(parameters: Sequence[ParameterPlan], told: Sequence[ParameterPlan]) -> list[ParameterPlan]:
+    """What is said of tables and of dense leaves in shares; of a table that is one, why it isn't lifted as well."""
+    found = {p.path: p for p in parameters}
+    for shared in told:
+        old = found.get(shared.path)
+        if old is not None:
+            reason = f"{shared.reason}; all rows, because {old.reason}"
+            shared = dataclasses.replace(shared, reason=reason, remedy=old.remedy, line=old.line)
+        found[shared.path] = shared
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +200,7 @@ def _sharded(program: Program, space: RowSpace, ids: RowIds, options: _Options) 
 
 def _sent(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Mapping[str, int]:
     """Method -> bytes that each device sends in a step; nothing on one device."""
-    if sharded.layout is None or sharded.fetched is None or sharded.capacity is None:
+    if sharded.layout is None or sharded.asked is None or sharded.capacity is None:
         return {}
     devices = sharded.layout.devices
     return sent_bytes(
@@ -167,7 +208,7 @@ def _sent(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -
         row_bytes=sum(program.block.inputs[k].type.nbytes for k in space.tables) // space.extent,
         extent=space.extent,
         ids=ids.count_on(devices),
-        asked=sharded.fetched // devices,
+        asked=sharded.asked // devices,
         routed=min(space.extent, ids.count) + 1,
         capacity=sharded.capacity,
     )

@@ -181,9 +181,9 @@ class _Lift:
         self.scope.indices |= {e: self.scope.get(index.atom) for e, index in ids.indices.items()}
         type_ = RouteType(family, space.extent, self.scope.rows_of(family))
         flat = [self.scope.get(v) for v in ids.results]
-        fetched = self.scope.lifting.families[family].fetched
+        asked = self.scope.lifting.families[family].asked
         batched = ids.batched if any(ids.batched) else None
-        params = {"extent": space.extent, "rows": type_.rows, "fetched": fetched, "batched": batched}
+        params = {"extent": space.extent, "rows": type_.rows, "asked": asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("route", flat, type_, params)
 
     def _ahead(self, equations: list[Equation]) -> None:
@@ -315,7 +315,7 @@ class _Lift:
 
 def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     """Rows that one round of a sweep takes: on each device, where they are spread."""
-    if family.fetched is None:
+    if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)
     return devices * min(-(-space.extent // devices), _BLOCK_ROWS)
 

@@ -129,7 +129,7 @@ class Scope:
 
     def fetched(self, atom: Atom, axis: int, family: int) -> Atom:
         """The rows of a value that each device asked for, brought there outside of the loops that leave it alone."""
-        if self.lifting.families[family].fetched is None:
+        if self.lifting.families[family].layout is None:
             return self.at_rows(atom, axis, family)
         key = (atom, axis, family, "fetched")
         found = self.rows.get(key)
@@ -144,7 +144,7 @@ class Scope:
         return found
 
     def _at_fetched(self, type_: Any, axis: int, family: int) -> ArrayType:
-        count = self.lifting.families[family].fetched
+        count = self.lifting.families[family].asked
         assert count is not None, "only rows that are spread are fetched"
         return dataclasses.replace(type_, shape=resized(type_.shape, axis, count))
 

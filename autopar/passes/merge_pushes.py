@@ -1,0 +1,299 @@
+"""Add up the gradients of a family before they travel, and where they belong: one exchange for many pushes.
+
+Where devices hold shares of the batch and rows travel (`ps`, `allgather`), a push is split in two: `aggregate` adds
+gradients to the rows that a device asked for, on that device; `deliver` sends these sums, to owners or to all. Sums of
+delivered rows are then delivered once, and a loop that adds up what it delivers adds up aggregates and delivers them
+after its last iteration (Parallax's local aggregation, section 4.3). Elsewhere a sum of a value and a push becomes a
+push into that value: a loop's carry takes gradients in place.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.rules import resized
+from autopar.ir.slicing import eliminate_dead
+
+#: What adds gradients to rows, on top of its first operand.
+_ADDING = ("aggregate", "push")
+
+
+def merge_pushes(program: Program, plan: Plan) -> tuple[Program, str]:
+    """The lifted program with as few exchanges of gradients as its sums allow."""
+    if not plan.lifts:
+        return program, "nothing is lifted"
+    before = _count(program.block)
+    asked = {f.family: f.asked for f in plan.families if f.asked is not None}
+    merged = _Merge(asked).run(program.block, frozenset())
+    block, _ = eliminate_dead(merged)
+    note = f"pushes: {before} before, {_count(block)} after" + (", each an exchange" if asked else "")
+    return dataclasses.replace(program, block=block), note
+
+
+def _count(block: Block) -> int:
+    return sum(e.op in ("push", "deliver") for e in block.walk())
+
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """`asked`: family -> F, the rows that all devices together ask for, where a push is split."""
+
+    asked: Mapping[int, int]
+
+    def run(self, block: Block, zeros: frozenset[Var]) -> Block:
+        """The block merged; `zeros` are inputs that are known to be zero."""
+        split = _Editor(zeros)
+        for equation in block.equations:
+            if equation.bodies and equation.op in ("scan", "remat", "cond"):
+                self._nested(split, equation)
+            elif self._is_split(equation):
+                self._split(split, equation)
+            else:
+                split.add(equation)
+        return _merge_sums(Block(block.inputs, tuple(split.equations), block.outputs), zeros)
+
+    def _is_split(self, equation: Equation) -> bool:
+        adds = equation.op == "push" and equation.params["op"] == "scatter-add"
+        return adds and equation.inputs[1].type.family in self.asked and equation.params["batch"] is not None
+
+    def _split(self, editor: _Editor, push: Equation) -> None:
+        base, route, *rest = push.inputs
+        axis = push.params["axis"]
+        start = editor.zeros_of(self._aggregated(push.outputs[0].type, route.type, axis))
+        sums = Var(start.type)
+        editor.add(dataclasses.replace(push, op="aggregate", inputs=(start, route, *rest), outputs=(sums,)))
+        on = () if editor.is_zero(base) else (base,)
+        editor.add(Equation("deliver", (sums, route, *on), push.outputs, {"axis": axis}))
+
+    def _aggregated(self, type_: ArrayType, route: RouteType, axis: int) -> ArrayType:
+        return dataclasses.replace(type_, shape=resized(type_.shape, axis, self.asked[route.family]))
+
+    # --- bodies ---
+
+    def _nested(self, editor: _Editor, equation: Equation) -> None:
+        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
+        operands = equation.inputs[skipped:]
+        constant = equation.params["num_consts"] if equation.op == "scan" else len(operands)
+        bodies = []
+        for body in equation.bodies:
+            pairs = zip(body.inputs[:constant], operands, strict=False)
+            bodies.append(self.run(body, frozenset(v for v, a in pairs if editor.is_zero(a))))
+        changed = any(new is not old for new, old in zip(bodies, equation.bodies, strict=True))
+        equation = dataclasses.replace(equation, bodies=tuple(bodies), original=None) if changed else equation
+        if equation.op == "scan":
+            self._deliver_after(editor, equation)
+        elif equation.op == "remat":
+            self._deliver_outside(editor, equation)
+        else:
+            editor.add(equation)
+
+    def _deliver_after(self, editor: _Editor, equation: Equation) -> None:
+        """A scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
+        (body,) = equation.bodies
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        inputs, outputs = list(equation.inputs), list(equation.outputs)
+        after = []
+        for k in range(carry):
+            found = _accumulated(body, body.inputs[consts + k], body.outputs[k])
+            if found is None:
+                continue
+            sums, route, axis = found
+            inner = _Editor(frozenset(), list(body.equations))
+            carried = Var(sums.type)
+            total = inner.plus(carried, sums)
+            body = Block(_set(body.inputs, consts + k, carried), tuple(inner.equations), _set(body.outputs, k, total))
+            start, result = inputs[consts + k], outputs[k]
+            inputs[consts + k] = editor.zeros_of(sums.type)
+            outputs[k] = Var(sums.type)
+            on = () if editor.is_zero(start) else (start,)
+            outer = equation.inputs[body.inputs.index(route)]
+            after.append(Equation("deliver", (outputs[k], outer, *on), (result,), {"axis": axis}))
+        if after:
+            body, _ = eliminate_dead(body)
+            equation = dataclasses.replace(
+                equation, inputs=tuple(inputs), outputs=tuple(outputs), bodies=(body,), original=None
+            )
+        editor.add(equation)
+        for deliver in after:
+            editor.add(deliver)
+
+    def _deliver_outside(self, editor: _Editor, equation: Equation) -> None:
+        """A remat whose results are delivered rows: it returns aggregates."""
+        (body,) = equation.bodies
+        block = _Editor(frozenset(), list(body.equations))
+        returned, outputs, after = list(body.outputs), list(equation.outputs), []
+        for k, atom in enumerate(body.outputs):
+            made = block.producer(atom, "deliver")
+            if made is None or len(made.inputs) != 2 or made.inputs[1] not in body.inputs:
+                continue
+            sums, route = made.inputs
+            assert isinstance(route, Var), "a route is no constant"
+            returned[k], result = sums, outputs[k]
+            outputs[k] = Var(sums.type)
+            outer = equation.inputs[body.inputs.index(route)]
+            after.append(Equation("deliver", (outputs[k], outer), (result,), made.params))
+        if after:
+            body, _ = eliminate_dead(Block(body.inputs, body.equations, tuple(returned)))
+            equation = dataclasses.replace(equation, outputs=tuple(outputs), bodies=(body,), original=None)
+        editor.add(equation)
+        for deliver in after:
+            editor.add(deliver)
+
+
+def _set(items: Sequence, k: int, item: Atom) -> tuple:
+    return (*items[:k], item, *items[k + 1 :])
+
+
+def _accumulated(body: Block, carry: Var, out: Atom) -> tuple[Var, Var, int] | None:
+    """(sums, route, axis) if an iteration does no more with a carry than deliver sums on top of it."""
+    editor = _Editor(frozenset(), list(body.equations))
+    made = editor.producer(out, "deliver")
+    uses = _uses(body)
+    if made is None or len(made.inputs) < 3 or made.inputs[2] is not carry or uses[carry] > 1 or uses[out] > 1:
+        return None
+    sums, route = made.inputs[:2]
+    assert isinstance(sums, Var) and isinstance(route, Var), "both are made by equations"
+    return (sums, route, made.params["axis"]) if route in body.inputs else None
+
+
+def _uses(block: Block) -> collections.Counter[Atom]:
+    found = collections.Counter(block.outputs)
+    for equation in block.equations:
+        found.update(equation.inputs)
+    return found
+
+
+@dataclass(slots=True)
+class _Editor:
+    """Equations of a block being written. `zeros`: variables that are zero."""
+
+    known: frozenset[Var]
+    equations: list[Equation] = field(default_factory=list)
+    zeros: set[Atom] = field(init=False)
+    producers: dict[Atom, Equation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.zeros = set(self.known)
+        self.producers = {}
+        equations, self.equations = self.equations, []
+        for equation in equations:
+            self.add(equation)
+
+    def add(self, equation: Equation) -> None:
+        self.equations.append(equation)
+        self.producers.update({v: equation for v in equation.outputs})
+        constant = equation.op in ("full", "broadcast_in_dim", "convert_element_type", "copy")
+        if constant and self.is_zero(equation.inputs[0]):
+            self.zeros.update(equation.outputs)
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether a value is known to be zero."""
+        if isinstance(atom, Literal):
+            return atom.shape == () and not np.any(np.asarray(atom.value))
+        return atom in self.zeros
+
+    def producer(self, atom: Atom, op: str) -> Equation | None:
+        """The equation that makes a value, if it is this operation."""
+        made = self.producers.get(atom)
+        return made if made is not None and made.op == op else None
+
+    def zeros_of(self, type_: ArrayType) -> Var:
+        zero = Literal(np.zeros((), type_.dtype), ArrayType((), type_.dtype))
+        out = Var(type_)
+        self.add(Equation("full", (zero,), (out,), {"shape": type_.shape, "dtype": type_.dtype}))
+        return out
+
+    def plus(self, base: Atom, sums: Atom) -> Atom:
+        """The sum of two values; where the second one is gradients added to zeros, they are added to the first."""
+        chain = self.chain(sums)
+        if not chain:
+            out = Var(base.type)
+            self.add(Equation("plus", (base, sums), (out,)))
+            return out
+        for adding in chain:
+            out = Var(base.type)
+            self.add(dataclasses.replace(adding, inputs=(base, *adding.inputs[1:]), outputs=(out,)))
+            base = out
+        return base
+
+    def name_last(self, out: Var) -> None:
+        """Give the result of the last equation a name that others know it by."""
+        last = self.equations.pop()
+        del self.producers[last.outputs[0]]
+        self.add(dataclasses.replace(last, outputs=(out,)))
+
+    def chain(self, sums: Atom) -> list[Equation]:
+        """The equations that add gradients to zeros, first to last; none if there is anything else in it."""
+        found: list[Equation] = []
+        while (made := self.producers.get(sums)) is not None and made.op in _ADDING:
+            if made.params["op"] != "scatter-add":
+                return []
+            found.append(made)
+            sums = made.inputs[0]
+        return found[::-1] if self.is_zero(sums) else []
+
+
+def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
+    """Sums of delivered rows delivered once; sums of values and pushes as pushes into those values."""
+    uses = _uses(block)
+    editor = _Editor(zeros)
+    terms: dict[Atom, list[Atom]] = {}
+    for equation in block.equations:
+        parts = _parts(editor, equation)
+        if parts is not None:
+            out = equation.outputs[0]
+            flat = [t for a in parts for t in (terms[a] if a in terms and uses[a] == 1 else [a])]
+            terms[out] = flat
+            if _sum(editor, equation, flat, uses):
+                continue
+        editor.add(equation)
+    if len(editor.equations) == len(block.equations) and all(
+        a is b for a, b in zip(editor.equations, block.equations, strict=True)
+    ):
+        return block
+    return Block(block.inputs, tuple(editor.equations), block.outputs)
+
+
+def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
+    """What an equation adds up, None if it is no sum: of a delivery onto a base, the base and the delivered rows."""
+    if equation.op in ("add", "add_any") and equation.inputs[0].shape == equation.inputs[1].shape:
+        return list(equation.inputs)
+    if equation.op == "deliver" and len(equation.inputs) == 3:
+        alone = Var(equation.outputs[0].type)
+        editor.add(dataclasses.replace(equation, inputs=equation.inputs[:2], outputs=(alone,)))
+        return [equation.inputs[2], alone]
+    return None
+
+
+def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collections.Counter[Atom]) -> bool:
+    """Write a sum in the merged form, if there is one; whether there is."""
+    rest: list[Atom] = []
+    pushes: list[Atom] = []
+    deliveries: dict[tuple[Atom, int], list[Atom]] = {}
+    for atom in flat:
+        made = editor.producers.get(atom) if uses[atom] <= 1 else None
+        if made is not None and made.op == "deliver" and len(made.inputs) == 2:
+            deliveries.setdefault((made.inputs[1], made.params["axis"]), []).append(made.inputs[0])
+        elif made is not None and made.op == "push" and editor.chain(atom):
+            pushes.append(atom)
+        else:
+            rest.append(atom)
+    if not pushes and not deliveries:
+        return False
+    base = functools.reduce(editor.plus, (*rest, *pushes)) if rest or pushes else None
+    for (route, axis), sums in deliveries.items():
+        together = functools.reduce(editor.plus, sums)
+        result = Var(equation.outputs[0].type)
+        on = () if base is None else (base,)
+        editor.add(Equation("deliver", (together, route, *on), (result,), {"axis": axis}))
+        base = result
+    editor.name_last(equation.outputs[0])
+    return True

@@ -1,0 +1,77 @@
+"""Say where values are: dense parameters that are spread are gathered where a whole one is used, after their casts.
+
+Elementwise equations on shares stay on shares; what meets a share there (the gradient) is spread as well, so that it is
+reduced to its owner and not to all. A lookup takes the owner's rows, and needs no gathered table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.ir.plan import Plan
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.rules import ALIGNED
+from autopar.ir.slicing import eliminate_dead
+
+
+def place(program: Program, plan: Plan) -> tuple[Program, str]:
+    """The program with `replicate` and `spread` where shares are used (`Plan.shares`)."""
+    if not plan.shares:
+        return program, "no dense parameter is spread"
+    placing = _Placing({program.block.inputs[k]: axis for k, axis in plan.shares.items()})
+    for equation in program.block.equations:
+        placing.add(equation)
+    outputs = program.block.outputs
+    # A new state keeps its place by itself, and any other result every device gets.
+    returned = tuple(
+        atom if out.state is not None else placing.whole(atom)
+        for atom, out in zip(outputs, program.outputs, strict=True)
+    )
+    block, _ = eliminate_dead(Block(program.block.inputs, tuple(placing.equations), returned))
+    gathered = sum(e.op == "replicate" for e in block.equations)
+    return dataclasses.replace(
+        program, block=block
+    ), f"{len(plan.shares)} leaves in shares, {gathered} gathered for use"
+
+
+class _Placing:
+    """The block being written. `shares`: values that are spread, with their axis."""
+
+    def __init__(self, shares: Mapping[Atom, int]) -> None:
+        self.shares: dict[Atom, int] = dict(shares)
+        self.equations: list[Equation] = []
+        self._gathered: dict[Atom, Var] = {}
+
+    def add(self, equation: Equation) -> None:
+        axis = next((self.shares[a] for a in equation.inputs if a in self.shares), None)
+        if axis is None:
+            self.equations.append(equation)
+        elif equation.op == "gather" and equation.inputs[0] in self.shares:
+            rest = [self.whole(a) for a in equation.inputs[1:]]
+            self.equations.append(dataclasses.replace(equation, inputs=(equation.inputs[0], *rest)))
+        elif equation.op in ALIGNED and equation.op not in ("concatenate", "sort"):
+            shape = next(a for a in equation.inputs if a in self.shares).shape
+            inputs = tuple(self._share(a, axis) if a.shape == shape else a for a in equation.inputs)
+            self.equations.append(dataclasses.replace(equation, inputs=inputs))
+            self.shares.update((v, axis) for v in equation.outputs if v.shape == shape)
+        elif equation.op.startswith(("reduce_", "arg")):
+            self.equations.append(equation)
+        else:
+            self.equations.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
+
+    def whole(self, atom: Atom) -> Atom:
+        """The value on every device."""
+        if atom not in self.shares:
+            return atom
+        if atom not in self._gathered:
+            self._gathered[atom] = out = Var(atom.type)
+            self.equations.append(Equation("replicate", (atom,), (out,)))
+        return self._gathered[atom]
+
+    def _share(self, atom: Atom, axis: int) -> Atom:
+        if not isinstance(atom, Var) or self.shares.get(atom) == axis:
+            return atom
+        out = Var(atom.type)
+        self.equations.append(Equation("spread", (atom,), (out,), {"axis": axis}))
+        return out

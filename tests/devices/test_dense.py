@@ -1,0 +1,114 @@
+"""Dense parameters by `ps`: in shares, gathered for use; and what strategies may name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+
+from .collectives import read_collectives
+from .meshes import mesh_of
+from .test_rows import same
+
+WIDTH, HIDDEN, ROWS = 16, 64, 400
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
+
+
+def make_state() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        "emb": jax.random.normal(keys[0], (ROWS, WIDTH)),
+        "w": jax.random.normal(keys[1], (WIDTH, HIDDEN)),
+        "v": jax.random.normal(keys[2], (HIDDEN, 3)),
+        "odd": jnp.ones(3),
+    }
+    return {"params": params, "opt": TX.init(params)}
+
+
+def step(state: Any, ids: Any) -> Any:
+    def loss_fn(p: Any) -> jax.Array:
+        hidden = jnp.tanh(p["emb"][ids] @ p["w"].astype(jnp.bfloat16).astype(jnp.float32))
+        return jnp.mean((hidden @ p["v"] + p["odd"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    new = {"params": optax.apply_updates(state["params"], updates), "opt": opt}
+    return new, {"loss": loss, "norm": optax.tree.norm(state["params"]), "w": 2.0 * new["params"]["w"]}
+
+
+IDS = jax.random.randint(jax.random.key(1), (8, 5), 0, ROWS)
+
+
+def shares(leaf: jax.Array) -> set[tuple[int, ...]]:
+    return {s.data.shape for s in leaf.addressable_shards}
+
+
+@pytest.mark.parametrize("devices", [3, 4])
+def test_a_step_on_shares(devices: int) -> None:
+    planned = autopar.parallelize(step, strategy={"params/w*": "ps", "**/v": "ps"}, mesh=mesh_of(devices))
+    plain = jax.jit(step)
+    mine, theirs = make_state(), make_state()
+    for _ in range(3):
+        (mine, a), (theirs, b) = planned(mine, IDS), plain(theirs, IDS)
+        same((mine, a), (theirs, b))
+    assert planned.plan is not None
+    w = (WIDTH // 4, HIDDEN) if devices == 4 else (WIDTH, HIDDEN)  # 3 divides none of its axes
+    v = (HIDDEN // 4, 3) if devices == 4 else (HIDDEN, 1)
+    adam = mine["opt"][1][0]
+    for tree in (mine["params"], adam.mu, adam.nu):
+        assert (shares(tree["w"]), shares(tree["v"])) == ({w}, {v})
+
+
+def test_shares_are_gathered_for_use_only() -> None:
+    planned = autopar.parallelize(step, strategy={"**": "ps"}, mesh=mesh_of(4), donate=False)
+    compiled = planned.lower(make_state(), IDS).compile()
+    gathered = {a for op, arrays in read_collectives(compiled.as_text()) if op == "all-gather" for a in arrays}
+    # The result's w is gathered as well; neither the slots nor the table are.
+    wanted = {("f32", (WIDTH, HIDDEN)), ("f32", (HIDDEN, 3)), ("bf16", (WIDTH, HIDDEN))}
+    assert {a for a in gathered if a[1] in {(WIDTH, HIDDEN), (HIDDEN, 3), (ROWS, WIDTH)}} <= wanted
+    assert ("f32", (HIDDEN, 3)) in gathered
+    whole = sum(x.nbytes for x in jax.tree.leaves(make_state()))
+    assert compiled.memory_analysis().argument_size_in_bytes < 0.27 * whole
+
+
+def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
+    planned = autopar.parallelize(step, strategy={"params/emb": "ps"}, mesh=mesh_of(4))
+    same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
+    assert planned.plan is not None
+    (told,) = planned.plan.parameters
+    assert (told.path, told.lifted, told.method) == ("params/emb", False, "ps")
+    assert "a share of axis 0 on each device, 2 slots with it; looked up at its owners" in told.reason
+    assert "all rows, because" in told.reason
+    assert "all rows, in shares" in str(autopar.explain(planned))
+
+
+def test_one_method_for_all_leaves_dense_parameters_alone() -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    planned.entry(make_state(), IDS)
+    assert planned.plan is not None and not planned.plan.shares
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ({"params/x": "ps"}, r"'params/x' matches no parameter. Looked up by rows: params/emb; others: opt/"),
+        ({"params/w": "allgather"}, r"'params/w' matches no parameter that is looked up.*'allreduce' and 'ps'"),
+        ({"params/odd": "ps"}, r"params/odd can't be spread over 4 devices: they divide none of its axes \(f32\[3\]\)"),
+        ({"params/emb": "allgather"}, r"params/emb can't be trained with 'allgather'"),
+        ({"params/w": "pss"}, r"there is no method 'pss'; the methods are auto, allreduce, ps"),
+    ],
+)
+def test_strategies_that_can_not_be(strategy: dict[str, str], message: str) -> None:
+    planned = autopar.parallelize(step, strategy=strategy, mesh=mesh_of(4))
+    with pytest.raises(autopar.StrategyError, match=message):
+        planned.entry(make_state(), IDS)
+
+
+def test_shares_of_one_device_are_the_whole() -> None:
+    planned = autopar.parallelize(step, strategy={"**": "ps"}, mesh=mesh_of(1))
+    same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))

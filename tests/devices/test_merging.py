@@ -1,0 +1,126 @@
+"""Gradients travel once: several lookups, loops and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+
+from .collectives import read_collectives
+from .meshes import mesh_of
+from .test_rows import same
+
+WIDTH, ROWS = 8, 400
+TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
+IDS = jax.random.randint(jax.random.key(1), (32, 6), 0, ROWS)
+
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def make_state() -> dict[str, Any]:
+    params = {"emb": jax.random.normal(jax.random.key(0), (ROWS, WIDTH)), "w": jnp.eye(WIDTH)}
+    return {"params": params, "opt": TX.init(params)}
+
+
+def step_of(loss_fn: Loss) -> Callable[[Any, Any], Any]:
+    def step(state: Any, ids: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, ids))(state["params"])
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    return step
+
+
+def three_lookups(p: Any, ids: Any) -> jax.Array:
+    a, b, c = p["emb"][ids], jnp.take(p["emb"], ids[:, ::2], axis=0), p["emb"][ids[:, 0] // 2]
+    return jnp.mean(jnp.tanh(a @ p["w"]) ** 2) + jnp.mean(b**3) + jnp.mean(c)
+
+
+def in_a_scan(p: Any, ids: Any) -> jax.Array:
+    def one(h: jax.Array, now: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ p["w"] + p["emb"][now])
+        return h, jnp.mean((h - p["emb"][now // 3]) ** 2)
+
+    return jnp.mean(jax.lax.scan(one, jnp.zeros((ids.shape[0], WIDTH)), ids.T)[1])
+
+
+def in_nested_scans(p: Any, ids: Any) -> jax.Array:
+    def inner(h: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ p["w"] + p["emb"][now]), None
+
+    def outer(h: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
+        return jax.lax.scan(inner, h, now)[0], None
+
+    h, _ = jax.lax.scan(outer, jnp.zeros((ids.shape[0], WIDTH)), ids.T.reshape(2, 3, -1))
+    return jnp.mean(h**2)
+
+
+def checkpointed(p: Any, ids: Any) -> jax.Array:
+    layer = jax.checkpoint(lambda emb, w: jnp.tanh(emb[ids] @ w))
+    return jnp.mean(layer(p["emb"], p["w"]) ** 2) + jnp.mean(p["emb"][ids])
+
+
+def checkpointed_in_a_scan(p: Any, ids: Any) -> jax.Array:
+    @jax.checkpoint
+    def one(h: jax.Array, now: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h @ p["w"] + p["emb"][now]), None
+
+    return jnp.mean(jax.lax.scan(one, jnp.zeros((ids.shape[0], WIDTH)), ids.T)[0] ** 2)
+
+
+LOSSES = (three_lookups, in_a_scan, in_nested_scans, checkpointed, checkpointed_in_a_scan)
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather"])
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+def test_gradients_travel_once(loss_fn: Loss, method: str) -> None:
+    step = step_of(loss_fn)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (make_state(), IDS))
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4))
+    text = planned.lower(*shapes).compile().as_text()
+    found = [op for op, _ in read_collectives(text)]
+    assert (found.count("all-to-all"), found.count("all-gather")) == ((3, 0) if method == "ps" else (0, 2))
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False)
+    same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+def test_on_one_device_gradients_are_added_where_they_belong(loss_fn: Loss) -> None:
+    step = step_of(loss_fn)
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(1), donate=False)
+    same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
+    program = planned.latest.compiled.program if planned.latest else None
+    assert program is not None
+    pushes = [e for e in program.block.walk() if e.op == "push"]
+    rows = pushes[0].outputs[0].shape
+    sums = [e for e in program.block.walk() if e.op in ("add", "add_any") and e.outputs[0].shape == rows]
+    assert len(pushes) >= 1 and all(_is_update(e) for e in sums)
+
+
+def _is_update(equation: Any) -> bool:
+    """Adagrad's own sums: of the accumulator and of the parameter."""
+    return equation.source is None or "optax" not in equation.source.file
+
+
+def test_a_nonzero_start_is_kept() -> None:
+    """A loop that adds gradients to what was there before it."""
+
+    def step(state: Any, ids: Any) -> Any:
+        def one(sums: Any, now: Any) -> tuple[Any, jax.Array]:
+            loss, g = jax.value_and_grad(lambda p: in_a_scan(p, now))(state["params"])
+            return jax.tree.map(jnp.add, sums, g), loss
+
+        first = jax.grad(lambda p: three_lookups(p, ids))(state["params"])
+        grads, losses = jax.lax.scan(one, first, jnp.stack([ids, ids + 1, ids // 2]))
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, losses
+
+    for method in ("ps", "allgather"):
+        planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False)
+        same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
