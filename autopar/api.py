@@ -22,6 +22,7 @@ from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import example_ids, id_inputs
+from autopar.measure.calibrate import rates_of
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 
@@ -392,7 +393,9 @@ def parallelize(
     devices = Devices.of(mesh, data_axis)
     return ParallelStep(
         fun=step,
-        options=Options(strategy=strategy, sparse=sparse, devices=devices.count),
+        options=Options(
+            strategy=strategy, sparse=sparse, devices=devices.count, rates=functools.partial(rates_of, devices)
+        ),
         devices=devices if devices.mesh.size > 1 else None,
         donate=donate,
         state_argnums=_positions(step, state_argnums),

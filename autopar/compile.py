@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.cost.rates import Rates
 from autopar.ir.plan import Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
@@ -39,6 +40,8 @@ class Options:
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
     headroom: float = 1.25
+    #: What exchanges cost on the devices; asked for where "auto" has to choose between several devices' methods.
+    rates: Callable[[], Rates] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +89,7 @@ def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
         devices=options.devices,
         example=options.example,
         headroom=options.headroom,
+        rates=options.rates,
     )
     return program, plan, note
 

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.api import ParallelStep
+from autopar.cost.formulas import transfer_bytes
 from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import ParameterPlan
@@ -44,6 +45,8 @@ class Row:
       reason, remedy: Why, and what would change it.
       method: How a table's rows travel.
       sent: On several devices, method -> bytes that each device would send in a step.
+      seconds: Method -> what its exchanges and updates were predicted to take.
+      table_3: The paper's figures for the table itself (`cost.transfer_bytes`).
     """
 
     path: str
@@ -60,6 +63,8 @@ class Row:
     remedy: str = ""
     method: str = ""
     sent: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    table_3: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,18 +217,29 @@ def _table_row(
     slots = [k for k in space.leaves if k not in space.tables] if first else []
     size = var.type.nbytes + sum(program.block.inputs[k].type.nbytes for k in slots)
     dense = touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
-    alpha = measure_alpha(program, space, leaves) if space.accesses else None
+    devices = entry.compiled.plan.devices
+    alpha = measure_alpha(program, space, leaves, devices) if space.accesses else None
     lazy = entry.compiled.plan.sparse == "lazy"
     action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
     planned = int(dense * alpha.share) if told.lifted and alpha else dense
     if table in entry.compiled.plan.shares:
-        action, planned = "all rows, in shares", dense // entry.compiled.plan.devices
+        action, planned = "all rows, in shares", dense // devices
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
     if told.sent and told.lifted:
         action += f", {told.method}"
-    details = (line, reason, remedy, told.method, sent)
-    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details)
+    details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
+    paper = _table_3(var.type.nbytes, devices, alpha.local_share) if sent and alpha else {}
+    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper)
+
+
+def _table_3(b: int, n: int, alpha: float) -> Mapping[str, float]:
+    """The paper's bytes for a table, as a sparse parameter and as a dense one."""
+    return {
+        "ps": transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha),
+        "allgather": transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha),
+        "allreduce": transfer_bytes("allreduce", "dense", b=b, n=n),
+    }
 
 
 def _short(line: str) -> str:
@@ -236,7 +252,8 @@ def _alpha(alpha: Alpha | None) -> str:
     if alpha is None:
         return ""
     mark = "" if alpha.measured else "<= "
-    return f"{mark}{alpha.share:.2%}"
+    several = alpha.local_rows < alpha.rows
+    return f"{mark}{alpha.share:.2%}" + (f" ({alpha.local_share:.2%} each)" if several else "")
 
 
 def _traffic(row: Row) -> str:
@@ -254,6 +271,12 @@ def _reason(row: Row) -> Text:
     if row.sent:
         shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.sent.items())
         text.append(f"\n    each device sends in a step: {shown}")
+    if row.table_3:
+        shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.table_3.items())
+        text.append(f"\n    transferred by Parallax's table 3: {shown}")
+    if row.seconds:
+        shown = ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in row.seconds.items())
+        text.append(f"\n    exchanges and updates are predicted to take: {shown}")
     return text
 
 

@@ -1,5 +1,7 @@
 """What a plan costs: bytes and time. Knows no program."""
 
-from autopar.cost.formulas import sent_bytes, transfer_bytes
+from autopar.cost.exchange import Sizes, sent_bytes, step_seconds
+from autopar.cost.formulas import transfer_bytes
+from autopar.cost.rates import Rates
 
-__all__ = ["sent_bytes", "transfer_bytes"]
+__all__ = ["Rates", "Sizes", "sent_bytes", "step_seconds", "transfer_bytes"]

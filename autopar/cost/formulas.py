@@ -1,16 +1,11 @@
-"""Bytes that a method transfers: the paper's table, and what each device really sends.
+"""Parallax's table 3: bytes that a method transfers.
 
-Parallax's table 3 counts what one worker transfers for a parameter of b bytes. It mixes units (AllReduce counts one
+It counts what one worker transfers for a parameter of b bytes. It mixes units (AllReduce counts one
 direction, the others both; the co-located server's own bytes are left out), so that AllGather never wins for N > 2. It
-is shown; decisions use `sent_bytes`, the bytes sent per device, server and padding included.
+is shown; what each device really sends is `cost.exchange.sent_bytes`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-
-#: Bytes of a row's number.
-_ID_BYTES = 4
 
 
 def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1.0) -> float:
@@ -38,25 +33,3 @@ def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1
         known = ", ".join(f"{m} for {k}" for m, k in table)
         raise ValueError(f"the table has no {method!r} for {kind!r} parameters; it has {known}")
     return table[method, kind]
-
-
-def sent_bytes(
-    *, n: int, row_bytes: int, extent: int, ids: int, asked: int, routed: int, capacity: int
-) -> Mapping[str, int]:
-    """Bytes that each device sends in a step for the rows of one table, by method (DESIGN 6).
-
-    Args:
-      n: Devices N.
-      row_bytes: Bytes of a row.
-      extent: V.
-      ids: Ids that each device looks up, duplicates included.
-      asked: Distinct rows of them at most.
-      routed: Bound on the rows that all devices together touch.
-      capacity: Rows that one device may ask another one for.
-    """
-    return {
-        "ps": (n - 1) * capacity * (_ID_BYTES + 2 * row_bytes),
-        "allgather": (n - 1) * asked * (_ID_BYTES + row_bytes),
-        "allreduce_rows": (n - 1) * ids * _ID_BYTES + 2 * (n - 1) * routed * row_bytes // n,
-        "allreduce": 2 * (n - 1) * extent * row_bytes // n,
-    }

@@ -55,6 +55,7 @@ class ParameterPlan:
 
     Attributes:
       sent: On several devices, method -> bytes that each device would send in a step for the table's family.
+      seconds: Method -> the time that its exchanges and updates were predicted to take, where that was asked.
     """
 
     path: str
@@ -64,6 +65,7 @@ class ParameterPlan:
     remedy: str = ""
     line: str = ""
     sent: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,38 +19,51 @@ from autopar.ir.program import Block, Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
+from autopar.passes.capacity import device_ids
 from autopar.table import materialize
 
 
 @dataclass(frozen=True, slots=True)
 class Alpha:
-    """Rows touched of `extent`, by `ids` looked-up ids; `measured` on a batch, or an upper bound."""
+    """Rows touched of `extent`, by `ids` looked-up ids; `measured` on a batch, or an upper bound.
+
+    `local_rows`: of them those that one device touches, on average over the devices.
+    """
 
     rows: int
     extent: int
     ids: int
     measured: bool
+    local_rows: float
 
     @property
     def share(self) -> float:
         """Touched rows over all rows."""
         return self.rows / self.extent
 
+    @property
+    def local_share(self) -> float:
+        """Rows that one device touches over all rows: the paper's alpha, of one worker."""
+        return self.local_rows / self.extent
 
-def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None) -> Alpha:
-    """alpha of one family.
+
+def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
+    """alpha of one family: of all devices together (the union), and of one.
 
     Args:
       program: An analysed program.
       space: The family.
       leaves: Flat arguments; None (or a ShapeDtypeStruct) for those whose values aren't known.
+      devices: N.
     """
-    ids = collect_ids(program.block, space)
+    ids = collect_ids(program.block, space, program.batch, devices)
     found = example_ids(program, ids, leaves)
+    extent = space.extent
     if found is None:
-        return Alpha(min(space.extent, ids.count), space.extent, ids.count, False)
-    flat = np.concatenate(found) if found else np.zeros((0,), np.int32)
-    return Alpha(int(np.unique(flat[flat < space.extent]).size), space.extent, ids.count, True)
+        return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
+    asked = device_ids(found, ids.batched, devices, extent)
+    union = np.unique(np.concatenate(asked))
+    return Alpha(union.size, extent, ids.count, True, float(np.mean([rows.size for rows in asked])))
 
 
 def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> list[np.ndarray] | None:

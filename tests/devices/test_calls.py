@@ -114,11 +114,3 @@ def test_verify_and_explain_take_tables() -> None:
     text = str(autopar.explain(planned, state, ids_in(0, 41, 3)))
     assert "touched rows, ps" in text and "each device sends in a step: ps" in text
     assert "dealt out over the devices; a device asks another one for" in text
-
-
-def test_the_method_that_sends_least_is_taken() -> None:
-    planned = autopar.parallelize(step, mesh=mesh_of(4))
-    entry = planned.entry(make_state(4000), ids_in(0, 4000))
-    (told,) = entry.compiled.plan.parameters
-    assert told.method == min(told.sent, key=lambda m: told.sent[m])
-    assert set(told.sent) == {"ps", "allgather", "allreduce_rows", "allreduce"}

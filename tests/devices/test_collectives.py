@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost import sent_bytes, transfer_bytes
+from autopar.cost import Sizes, sent_bytes, transfer_bytes
 
 from .collectives import read_collectives, result_bytes
 from .meshes import mesh_of
@@ -53,17 +53,18 @@ def test_a_parser_reads_tuples_of_any_length() -> None:
 
 
 def expected() -> dict[str, int]:
-    return dict(
-        sent_bytes(
-            n=DEVICES,
-            row_bytes=4 * WIDTH,
-            extent=ROWS,
-            ids=ASKED,
-            asked=ASKED,
-            routed=DEVICES * ASKED + 1,
-            capacity=ASKED,
-        )
+    sizes = Sizes(
+        devices=DEVICES,
+        extent=ROWS,
+        row_bytes=4 * WIDTH,
+        family_bytes=8 * WIDTH,
+        ids=ASKED,
+        asked=ASKED,
+        routed=DEVICES * ASKED + 1,
+        capacity=ASKED,
+        owned=DEVICES * ASKED + 1,
     )
+    return dict(sent_bytes(sizes))
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 1])

@@ -1,0 +1,98 @@
+"""How long the parts of an exchange take on some devices: measured curves, as plain data.
+
+All figures are of all devices at work at once (`measure.calibrate` takes them so): what they share, memory, cores or a
+link, is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by size, through measured points: linear between them, and beyond the last one."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ValueError(f"a curve goes through points of growing sizes, not {sizes}")
+
+    def __call__(self, size: float) -> float:
+        """Seconds for a size; the first point's for what is smaller."""
+        points = self.points
+        if size <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        right = next((k for k, (s, _) in enumerate(points) if s >= size), len(points) - 1)
+        (a, low), (b, high) = points[right - 1], points[right]
+        slope = (high - low) / (b - a)
+        if size > b:
+            return high + max(0.0, slope) * (size - b)
+        return low + slope * (size - a)
+
+
+#: What needs no exchange.
+FREE = Curve(((0.0, 0.0),))
+
+
+@dataclass(frozen=True, slots=True)
+class RowRate:
+    """Seconds for a row, and for each of its bytes, of a gather or scatter of rows."""
+
+    row_s: float
+    byte_s: float
+
+    def __call__(self, rows: float, row_bytes: float) -> float:
+        return rows * (self.row_s + self.byte_s * row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What calibration finds.
+
+    Attributes:
+      all_to_all, all_gather, all_reduce: Seconds by bytes of the result on one device.
+      route: Seconds by number of ids, to make them unique and to find each among the unique ones.
+      walk: Seconds by bytes read and written by an elementwise pass.
+      gather, scatter: Of rows; a scatter adds.
+    """
+
+    all_to_all: Curve
+    all_gather: Curve
+    all_reduce: Curve
+    route: Curve
+    walk: Curve
+    gather: RowRate
+    scatter: RowRate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for a file."""
+        return asdict(self)
+
+    @staticmethod
+    def of_dict(found: Mapping[str, Any]) -> Rates:
+        """The reverse of `as_dict`.
+
+        Raises:
+          ValueError, KeyError, TypeError: it is no such thing.
+        """
+
+        def curve(name: str) -> Curve:
+            return Curve(tuple((float(size), float(seconds)) for size, seconds in found[name]["points"]))
+
+        def rows(name: str) -> RowRate:
+            return RowRate(float(found[name]["row_s"]), float(found[name]["byte_s"]))
+
+        return Rates(
+            all_to_all=curve("all_to_all"),
+            all_gather=curve("all_gather"),
+            all_reduce=curve("all_reduce"),
+            route=curve("route"),
+            walk=curve("walk"),
+            gather=rows("gather"),
+            scatter=rows("scatter"),
+        )

@@ -1,0 +1,162 @@
+"""Decide for one family: whether it is lifted, by which method, and with which bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost.exchange import Sizes, sent_bytes, step_seconds
+from autopar.cost.model import lifting_pays
+from autopar.cost.rates import Rates
+from autopar.errors import StrategyError
+from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
+from autopar.ir.program import Program
+from autopar.ir.row_ids import RowIds, collect_ids
+from autopar.ir.rowspace import RowSpace
+from autopar.passes.capacity import bounds, device_ids, tightened, with_layout
+
+#: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
+Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user, the devices and the example say.
+
+    Attributes:
+      methods: Table -> (method, whether the strategy names this very table).
+      sparse: "exact", "lazy" or "off".
+      devices: N.
+      example: Gives the flat ids of the example batch.
+      headroom: How much more than the example's load a device may send to another one.
+      rates: Gives what exchanges cost.
+    """
+
+    methods: Mapping[int, tuple[str, bool]]
+    sparse: Sparse
+    devices: int
+    example: Example | None
+    headroom: float
+    rates: Callable[[], Rates] | None
+
+
+def decide_family(
+    program: Program, space: RowSpace, wishes: Wishes
+) -> tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]:
+    """The family without limits and as it is planned, None if it stays dense; and what is said of its tables.
+
+    Raises:
+      StrategyError: a method is named for a table that can't be lifted.
+    """
+    paths = [program.inputs[k].path for k in space.tables]
+    asked = [wishes.methods[k] for k in space.tables]
+    method = next((m for m, _ in asked if m != "auto"), "auto")
+    source = _line(space)
+
+    def dense(reason: str, remedy: str = "", line: str = source, **told: Mapping) -> tuple[None, list[ParameterPlan]]:
+        return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
+
+    if space.refusal is not None:
+        named = [m for m, by_name in asked if by_name and m in ROW_METHODS and m != "ps"]
+        if named:
+            raise StrategyError(
+                f"strategy: {paths[0]} can't be trained with {named[0]!r}: {space.refusal}. "
+                "Leave it to 'auto', or to 'allreduce'"
+            )
+        where = str(space.refusal.source) if space.refusal.source else source
+        return dense(space.refusal.reason, space.refusal.remedy, where)
+    if wishes.sparse == "off":
+        return dense("sparse='off'")
+    if method == "allreduce":
+        return dense("the strategy says 'allreduce'")
+    ids = collect_ids(program.block, space, program.batch, wishes.devices)
+    if wishes.devices == 1:
+        if method == "auto" and not _pays(program, space, ids):
+            shown = f"{ids.count} ids a step against {space.extent} rows"
+            return dense(f"{shown}: the dense update is faster", "strategy='ps'")
+        family = bounds(space, ids, "ps", wishes.sparse == "lazy", 1)
+        return (family, family), _lifted(space, ids, family, paths, source)
+    safe, tight = _sharded(program, space, ids, wishes)
+    sizes = _sizes(program, space, ids, tight)
+    sent, seconds = sent_bytes(sizes), {}
+    if method == "auto":
+        seconds = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
+        cost = seconds or sent
+        method = min(cost, key=lambda m: (cost[m], m != "ps"))
+        if method == "allreduce":
+            reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
+            return dense(reason, "strategy='ps'", sent=sent, seconds=seconds)
+    if method != "ps":
+        safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices)
+    return (safe, tight), _lifted(space, ids, tight, paths, source, sent, seconds)
+
+
+def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
+    row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
+    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes)
+
+
+def _lifted(
+    space: RowSpace,
+    ids: RowIds,
+    family: FamilyPlan,
+    paths: Sequence[str],
+    source: str,
+    sent: Mapping[str, int] = {},
+    seconds: Mapping[str, float] = {},
+) -> list[ParameterPlan]:
+    """What is said of the tables of a lifted family."""
+    reason = f"at most {min(space.extent, ids.count)} of {space.extent} rows a step{_told(family)}"
+    reason = "; ".join([reason, *space.notes])
+    return [ParameterPlan(p, True, family.method, reason, "", source, sent, seconds) for p in paths]
+
+
+def _told(family: FamilyPlan) -> str:
+    """How sharded rows are spread, in words."""
+    if family.layout is None:
+        return ""
+    order = ", dealt out over the devices" if family.layout.dealt else ", in shares of adjacent rows"
+    measured = "measured, with headroom" if family.tight else "a bound"
+    return f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
+
+
+def _sharded(program: Program, space: RowSpace, ids: RowIds, wishes: Wishes) -> tuple[FamilyPlan, FamilyPlan]:
+    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one."""
+    family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices)
+    if wishes.example is None or space.depends_on:
+        return family, family
+    flat = wishes.example(program, space, ids)
+    if flat is None:
+        return family, family
+    loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
+    safe = with_layout(family, loads)
+    return safe, tightened(safe, loads, wishes.headroom)
+
+
+def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Sizes:
+    """What a step does with the family, in numbers, given its bounds by `ps`."""
+    layout, asked, capacity = sharded.layout, sharded.asked, sharded.capacity
+    assert layout is not None and asked is not None and capacity is not None, "sharded rows have bounds"
+    inputs = program.block.inputs
+    return Sizes(
+        devices=layout.devices,
+        extent=space.extent,
+        row_bytes=sum(inputs[k].type.nbytes for k in space.tables) // space.extent,
+        family_bytes=sum(inputs[k].type.nbytes for k in space.leaves) // space.extent,
+        ids=ids.count_on(layout.devices),
+        asked=asked // layout.devices,
+        routed=min(space.extent, ids.count) + 1,
+        capacity=capacity,
+        owned=sharded.rows // layout.devices,
+        checks=sharded.tight,
+        spread=any(ids.batched),
+    )
+
+
+def _line(space: RowSpace) -> str:
+    """Where the table is looked up."""
+    lookups: Sequence = [a.equation for a in space.accesses if a.is_lookup]
+    source = next((e.source for e in lookups if e.source), None)
+    return str(source) if source else ""

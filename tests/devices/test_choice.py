@@ -1,0 +1,138 @@
+"""Which method "auto" takes, and the rates by which it does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import pytest
+
+import autopar
+from autopar.backends.devices import Devices
+from autopar.compile import Options, compile_program
+from autopar.cost import Rates, Sizes, sent_bytes, step_seconds
+from autopar.cost.rates import Curve, RowRate
+from autopar.ir.program import Program
+from autopar.ir.trace import block_of
+from autopar.measure import calibrate
+
+from .meshes import mesh_of
+from .test_rows import ids_in, make_state, same, step
+
+
+def rates(**seconds: float) -> Rates:
+    """A second for each byte, row or id, by part; what isn't named costs nothing."""
+
+    def curve(name: str) -> Curve:
+        return Curve(((0.0, 0.0), (1.0, seconds.get(name, 0.0))))
+
+    def rows(name: str) -> RowRate:
+        return RowRate(seconds.get(name + "_row", 0.0), seconds.get(name, 0.0))
+
+    curves = {name: curve(name) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
+    return Rates(**curves, gather=rows("gather"), scatter=rows("scatter"))  # type: ignore[arg-type]
+
+
+SIZES = Sizes(
+    devices=4, extent=1000, row_bytes=8, family_bytes=16, ids=20, asked=10, routed=81, capacity=5, owned=21, checks=True
+)
+
+
+def test_a_curve_goes_through_its_points() -> None:
+    curve = Curve(((10.0, 1.0), (20.0, 2.0), (40.0, 8.0)))
+    assert [curve(x) for x in (1, 10, 15, 20, 30, 40, 50)] == [1.0, 1.0, 1.5, 2.0, 5.0, 8.0, 11.0]
+    assert Curve(((10.0, 5.0), (20.0, 3.0)))(30) == 3.0, "noise does not make larger ones free"
+    with pytest.raises(ValueError, match="growing sizes"):
+        Curve(((2.0, 1.0), (1.0, 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        # (ids, rows, gradients) of 4 x 5 rows; nothing else uses an all_to_all.
+        ("all_to_all", {"ps": 20 * (4 + 8 + 8), "allgather": 0, "allreduce_rows": 0, "allreduce": 0}),
+        ("all_gather", {"ps": 0, "allgather": 40 * (4 + 8), "allreduce_rows": 4 * 20 * 4, "allreduce": 0}),
+        ("all_reduce", {"ps": 1, "allgather": 0, "allreduce_rows": 81 * 8, "allreduce": 1000 * 8}),
+        ("route", {"ps": 20 + 20, "allgather": 20 + 40, "allreduce_rows": 80, "allreduce": 0}),
+        ("gather_row", {"ps": 20 + 10 + 21, "allgather": 81, "allreduce_rows": 81, "allreduce": 0}),
+        ("scatter_row", {"ps": 10 + 20 + 21, "allgather": 40 + 81, "allreduce_rows": 81, "allreduce": 0}),
+        (
+            "walk",
+            {"ps": 42 * 24, "allgather": 162 * 24, "allreduce_rows": 81 * 8 + 162 * 24, "allreduce": 8000 + 2000 * 24},
+        ),
+    ],
+)
+def test_what_a_method_needs(part: str, expected: dict[str, int]) -> None:
+    assert step_seconds(rates(**{part: 1.0}), SIZES) == pytest.approx(expected)
+
+
+def test_bytes_by_hand() -> None:
+    ring = 2 * 3 / 4
+    assert sent_bytes(SIZES) == {
+        "ps": 3 * 5 * (4 + 8 + 8),
+        "allgather": 3 * 10 * (4 + 8),
+        "allreduce_rows": 3 * 20 * 4 + ring * 81 * 8,
+        "allreduce": ring * 8000,
+    }
+
+
+@pytest.mark.parametrize(
+    ("slow", "fast"),
+    [
+        (("all_to_all", "walk"), ("allgather", "allreduce_rows")),
+        (("all_gather", "all_reduce"), ("ps",)),
+        (("all_to_all", "all_gather", "route"), ("allreduce",)),
+        (("all_to_all", "all_reduce"), ("allgather",)),
+    ],
+)
+def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) -> None:
+    state, batch = make_state(4000), ids_in(0, 4000)
+    entry = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)).entry(state, batch)
+    given = entry.compiled.analysed
+    program = Program(block_of(entry.jaxpr), given.inputs, given.outputs)
+    options = Options(devices=4, rates=lambda: rates(**dict.fromkeys(slow, 1.0)))
+    (told,) = compile_program(program, options).plan.parameters
+    assert told.method in fast and told.lifted == (told.method != "allreduce")
+    assert told.seconds[told.method] == min(told.seconds.values())
+
+
+def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    devices, measured = Devices.of(mesh_of(2)), []
+
+    def once(devices: Devices) -> Rates:
+        measured.append(devices)
+        return rates(walk=1.0)
+
+    monkeypatch.setattr(calibrate, "calibrate", once)
+    for _ in range(2):
+        calibrate._rates.cache_clear()
+        assert calibrate.rates_of(devices) == rates(walk=1.0)
+    assert len(measured) == 1
+    (file,) = (tmp_path / "autopar").iterdir()
+    assert file == calibrate.cache_file(devices)
+    for broken in ("", "{}", json.dumps({"walk": {"points": []}})):
+        file.write_text(broken)
+        calibrate._rates.cache_clear()
+        assert calibrate.rates_of(devices) == rates(walk=1.0)
+    assert len(measured) == 4
+    calibrate._rates.cache_clear()
+
+
+def test_rates_survive_a_file() -> None:
+    found = rates(walk=0.25, gather_row=3.0)
+    assert Rates.of_dict(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_measured_rates_make_sense() -> None:
+    """More takes longer, and a step by them agrees with the plain one."""
+    planned = autopar.parallelize(step, mesh=mesh_of(4))
+    same(planned(make_state(4000), ids_in(0, 4000)), jax.jit(step)(make_state(4000), ids_in(0, 4000)))
+    found = calibrate.rates_of(Devices.of(mesh_of(4)))
+    for curve in (found.all_to_all, found.all_gather, found.all_reduce, found.route, found.walk):
+        sizes = [size for size, _ in curve.points]
+        assert 0 < curve(sizes[0]) < curve(sizes[-1])
+    assert found.gather(100, 1024) > 0 and found.scatter(100, 1024) > 0
+    text = str(autopar.explain(planned))
+    assert "predicted" in text and "Parallax's table 3" in text
