@@ -69,7 +69,9 @@ def main() -> None:
     jnp.zeros(()).block_until_ready()
     regrets = [measure(*case) for case in CASES]
     good = sum(r <= TOLERATED for r in regrets)
-    print(f"the chosen method is the fastest, or within 15%, in {good} of {len(regrets)} cases; worst {max(regrets):.2f}")
+    print(
+        f"the chosen method is the fastest, or within 15%, in {good} of {len(regrets)} cases; worst {max(regrets):.2f}"
+    )
 
 
 if __name__ == "__main__":

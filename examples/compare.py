@@ -24,7 +24,7 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Form:
-    """One form of the step, what makes its first state, and the bytes that each device sends for the tables."""
+    """One form of the step, what makes its first state, and the bytes that each device sends in a step."""
 
     step: Step
     make_state: Callable[[], Any]
@@ -48,7 +48,7 @@ class Comparison:
         for name, seconds in self.seconds.items():
             ratio = "" if name == first else f"  {self.seconds[first] / seconds:6.1f} times as fast"
             sent = self.sent[name]
-            told = "" if sent is None else f"  {sent / 2**20:8.2f} MiB sent by each device for the tables"
+            told = "" if sent is None else f"  {sent / 2**20:8.2f} MiB sent by each device"
             lines.append(f"  {name:{width}} {seconds * 1e3:8.1f} ms{ratio}{told}")
         return "\n".join([*lines, f"  after every step the metrics {agreement}"])
 

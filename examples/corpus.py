@@ -134,7 +134,9 @@ def _rank(counts: np.ndarray, vocab: int | None) -> tuple[np.ndarray, np.ndarray
     """Old id -> new id, by falling frequency and with 0 for what isn't kept; and the kept old ids in that order."""
     order = np.argsort(-counts, kind="stable")
     known = int(np.count_nonzero(counts >= MIN_COUNT))
-    kept = order[: known if vocab is None else min(vocab - 1, known)]
+    # A multiple of 8 ids by default: plain JAX shards the rows only where the devices divide them, to be compared with.
+    all_known = known - (known + 1) % 8 if known > 8 else known
+    kept = order[: all_known if vocab is None else min(vocab - 1, known)]
     if not len(kept):
         raise CorpusError(f"the corpus is too small: no word occurs {MIN_COUNT} times in it")
     new_ids = np.zeros(len(counts), np.int32)

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cost import Sizes, sent_bytes, transfer_bytes
+from autopar.measure.collectives import Collective, read_collectives, sent_by_device
 
-from .collectives import read_collectives, result_bytes
 from .meshes import mesh_of
 
 DEVICES, ROWS, WIDTH, IDS = 4, 4000, 16, (32, 5)
@@ -40,16 +41,49 @@ def compiled_text(method: str, rows: int = ROWS) -> str:
 
 
 def test_a_parser_reads_tuples_of_any_length() -> None:
-    text = """
-      %a = (s32[1,2]{1,0}, f32[3]{0}, /*index=2*/pred[]) all-to-all(%x, %y, %z), channel_id=1
-      %b = f32[4,5]{1,0:T(8)} all-gather-start(%c), dimensions={0}
-      %c = f32[7]{0} add(%all-reduce.1, %b)
-    """
+    text = """HloModule jit_step
+
+%body (p: (f32[2], s32[])) -> (f32[2], s32[]) {
+  %r = bf16[2]{0} all-reduce(%q), channel_id=3, to_apply=%sum
+}
+
+%rare (p: f32[2]) -> f32[2] {
+  %s = f32[2]{0} collective-permute(%q)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %a = (s32[1,2]{1,0}, f32[3]{0}, /*index=2*/pred[]) all-to-all(%x, %y, %z), channel_id=1
+  %b = (f32[1,5]{1,0}, f32[4,5]{1,0:T(8)}) all-gather-start(%c), dimensions={0}
+  %c = f32[7]{0} add(%all-reduce.1, %b)
+  %w = (f32[2], s32[]) while(%t), condition=%c1, body=%body, backend_config={"known_trip_count":{"n":"20"}}
+  %v = f32[2] while(%t), condition=%c2, body=%rare
+}
+"""
     assert read_collectives(text) == [
-        ("all-to-all", [("s32", (1, 2)), ("f32", (3,)), ("pred", ())]),
-        ("all-gather", [("f32", (4, 5))]),
+        Collective("all-to-all", (("s32", (1, 2)), ("f32", (3,)), ("pred", ())), 1),
+        Collective("all-gather", (("f32", (4, 5)),), 1),
+        Collective("all-reduce", (("bf16", (2,)),), 20),
+        Collective("collective-permute", (("f32", (2,)),), 0),
     ]
-    assert result_bytes(text) == Counter({"all-to-all": 21, "all-gather": 80})
+    assert [c.nbytes for c in read_collectives(text)] == [21, 80, 4, 8]
+    assert sent_by_device(text, 4) == 21 * 3 // 4 + 80 * 3 // 4 + 20 * (2 * 4 * 3 // 4)
+
+
+def result_bytes(text: str, larger_than: int = 0) -> Counter[str]:
+    """Op -> bytes of its results on one device, of arrays larger than so many bytes."""
+    total: Counter[str] = Counter()
+    for c in read_collectives(text):
+        total[c.op] += c.times * sum(n for n in c.sizes if n > larger_than)
+    return total
+
+
+def test_collectives_in_loops_are_counted_as_often_as_they_run() -> None:
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (c + jax.lax.psum(c, "data"), None), x, None, length=7)[0]
+
+    mapped = jax.shard_map(loop, mesh=mesh_of(4), in_specs=P("data"), out_specs=P("data"))
+    text = jax.jit(mapped).lower(jnp.ones((8, 3))).compile().as_text()
+    assert [(c.op, c.times, c.nbytes) for c in read_collectives(text)] == [("all-reduce", 7, 24)]
 
 
 def expected() -> dict[str, int]:
@@ -71,7 +105,7 @@ def expected() -> dict[str, int]:
 def test_ps_exchanges_ids_rows_and_gradients(rows: int) -> None:
     text = compiled_text("ps", rows)
     found = result_bytes(text, larger_than=SMALL // 2)
-    assert sum(op == "all-to-all" for op, _ in read_collectives(text)) == 3
+    assert sum(c.op == "all-to-all" for c in read_collectives(text)) == 3
     exchanged = result_bytes(text)["all-to-all"]  # to itself, too
     assert exchanged * (DEVICES - 1) // DEVICES == expected()["ps"]
     assert found["all-gather"] == found["collective-permute"] == found["reduce-scatter"] == 0

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.measure.collectives import read_collectives
 
-from .collectives import read_collectives
 from .meshes import mesh_of
 from .test_rows import same
 
@@ -67,7 +67,7 @@ def test_a_step_on_shares(devices: int) -> None:
 def test_shares_are_gathered_for_use_only() -> None:
     planned = autopar.parallelize(step, strategy={"**": "ps"}, mesh=mesh_of(4), donate=False)
     compiled = planned.lower(make_state(), IDS).compile()
-    gathered = {a for op, arrays in read_collectives(compiled.as_text()) if op == "all-gather" for a in arrays}
+    gathered = {a for c in read_collectives(compiled.as_text()) if c.op == "all-gather" for a in c.arrays}
     # The result's w is gathered as well; neither the slots nor the table are.
     wanted = {("f32", (WIDTH, HIDDEN)), ("f32", (HIDDEN, 3)), ("bf16", (WIDTH, HIDDEN))}
     assert {a for a in gathered if a[1] in {(WIDTH, HIDDEN), (HIDDEN, 3), (ROWS, WIDTH)}} <= wanted

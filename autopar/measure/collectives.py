@@ -1,0 +1,101 @@
+"""Reads the collectives of a compiled program, as XLA prints it (`compiled.as_text()`): which, how large, how often."""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16}
+_OPS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_COLLECTIVE = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<op>{_OPS})(?P<start>-start)?\(")
+_ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<shape>[\d,]*)\]")
+_CALLED = re.compile(r"(?:to_apply|calls|condition|true_computation|false_computation)=%?(?P<name>[\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{(?P<names>[^}]*)\}")
+_LOOP = re.compile(r" while\(.*body=%?(?P<name>[\w.\-]+)")
+_TURNS = re.compile(r'known_trip_count"?:\{"n":"(?P<count>\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective.
+
+    Attributes:
+      op: "all-reduce", "all-gather", "all-to-all", "reduce-scatter" or "collective-permute".
+      arrays: (dtype, shape) of its results on one device.
+      times: How often a step runs it. Loops whose number of iterations isn't known at compile time count as none: a
+        planned step has one for batches that exceed a capacity, and one for scalars that are not finite.
+    """
+
+    op: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    times: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each of its results on one device."""
+        return tuple(math.prod(shape) * _bits(dtype) // 8 for dtype, shape in self.arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes)
+
+    def sent(self, devices: int) -> int:
+        """Bytes that one of the devices sends each time (rings, and direct messages)."""
+        share = (devices - 1) * self.nbytes
+        if self.op == "collective-permute":
+            return self.nbytes
+        if self.op == "reduce-scatter":
+            return share
+        return (2 if self.op == "all-reduce" else 1) * share // devices
+
+
+def _bits(dtype: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    return _BITS.get(dtype) or (int(digits[0]) if digits else 8)
+
+
+def read_collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program; their results may be tuples of any length."""
+    found: dict[str, list[Collective]] = collections.defaultdict(list)
+    called: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    entry = name = ""
+    for line in text.splitlines():
+        head = _COMPUTATION.match(line)
+        if head:
+            name = head["name"]
+            entry = name if head["entry"] or not entry else entry
+            continue
+        match = _COLLECTIVE.search(line)
+        if match:
+            arrays = tuple(
+                (a["dtype"], tuple(int(n) for n in a["shape"].split(",") if n)) for a in _ARRAY.finditer(match["type"])
+            )
+            if match["start"] and match["op"] in ("all-gather", "collective-permute"):
+                arrays = arrays[len(arrays) // 2 :]  # the operands come first
+            found[name].append(Collective(match["op"], arrays, 1))
+        loop, turns = _LOOP.search(line), _TURNS.search(line)
+        if loop:
+            called[name].append((loop["name"], int(turns["count"]) if turns else 0))
+        called[name] += [(c["name"], 1) for c in _CALLED.finditer(line)]
+        for branches in _BRANCHES.finditer(line):
+            called[name] += [(b.strip().lstrip("%"), 1) for b in branches["names"].split(",")]
+    return _collect(entry, found, called, 1)
+
+
+def _collect(
+    name: str, found: Mapping[str, list[Collective]], called: Mapping[str, list[tuple[str, int]]], times: int
+) -> list[Collective]:
+    mine = [Collective(c.op, c.arrays, times) for c in found.get(name, ())]
+    for other, turns in called.get(name, ()):
+        mine += _collect(other, found, called, times * turns)
+    return mine
+
+
+def sent_by_device(text: str, devices: int) -> int:
+    """Bytes that one of the devices sends in a run of a compiled program."""
+    return sum(c.times * c.sent(devices) for c in read_collectives(text))
