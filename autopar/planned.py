@@ -41,7 +41,7 @@ class Entry:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
         plan = self.compiled.plan
         if self.devices is not None:
-            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed)
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -61,9 +61,9 @@ class Entry:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
         plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
-        run = self._typed(emit(program.block, backends(plan, self.devices))) if plan.lifts else self.plain
+        run = self._typed(emit(program.block, backends(plan, self.devices), self.devices)) if plan.lifts else self.plain
         if self.compiled.fallback is not None:
-            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices))
+            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices), self.devices)
             run = with_fallback(run, self._typed(safe), analysed)
         return spread(run, plan, analysed, self.devices)
 

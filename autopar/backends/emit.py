@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.devices import Devices
 from autopar.backends.indices import flat_ids
-from autopar.backends.layouts import arranged, restored
+from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.single import SingleDevice
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
@@ -23,14 +24,17 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteT
 Array = Any
 
 
-def emit(block: Block, backends: Mapping[int, RowBackend] = {}) -> Callable[..., list[Array]]:
+def emit(
+    block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | None = None
+) -> Callable[..., list[Array]]:
     """A function of the block's inputs that returns its outputs.
 
     Args:
       block: A lifted program's block.
       backends: Family -> the backend of its row-space operations, where that isn't `SingleDevice`.
+      devices: Over which tables that are stored in a layout are spread.
     """
-    emitter = _Emitter(backends)
+    emitter = _Emitter(backends, devices)
 
     def run(*inputs: Array) -> list[Array]:
         return emitter.block(block, inputs)
@@ -39,8 +43,9 @@ def emit(block: Block, backends: Mapping[int, RowBackend] = {}) -> Callable[...,
 
 
 class _Emitter:
-    def __init__(self, backends: Mapping[int, RowBackend]) -> None:
+    def __init__(self, backends: Mapping[int, RowBackend], devices: Devices | None) -> None:
         self._backends = backends
+        self._devices = devices
         self._single = SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
@@ -67,7 +72,7 @@ class _Emitter:
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in _ROW_OPS:
             return [_ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
-        if equation.op in ("push", "sweep"):
+        if equation.op in ("push", "sweep", "store", "whole"):
             return getattr(self, "_" + equation.op)(equation, operands)
         if equation.bodies and equation.original is None:
             return getattr(self, "_" + {"while": "while_loop"}.get(equation.op, equation.op))(equation, operands)
@@ -120,6 +125,14 @@ class _Emitter:
         base, route, index, updates = operands
         backend = self._backend(equation)
         return [backend.push(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
+
+    def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "layouts are for several devices"
+        return [store(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
+
+    def _whole(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "layouts are for several devices"
+        return [whole(operands[0], **equation.params, devices=self._devices)]
 
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
@@ -195,14 +208,6 @@ def _pull(backend: RowBackend, p: Mapping[str, Any], leaf: Array, route: Any) ->
     return backend.pull(jnp.asarray(leaf), route, p["axis"], p["state"])
 
 
-def _whole(backend: RowBackend, p: Mapping[str, Any], stored: Array) -> Array:
-    return restored(stored, p["layout"], p["axis"])
-
-
-def _store(backend: RowBackend, p: Mapping[str, Any], rows: Array) -> Array:
-    return arranged(jnp.asarray(rows), p["layout"], p["axis"])
-
-
 def _padding(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
     return backend.padding(jnp.asarray(rows), p["axis"])
 
@@ -269,8 +274,6 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "pull": _pull,
     "fetch": _fetch,
     "padding": _padding,
-    "whole": _whole,
-    "store": _store,
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,
     "push_ids": _push_ids,
