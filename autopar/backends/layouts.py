@@ -35,17 +35,26 @@ def even_axis(shape: Sequence[int], axis: int, count: int) -> int | None:
 
 def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """Rows as they are stored, [..., V, ...] -> [..., N share, ...]; spare ones are copies of the last row."""
-    rows = devices.constrain(rows, axis)
-    last = devices.constrain(jax.lax.slice_in_dim(rows, layout.extent - 1, layout.extent, axis=axis), None)
-    widths = [(0, (layout.stored - layout.extent) * (d == axis), 0) for d in range(rows.ndim)]
-    padded = jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
+    return arrange(even_shares(rows, layout, axis, devices), layout, axis, devices)
 
-    def arrange(rows: Array, last: Array) -> Array:
+
+def even_shares(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Rows in their own order, [..., V, ...] -> [..., N share, ...], spread; spare ones are zeros."""
+    widths = [(0, (layout.stored - layout.extent) * (d == axis), 0) for d in range(rows.ndim)]
+    padded = jax.lax.pad(devices.constrain(rows, axis), jnp.zeros((), rows.dtype), widths)
+    return devices.constrain(padded, axis)
+
+
+def arrange(shares: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Even shares as they are stored."""
+
+    def run(rows: Array, last: Array) -> Array:
         rows, last = jnp.moveaxis(rows, axis, 0), jnp.moveaxis(last, axis, 0)
         number = _numbers(layout, devices).reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.moveaxis(_dealt(jnp.where(number < layout.extent, rows, last), layout, devices), 0, axis)
 
-    return devices.local(arrange, (axis, None), axis, devices.constrain(padded, axis), last)
+    last = jax.lax.slice_in_dim(shares, layout.extent - 1, layout.extent, axis=axis)
+    return devices.local(run, (axis, None), axis, shares, devices.constrain(last, None))
 
 
 def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
@@ -120,6 +129,13 @@ def _to_ordinary(layout: RowLayout, axis: int, devices: Devices, shape: tuple[in
         return _restored(rows, layout, axis)
 
     return jax.jit(run, out_shardings=devices.sharding(to))
+
+
+@functools.cache
+def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
+    """`arrange` as a program of its own, in place."""
+    run = functools.partial(arrange, layout=layout, axis=axis, devices=devices)
+    return jax.jit(run, out_shardings=devices.sharding(axis), donate_argnums=0)
 
 
 def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:

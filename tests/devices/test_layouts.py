@@ -171,6 +171,7 @@ def test_reading_and_placing_take_shares_of_memory() -> None:
         "read, even": shares(layouts._to_ordinary(even, 0, devices, (40_000, WIDTH)), even.stored, 0),
         "place columns": shares(layouts._from_ordinary(layout, 0, devices, 1), ROWS, 1),
         "place copies": shares(layouts._from_ordinary(layout, 0, devices, None), ROWS, None),
+        "arrange": shares(layouts.arranger(layout, 0, devices), layout.stored, 0),
         "place, even": shares(layouts._from_ordinary(even, 0, devices, 0), 40_000, 0),
         "sum in a step": shares(
             jax.jit(lambda x: jnp.sum(layouts.whole(x, layout, 0, devices) ** 2)), layout.stored, 0
