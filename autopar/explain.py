@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `explain` returns; `str()` is plain text."""
+    """What `explain` returns; `str()` is plain text. `updates`: whether there is a state."""
 
     name: str
     rows: tuple[Row, ...]
@@ -71,6 +71,7 @@ class Explanation:
     trace_s: float
     sparse: str
     devices: int = 1
+    updates: bool = True
 
     @property
     def dense_bytes(self) -> int:
@@ -139,10 +140,8 @@ class Explanation:
 
     def _totals(self) -> Text:
         less = self.dense_bytes / max(self.planned_bytes, 1)
-        text = (
-            f"Parameter updates touch {format_bytes(self.planned_bytes)} a step in place of "
-            f"{format_bytes(self.dense_bytes)}"
-        )
+        what = "Parameter updates touch" if self.updates else "Lookups in tables that are spread touch"
+        text = f"{what} {format_bytes(self.planned_bytes)} a step in place of {format_bytes(self.dense_bytes)}"
         if less > 1.05:
             text += f": {less:.0f} times less" if less >= 2 else f": {less:.1f} times less"
         if self.sparse == "lazy":
@@ -190,7 +189,8 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
             size = getattr(type_, "nbytes", 0)
             rows.append(Row(given.path, type_.shape, "dense", size, 0, None, "as it is", 2 * size, 2 * size))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices)
+    updates = any(given.role == "state" for given in program.inputs)
+    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices, updates)
 
 
 def _table_row(
@@ -201,14 +201,15 @@ def _table_row(
     var = program.block.inputs[table]
     slots = [k for k in space.leaves if k not in space.tables] if first else []
     size = var.type.nbytes + sum(program.block.inputs[k].type.nbytes for k in slots)
-    dense = touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
+    is_read = program.inputs[table].role == "table"
+    dense = size if is_read else touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
     alpha = measure_alpha(program, space, leaves) if space.accesses else None
     lazy = entry.compiled.plan.sparse == "lazy"
     action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
     planned = int(dense * alpha.share) if told.lifted and alpha else dense
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
-    if told.sent and told.lifted:
+    if (told.sent or is_read) and told.lifted:
         action += f", {told.method}"
     details = (line, reason, remedy, told.method, sent)
     return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar import jax_compat
-from autopar.arguments import Call, States
+from autopar.arguments import Call, States, read_layout
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
@@ -35,6 +35,16 @@ class Entry:
     devices: Devices | None = None
     donate: bool = True
     headroom: float = 1.25
+
+    def takes(self, call: Call) -> bool:
+        """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
+        is planned for where it is."""
+        count = self.compiled.plan.devices
+        inputs = self.compiled.analysed.inputs
+        same = (
+            a.role == "state" or a.layout == read_layout(b, count) for a, b in zip(inputs, call.layouts, strict=True)
+        )
+        return self.call.key == call.key and all(same)
 
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:

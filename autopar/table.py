@@ -121,6 +121,11 @@ def is_table(leaf: Any) -> bool:
     return isinstance(leaf, Table)
 
 
+def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
+    """Layout and row axis of a Table, None of anything else."""
+    return (leaf.layout, leaf.axis) if isinstance(leaf, Table) else None
+
+
 def materialize(tree: Any) -> Any:
     """The same tree with ordinary arrays in place of Tables: for other JAX functions, for evaluation, for saving."""
     return jax.tree.map(lambda leaf: leaf.materialize() if is_table(leaf) else leaf, tree)

@@ -19,15 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.devices import Devices
-from autopar.ir.layout import RowLayout
+from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
-
-
-def even_axis(shape: Sequence[int], axis: int, count: int) -> int | None:
-    """The axis along which an ordinary array is spread: its rows if possible, else the first that `count` divides."""
-    order = (axis, *(d for d in range(len(shape)) if d != axis))
-    return next((d for d in order if shape[d] and shape[d] % count == 0), None)
 
 
 # --- in a compiled program ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,9 @@ import numpy as np
 from autopar.cost.formulas import sent_bytes
 from autopar.cost.model import lifting_pays
 from autopar.errors import StrategyError
-from autopar.ir.layout import RowLayout
+from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.plan import METHODS, ROW_METHODS, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
-from autopar.ir.program import Program
+from autopar.ir.program import Program, Var
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
 from autopar.passes.capacity import bounds, device_ids, tightened, with_layout
@@ -64,7 +65,7 @@ def _methods(program: Program, strategy: Strategy) -> dict[int, tuple[str, bool]
     """Table -> (method, whether the strategy names this very table)."""
     named = isinstance(strategy, str)
     patterns = {"**": strategy} if isinstance(strategy, str) else dict(strategy)
-    states = [given.path for given in program.inputs if given.role == "state"]
+    states = [given.path for given in program.inputs if given.role in ("state", "table")]
     for pattern, method in patterns.items():
         if method not in METHODS:
             raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
@@ -118,10 +119,13 @@ def _decide(
     found = collect_ids(program.block, space, program.batch, devices)
     ids = found.count
     row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
+    stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
+    if stored is not None:
+        method = "ps"
     if method == "auto" and not lifting_pays(extent=space.extent, ids=ids, row_bytes=row_bytes):
         return dense(f"{ids} ids a step against {space.extent} rows: the dense update is faster", "strategy='ps'")
-    safe, tight = _sharded(program, space, found, options)
-    sent = _sent(program, space, found, tight)
+    safe, tight = _sharded(program, space, found, options, stored)
+    sent = {} if stored is not None else _sent(program, space, found, tight)
     if method == "auto":
         method = min(sent, key=lambda m: (sent[m], m != "ps")) if sent else "ps"
     if method == "allreduce":
@@ -144,16 +148,22 @@ def _told(family: FamilyPlan) -> str:
     return f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
 
 
-def _sharded(program: Program, space: RowSpace, ids: RowIds, options: _Options) -> tuple[FamilyPlan, FamilyPlan]:
-    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one."""
+def _sharded(
+    program: Program, space: RowSpace, ids: RowIds, options: _Options, stored: RowLayout | None
+) -> tuple[FamilyPlan, FamilyPlan]:
+    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
+
+    What comes in a layout (`stored`) keeps it.
+    """
     family = bounds(space, ids, "ps", options.sparse == "lazy", options.devices)
+    family = family if stored is None else dataclasses.replace(family, layout=stored)
     if family.layout is None or options.example is None or space.depends_on:
         return family, family
     flat = options.example(program, space, ids)
     if flat is None:
         return family, family
     loads = device_ids(flat, ids.batched, options.devices, space.extent)
-    safe = with_layout(family, loads)
+    safe = with_layout(family, loads) if stored is None else family
     return safe, tightened(safe, loads, options.headroom)
 
 
@@ -181,7 +191,7 @@ def _placements(
     And the layouts of tables that can't be stored as they are.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    found = [program.batch.get(v) if given.role == "batch" else None for v, given in pairs]
+    found = [program.batch.get(v) if given.role == "batch" else _unstored(v, given.layout) for v, given in pairs]
     sharded = {f.family: f.layout for f in families if f.layout is not None}
     layouts = {}
     for space in program.rows.spaces:
@@ -192,6 +202,11 @@ def _placements(
                 if not layout.is_plain:
                     layouts[leaf] = layout, axis
     return tuple(found), layouts
+
+
+def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:
+    """Where a leaf is if nothing is planned for its rows; a Table that is read whole is spread as it can be."""
+    return None if layout is None else even_axis(leaf.shape, layout[1], layout[0].devices)
 
 
 def _line(space: RowSpace) -> str:

@@ -83,14 +83,6 @@ def test_tables_read_like_arrays() -> None:
     same(planned(ordinary, ids_in(3, 30))[0], expected)
 
 
-def test_evaluation_reads_tables() -> None:
-    new, _ = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))(make_state(41), ids_in(0, 41))
-    predict = autopar.parallelize(lambda p, ids: p["emb"][ids] @ p["w"], mesh=mesh_of(4))
-    params = autopar.materialize(new["params"])
-    np.testing.assert_allclose(predict(new["params"], np.arange(8)), params["emb"][:8] @ params["w"], rtol=1e-5)
-    assert not new["params"]["emb"].is_deleted()
-
-
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -> None:
     """Planned on ids that all owners share; then all ids are one owner's."""
