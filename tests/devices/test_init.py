@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 
 import autopar
 from autopar import jax_compat
@@ -145,6 +146,18 @@ def test_several_states_and_a_named_one() -> None:
     turned = autopar.parallelize(lambda b, s: step(s, b), strategy="ps", mesh=mesh_of(4), state_argnums=1)
     state = autopar.init(maker(41), jax.random.key(0), step=turned, batch=batch)
     bits(state, made)
+
+
+def test_a_mesh_with_two_axes_and_a_key_on_another_device() -> None:
+    kinds = (AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 3), ("model", "batch"), axis_types=kinds, devices=jax.devices()[:6])
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh, data_axis="batch")
+    batch = {"ids": ids_in(0, 41)["ids"][:6]}
+    key = jax.device_put(jax.random.key(0), jax.devices()[7])
+    state = autopar.init(maker(41), key, np.float32(0.5), step=planned, batch=batch)
+    expected = jax.jit(maker(41))(jax.random.key(0), np.float32(0.5))
+    bits(state, expected)
+    same(planned(state, batch), jax.jit(step)(expected, batch))
 
 
 def test_what_init_refuses() -> None:
