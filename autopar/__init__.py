@@ -13,6 +13,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.explain import Explanation, explain
+from autopar.init import init
 from autopar.shard import shard
 from autopar.table import Table, materialize
 from autopar.verify import Verification, verify
@@ -34,6 +35,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "explain",
+    "init",
     "materialize",
     "parallelize",
     "shard",

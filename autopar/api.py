@@ -25,6 +25,7 @@ from autopar.measure.alpha import example_ids, id_inputs
 from autopar.measure.calibrate import rates_of
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
+from autopar.table import layout_of, materialize
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
@@ -89,7 +90,7 @@ class ParallelStep:
         try:
             statics = tuple(args[k] for k in self.static_argnums if k < len(args))
             named = tuple((k, v) for k, v in kwargs.items() if k in self._static_names)
-            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves)
+            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), layout_of(x)) for x in leaves)
             key = (statics, named, jax.tree.structure((args, kwargs)), types)
             entry = self._known.get(key)
             if entry is None:
@@ -98,7 +99,7 @@ class ParallelStep:
             entry = self.entry(*args, **kwargs)
         self.latest = entry
         if any(is_traced(x) for x in leaves):
-            return jax.tree.unflatten(entry.out_tree, entry.run(*leaves))
+            return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
         try:
             results = entry.runner(leaves)
         except (RuntimeError, ValueError) as error:
@@ -118,11 +119,11 @@ class ParallelStep:
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """The plan for these arguments (arrays or shapes), made if there is none yet."""
         call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
-        entry = self._entries.get(call.key)
+        entry = next((e for e in self._entries.values() if e.takes(call)), None)
         if entry is None:
             entry = self._make(call, self.leaves(args, kwargs))
             self._announce(call)
-            self._entries[call.key] = entry
+            self._entries[call.key, call.layouts] = entry
         if entry.example is None:
             entry.example = _example(entry, self.leaves(args, kwargs))
         self.latest = entry
@@ -158,7 +159,7 @@ class ParallelStep:
         states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None:
             states = states.confirmed(call, block, _tops(traced.out_tree))
-        inputs, outputs = describe(call, states, traced.out_info)
+        inputs, outputs = describe(call, states, traced.out_info, self.options.devices)
         program = Program(block, inputs, outputs, self.name)
         options = dataclasses.replace(self.options, example=_measuring(leaves))
         compiled = compile_program(program, options)
@@ -183,6 +184,7 @@ class ParallelStep:
         )
         for known in (self._entries, self._known):
             known.update({key: grown for key, found in known.items() if found is entry})
+        self.latest = grown
 
     def _check_positions(self, call: Call) -> None:
         """That `state_argnums` and `batch_argnums` name arguments of the call, each one once."""

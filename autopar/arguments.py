@@ -17,19 +17,24 @@ import jax
 
 from autopar.errors import ArgumentsError, StateError
 from autopar.ir.flow import carried
+from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Block, Input, Output
-from autopar.table import Table
+from autopar.table import Table, layout_of
+
+#: A layout and its row axis.
+Layout = tuple[RowLayout, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
-    """One argument of a call, flattened. `position` is None for a keyword argument."""
+    """One argument of a call, flattened. `position` is None for a keyword argument; `layouts` are those of Tables."""
 
     name: str
     position: int | None
     treedef: Any
     types: tuple[ArrayType, ...]
     paths: tuple[str, ...]
+    layouts: tuple[Layout | None, ...]
 
     @property
     def is_lone_array(self) -> bool:
@@ -44,6 +49,11 @@ class Call:
     arguments: tuple[Argument, ...]
     shapes: tuple[Any, Mapping[str, Any]]
     key: Any
+
+    @property
+    def layouts(self) -> tuple[Layout | None, ...]:
+        """Of all leaves; None of those that are no Tables."""
+        return tuple(layout for a in self.arguments for layout in a.layouts)
 
 
 def path_name(path: Sequence[Any]) -> str:
@@ -127,7 +137,8 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 def _argument(name: str, position: int | None, value: Any) -> Argument:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     types = tuple(_type(shape_of(leaf)) for _, leaf in leaves)
-    return Argument(name, position, treedef, types, tuple(path_name(p) for p, _ in leaves))
+    layouts = tuple(layout_of(leaf) for _, leaf in leaves)
+    return Argument(name, position, treedef, types, tuple(path_name(p) for p, _ in leaves), layouts)
 
 
 def _type(shape: Any) -> ArrayType:
@@ -278,8 +289,13 @@ def _check_lone(call: Call, found: Mapping[int, int], treedef: Any, state_argnum
         )
 
 
-def describe(call: Call, states: States, outputs: Any) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
-    """Paths and roles of all leaves. With one state its paths stand alone, with several the argument's name leads."""
+def describe(
+    call: Call, states: States, outputs: Any, devices: int = 1
+) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
+    """Paths and roles of all leaves. With one state its paths stand alone, with several the argument's name leads.
+
+    A Table that isn't state is read where it is, if it is spread over as many devices as the step.
+    """
     several = len(states.outputs) > 1
     inputs: list[Input] = []
     new: dict[int, int] = {}
@@ -290,7 +306,15 @@ def describe(call: Call, states: States, outputs: Any) -> tuple[tuple[Input, ...
             if is_state:
                 new[states.outputs[k] + n] = len(inputs)
             full = "/".join(p for p in (lead, path) if p) or argument.name
-            inputs.append(Input(full, "state" if is_state else "batch"))
+            layout = read_layout(argument.layouts[n], devices)
+            inputs.append(
+                Input(full, "state") if is_state else Input(full, "batch" if layout is None else "table", layout)
+            )
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
     outs = [Output(path_name(p) or "output", new.get(i)) for i, (p, _) in enumerate(flat)]
     return tuple(inputs), tuple(outs)
+
+
+def read_layout(layout: Layout | None, devices: int) -> Layout | None:
+    """The layout of a leaf that a step on so many devices can read as it is."""
+    return layout if layout is not None and layout[0].devices == devices else None

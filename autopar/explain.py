@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `explain` returns; `str()` is plain text."""
+    """What `explain` returns; `str()` is plain text. `updates`: whether there is a state."""
 
     name: str
     rows: tuple[Row, ...]
@@ -77,6 +77,7 @@ class Explanation:
     trace_s: float
     sparse: str
     devices: int = 1
+    updates: bool = True
 
     @property
     def dense_bytes(self) -> int:
@@ -145,10 +146,8 @@ class Explanation:
 
     def _totals(self) -> Text:
         less = self.dense_bytes / max(self.planned_bytes, 1)
-        text = (
-            f"Parameter updates touch {format_bytes(self.planned_bytes)} a step in place of "
-            f"{format_bytes(self.dense_bytes)}"
-        )
+        what = "Parameter updates touch" if self.updates else "Lookups in tables that are spread touch"
+        text = f"{what} {format_bytes(self.planned_bytes)} a step in place of {format_bytes(self.dense_bytes)}"
         if less > 1.05:
             text += f": {less:.0f} times less" if less >= 2 else f": {less:.1f} times less"
         if self.sparse == "lazy":
@@ -194,7 +193,8 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
         if given.role == "state" and k not in members:
             rows.append(_dense_row(entry, k, told.get(given.path)))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices)
+    updates = any(given.role == "state" for given in program.inputs)
+    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices, updates)
 
 
 def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
@@ -216,7 +216,8 @@ def _table_row(
     var = program.block.inputs[table]
     slots = [k for k in space.leaves if k not in space.tables] if first else []
     size = var.type.nbytes + sum(program.block.inputs[k].type.nbytes for k in slots)
-    dense = touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
+    is_read = program.inputs[table].role == "table"
+    dense = size if is_read else touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
     devices = entry.compiled.plan.devices
     alpha = measure_alpha(program, space, leaves, devices) if space.accesses else None
     lazy = entry.compiled.plan.sparse == "lazy"
@@ -226,7 +227,7 @@ def _table_row(
         action, planned = "all rows, in shares", dense // devices
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
-    if told.sent and told.lifted:
+    if (told.sent or is_read) and told.lifted:
         action += f", {told.method}"
     details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
     paper = _table_3(var.type.nbytes, devices, alpha.local_share) if sent and alpha else {}

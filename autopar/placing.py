@@ -11,7 +11,7 @@ import jax
 from autopar import jax_compat
 from autopar.arguments import Argument
 from autopar.backends.devices import Devices
-from autopar.backends.layouts import arranged
+from autopar.backends.layouts import placed
 from autopar.errors import DonatedStateError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -100,6 +100,7 @@ class SpreadRunner:
     def __init__(
         self, run: Callable[..., Sequence[Any]], plan: Plan, program: Program, devices: Devices, donate: bool
     ) -> None:
+        self._devices = devices
         self._layouts = plan.layouts
         self._shardings = [devices.sharding(along) for along in plan.placements]
         self._states = [k for k, given in enumerate(program.inputs) if given.role == "state"]
@@ -155,7 +156,7 @@ class SpreadRunner:
         elif layout is None and isinstance(leaf, jax.Array) and leaf.sharding == self._shardings[k]:
             return leaf
         if layout is not None:
-            leaf = jax.jit(arranged, static_argnums=(1, 2))(leaf, *layout)
-        elif self._donate and k in self._states and isinstance(leaf, jax.Array):
+            return placed(leaf, *layout, self._devices)
+        if self._donate and k in self._states and isinstance(leaf, jax.Array):
             leaf = _copy(leaf)  # the user's own array stays as it is, whatever is done to this one
         return jax.device_put(leaf, self._shardings[k])

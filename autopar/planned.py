@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar import jax_compat
-from autopar.arguments import Call, States
+from autopar.arguments import Call, States, read_layout
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
@@ -36,12 +36,22 @@ class Entry:
     donate: bool = True
     headroom: float = 1.25
 
+    def takes(self, call: Call) -> bool:
+        """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
+        is planned for where it is."""
+        count = self.compiled.plan.devices
+        inputs = self.compiled.analysed.inputs
+        same = (
+            a.role == "state" or a.layout == read_layout(b, count) for a, b in zip(inputs, call.layouts, strict=True)
+        )
+        return self.call.key == call.key and all(same)
+
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
         plan = self.compiled.plan
         if self.devices is not None:
-            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed)
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.layouts import restored
+from autopar.backends.devices import Devices
+from autopar.backends.layouts import on_host, ordinary
 from autopar.ir.layout import RowLayout
 
 
@@ -60,14 +62,48 @@ class Table:
         return self.stored.is_deleted()
 
     def materialize(self) -> jax.Array:
-        """The table as an ordinary array, [..., V, ...], on the same devices."""
-        return jax.jit(restored, static_argnums=(1, 2))(self.stored, self.layout, self.axis)
+        """The table as an ordinary array, [..., V, ...], on the same devices.
+
+        It is spread along its rows if their number allows, else along the first axis that does; if none does, every
+        device has all of it.
+        """
+        return ordinary(self.stored, self.layout, self.axis, Devices.of_array(self.stored, self.axis))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.materialize(), dtype)
+        return on_host(self.stored, self.layout, self.axis).astype(dtype or self.dtype, copy=False)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self.materialize()[index]
+        """As of an array. Rows picked by numbers, or by a short slice, are read by themselves.
+
+        Raises:
+          IndexError: a number (not one of an array) that is no row.
+        """
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        simple = all(x is None or x is ... or isinstance(x, (int, slice)) for x in others)
+        places = self._places(rows, simple)
+        if places is None:
+            return self.materialize()[index]
+        if isinstance(places, int) and simple:  # XLA gathers rows where they are, but slices a table that it brought
+            return self.stored[(np.array([places]), *others)][0]
+        return self.stored[(places, *others)]
+
+    def _places(self, rows: Any, simple: bool) -> Any:
+        """Where picked rows are stored; None if they are to be picked from the whole table."""
+        extent = self.layout.extent
+        if self.axis or isinstance(rows, (bool, np.bool_)):
+            return None
+        if isinstance(rows, (int, np.integer)):
+            if not -extent <= rows < extent:
+                raise IndexError(f"row {rows} of a table with {extent} rows")
+            return self.layout.place(int(rows) % extent)
+        if isinstance(rows, slice) and simple:
+            rows = np.arange(*rows.indices(extent))
+            if rows.size > self.layout.share:
+                return None
+        if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
+            return None
+        xp = jnp if isinstance(rows, jax.Array) else np
+        return self.layout.place(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -83,6 +119,11 @@ class Table:
 def is_table(leaf: Any) -> bool:
     """For `jax.tree` functions."""
     return isinstance(leaf, Table)
+
+
+def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
+    """Layout and row axis of a Table, None of anything else."""
+    return (leaf.layout, leaf.axis) if isinstance(leaf, Table) else None
 
 
 def materialize(tree: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -70,8 +71,9 @@ def test_pairwise_covers_every_pair() -> None:
 
 
 def test_docstring_examples() -> None:
-    found = doctest.testmod(autopar.api)
-    assert found.attempted >= 4 and found.failed == 0
+    for module, examples in ((autopar.api, 4), (importlib.import_module("autopar.init"), 4)):
+        found = doctest.testmod(module)
+        assert found.attempted >= examples and found.failed == 0
 
 
 def test_readme_is_valid_python_and_names_real_options() -> None:

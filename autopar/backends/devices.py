@@ -34,6 +34,14 @@ class Devices:
         auto = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
         return Devices(auto, axis or names[0])
 
+    @staticmethod
+    def of_array(array: jax.Array, along: int) -> Devices:
+        """Those over which an array is spread along one of its axes."""
+        sharding = array.sharding
+        assert isinstance(sharding, NamedSharding), "a plan spreads arrays over a mesh"
+        assert isinstance(sharding.mesh, Mesh), "of real devices"
+        return Devices(sharding.mesh, sharding.spec[along])
+
     @property
     def count(self) -> int:
         """N: devices along the data axis."""

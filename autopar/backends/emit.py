@@ -16,7 +16,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.indices import flat_ids
-from autopar.backends.layouts import arranged, restored
+from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.single import SingleDevice
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
@@ -40,6 +40,10 @@ def emit(
         return emitter.block(block, inputs)
 
     return run
+
+
+#: Operations that need more than their operands and parameters.
+_METHODS = frozenset({"push", "aggregate", "sweep", "replicate", "spread", "store", "whole"})
 
 
 class _Emitter:
@@ -72,7 +76,7 @@ class _Emitter:
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in _ROW_OPS:
             return [_ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
-        if equation.op in ("push", "aggregate", "sweep", "replicate", "spread"):
+        if equation.op in _METHODS:
             return getattr(self, "_" + equation.op)(equation, operands)
         if equation.bodies and equation.original is None:
             return getattr(self, "_" + {"while": "while_loop"}.get(equation.op, equation.op))(equation, operands)
@@ -128,6 +132,14 @@ class _Emitter:
     def _spread(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "one device has everything"
         return [self._devices.constrain(operands[0], equation.params["axis"])]
+
+    def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "layouts are for several devices"
+        return [store(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
+
+    def _whole(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "layouts are for several devices"
+        return [whole(operands[0], **equation.params, devices=self._devices)]
 
     # --- row space ---
 
@@ -215,14 +227,6 @@ def _pull(backend: RowBackend, p: Mapping[str, Any], leaf: Array, route: Any) ->
     return backend.pull(jnp.asarray(leaf), route, p["axis"], p["state"])
 
 
-def _whole(backend: RowBackend, p: Mapping[str, Any], stored: Array) -> Array:
-    return restored(stored, p["layout"], p["axis"])
-
-
-def _store(backend: RowBackend, p: Mapping[str, Any], rows: Array) -> Array:
-    return arranged(jnp.asarray(rows), p["layout"], p["axis"])
-
-
 def _padding(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
     return backend.padding(jnp.asarray(rows), p["axis"])
 
@@ -297,8 +301,6 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "pull": _pull,
     "fetch": _fetch,
     "padding": _padding,
-    "whole": _whole,
-    "store": _store,
     "lookup": _lookup,
     "lookup_ids": _lookup_ids,
     "push_ids": _push_ids,

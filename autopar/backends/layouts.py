@@ -1,32 +1,205 @@
-"""Arrays in and out of a `RowLayout`."""
+"""Arrays in and out of a `RowLayout`, with no device holding more than a few times its share.
+
+Three forms: a table's rows as they are (V of them), in *even shares* (padded, in their own order), and as they are
+stored (perhaps dealt out). Rows go between even and dealt shares by one all_to_all in `shard_map`, and between rows and
+columns by another one. XLA's partitioner, left to itself, brings the whole table to each device for either.
+
+Inside of a compiled program V needn't be a multiple of the devices: XLA pads by itself. At its ends JAX wants equal
+parts: `ordinary` gives an array that is spread along another axis then, or, if there is none, is on every device.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from autopar.ir.layout import RowLayout
+from autopar.backends.devices import Devices
+from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
 
 
-def restored(stored: Array, layout: RowLayout, axis: int) -> Array:
-    """The rows in their own order, without the spare ones."""
+# --- in a compiled program ---
+
+
+def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Rows as they are stored, [..., V, ...] -> [..., N share, ...]; spare ones are copies of the last row."""
+    return arrange(even_shares(rows, layout, axis, devices), layout, axis, devices)
+
+
+def even_shares(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Rows in their own order, [..., V, ...] -> [..., N share, ...], spread; spare ones are zeros."""
+    widths = [(0, (layout.stored - layout.extent) * (d == axis), 0) for d in range(rows.ndim)]
+    padded = jax.lax.pad(devices.constrain(rows, axis), jnp.zeros((), rows.dtype), widths)
+    return devices.constrain(padded, axis)
+
+
+def arrange(shares: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Even shares as they are stored."""
+
+    def run(rows: Array, last: Array) -> Array:
+        rows, last = jnp.moveaxis(rows, axis, 0), jnp.moveaxis(last, axis, 0)
+        number = _numbers(layout, devices).reshape(-1, *[1] * (rows.ndim - 1))
+        return jnp.moveaxis(_dealt(jnp.where(number < layout.extent, rows, last), layout, devices), 0, axis)
+
+    last = jax.lax.slice_in_dim(shares, layout.extent - 1, layout.extent, axis=axis)
+    return devices.local(run, (axis, None), axis, shares, devices.constrain(last, None))
+
+
+def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """The rows in their own order, without the spare ones; still spread along the row axis."""
+
+    def restore(rows: Array) -> Array:
+        return jnp.moveaxis(_undealt(jnp.moveaxis(rows, axis, 0), layout, devices), 0, axis)
+
+    rows = devices.local(restore, (axis,), axis, stored)
+    return devices.constrain(jax.lax.slice_in_dim(rows, 0, layout.extent, axis=axis), axis)
+
+
+def _numbers(layout: RowLayout, devices: Devices) -> Array:
+    """In `shard_map`: which rows this device's even share holds; from `extent` on spare ones."""
+    first = jax.lax.axis_index(devices.axis).astype(jnp.int32) * layout.share
+    return first + jnp.arange(layout.share, dtype=jnp.int32)
+
+
+def _parts(share: int, count: int) -> tuple[Array, Array]:
+    """Devices, and how many rows at most go from one of them to one other, as a grid of numbers."""
+    return jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(-(-share // count), dtype=jnp.int32)[None]
+
+
+def _dealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
+    """In `shard_map`: this device's even share [share, ...] -> its dealt one, the rows k, k + N, ... of device k."""
     if not layout.dealt:
-        return jax.lax.slice_in_dim(stored, 0, layout.extent, axis=axis)
-    # Share k holds the rows k, k + N, ...: taken column by column they are in order.
-    split = stored.reshape(*stored.shape[:axis], layout.devices, layout.share, *stored.shape[axis + 1 :])
-    rows = jnp.swapaxes(split, axis, axis + 1).reshape(stored.shape)
-    return jax.lax.slice_in_dim(rows, 0, layout.extent, axis=axis)
+        return rows
+    count, share = layout.devices, layout.share
+    me = jax.lax.axis_index(devices.axis).astype(jnp.int32)
+    other, nth = _parts(share, count)
+    sent = rows.at[(other - me * share) % count + nth * count].get(mode="clip")
+    got = jax.lax.all_to_all(sent, devices.axis, 0, 0)
+    mine = jnp.arange(share, dtype=jnp.int32) * count + me
+    return got[mine // share, mine % share // count]
 
 
-def arranged(rows: Array, layout: RowLayout, axis: int) -> Array:
-    """Rows as they are stored; spare ones are copies of the last row."""
-    spare = layout.stored - layout.extent
-    widths = [(0, spare if d == axis else 0) for d in range(rows.ndim)]
-    padded = jnp.pad(rows, widths, mode="edge") if spare else rows
+def _undealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
+    """In `shard_map`: the way back from a dealt share to an even one."""
+    if not layout.dealt:
+        return rows
+    count, share = layout.devices, layout.share
+    me = jax.lax.axis_index(devices.axis).astype(jnp.int32)
+    other, nth = _parts(share, count)
+    first = other * share
+    sent = rows.at[(first + (me - first) % count) // count + nth].get(mode="clip")
+    got = jax.lax.all_to_all(sent, devices.axis, 0, 0)
+    return got[_numbers(layout, devices) % count, jnp.arange(share, dtype=jnp.int32) // count]
+
+
+# --- between programs ---
+
+
+def ordinary(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """The table as an ordinary array, [..., V, ...], spread as `even_axis` says."""
+    return _to_ordinary(layout, axis, devices, _with_rows(stored.shape, axis, layout.extent))(stored)
+
+
+@functools.cache
+def _to_ordinary(layout: RowLayout, axis: int, devices: Devices, shape: tuple[int, ...]) -> Callable[[Array], Array]:
+    to = even_axis(shape, axis, devices.count)
+
+    def run(stored: Array) -> Array:
+        if to == axis:
+            return whole(stored, layout, axis, devices)
+        return devices.local(turn, (axis,), to, stored)
+
+    def turn(rows: Array) -> Array:
+        if to is None:
+            rows = jax.lax.all_gather(rows, devices.axis, axis=axis, tiled=True)
+        else:
+            rows = jax.lax.all_to_all(rows, devices.axis, to, axis, tiled=True)
+        return _restored(rows, layout, axis)
+
+    return jax.jit(run, out_shardings=devices.sharding(to))
+
+
+@functools.cache
+def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
+    """`arrange` as a program of its own, in place."""
+    run = functools.partial(arrange, layout=layout, axis=axis, devices=devices)
+    return jax.jit(run, out_shardings=devices.sharding(axis), donate_argnums=0)
+
+
+def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:
+    """A table from wherever it is, as it is stored. An array on the host, or elsewhere, is taken share by share."""
+    if isinstance(rows, jax.Array):
+        for along in (axis, *(d for d in range(rows.ndim) if d != axis), None):
+            if rows.sharding.is_equivalent_to(devices.sharding(along), rows.ndim):
+                return _from_ordinary(layout, axis, devices, along)(rows)
+    shape = _with_rows(rows.shape, axis, layout.stored)
+    dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
+
+    def share(index: Any) -> Any:
+        places = np.arange(layout.stored)[index[axis]]
+        wanted = np.minimum(layout.row(places), layout.extent - 1)
+        if isinstance(rows, jax.Array):
+            return _take(rows, wanted, axis)
+        return np.take(np.asarray(rows), wanted, axis).astype(dtype, copy=False)
+
+    return jax.make_array_from_callback(shape, devices.sharding(axis), share)
+
+
+_take = jax.jit(lambda rows, wanted, axis: jnp.take(rows, wanted, axis), static_argnums=2)
+
+
+@functools.cache
+def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | None) -> Callable[[Array], Array]:
+    def run(rows: Array) -> Array:
+        if along == axis:
+            return store(rows, layout, axis, devices)
+        return devices.local(own if along is None else turn, (along,), axis, rows)
+
+    def own(rows: Array) -> Array:
+        wanted = layout.row(_numbers(layout, devices))
+        return jnp.take(rows, jnp.minimum(wanted, layout.extent - 1), axis)
+
+    def turn(rows: Array) -> Array:
+        return jax.lax.all_to_all(_arranged(rows, layout, axis), devices.axis, axis, along, tiled=True)
+
+    return jax.jit(run, out_shardings=devices.sharding(axis))
+
+
+def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
+    """The table as a NumPy array, put together from the devices' shares."""
+    table = np.empty(_with_rows(stored.shape, axis, layout.extent), stored.dtype)
+    rows = np.moveaxis(table, axis, 0)
+    for shard in stored.addressable_shards:
+        if shard.replica_id == 0:
+            number = layout.row(np.arange(layout.stored)[shard.index[axis]])
+            kept = number < layout.extent
+            rows[number[kept]] = np.moveaxis(np.asarray(shard.data), axis, 0)[kept]
+    return table
+
+
+def _with_rows(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
+    return (*shape[:axis], rows, *shape[axis + 1 :])
+
+
+# --- all rows on one device, of some of the columns ---
+
+
+def _restored(stored: Array, layout: RowLayout, axis: int) -> Array:
+    if layout.dealt:  # share k holds the rows k, k + N, ...: taken column by column they are in order
+        split = stored.reshape(*stored.shape[:axis], layout.devices, layout.share, *stored.shape[axis + 1 :])
+        stored = jnp.swapaxes(split, axis, axis + 1).reshape(stored.shape)
+    return jax.lax.slice_in_dim(stored, 0, layout.extent, axis=axis)
+
+
+def _arranged(rows: Array, layout: RowLayout, axis: int) -> Array:
+    widths = [(0, (layout.stored - layout.extent) * (d == axis)) for d in range(rows.ndim)]
+    padded = jnp.pad(rows, widths, mode="edge")
     if not layout.dealt:
         return padded
     split = padded.reshape(*rows.shape[:axis], layout.share, layout.devices, *rows.shape[axis + 1 :])

@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.backends.devices import Devices
 from autopar.backends.gathered import GatheredRows
-from autopar.backends.layouts import arranged, restored
+from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.ir.plan import Plan
@@ -46,14 +46,14 @@ def spread(
 
 
 def on_ordinary_arrays(
-    run: Callable[..., Sequence[Array]], plan: Plan, program: Program
+    run: Callable[..., Sequence[Array]], plan: Plan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """The same function of arrays whose rows are in their own order."""
     outputs = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}
 
     def ordinary_run(*inputs: Array) -> Sequence[Array]:
-        stored = [arranged(x, *plan.layouts[k]) if k in plan.layouts else x for k, x in enumerate(inputs)]
+        stored = [store(x, *plan.layouts[k], devices) if k in plan.layouts else x for k, x in enumerate(inputs)]
         results = run(*stored)[: len(program.outputs)]
-        return [restored(x, *outputs[k]) if k in outputs else x for k, x in enumerate(results)]
+        return [whole(x, *outputs[k], devices) if k in outputs else x for k, x in enumerate(results)]
 
     return ordinary_run

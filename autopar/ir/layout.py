@@ -7,6 +7,7 @@ rows at the ends of the shares are copies of the last row, and never read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,3 +50,9 @@ class RowLayout:
         if self.dealt:
             return (self.extent - device + self.devices - 1) // self.devices
         return (self.extent - device * self.share).clip(0, self.share)
+
+
+def even_axis(shape: Sequence[int], axis: int, count: int) -> int | None:
+    """The axis along which an ordinary array is spread: its rows if possible, else the first that `count` divides."""
+    order = (axis, *(d for d in range(len(shape)) if d != axis)) if shape else ()
+    return next((d for d in order if shape[d] and shape[d] % count == 0), None)

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.ir.layout import RowLayout
+
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
@@ -178,10 +180,12 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state' (it comes back) or 'batch' (everything else)."""
+    """A flat input: `role` is 'state' (it comes back), 'table' (it is only read, and comes in a layout) or 'batch'
+    (everything else). `layout`: of a table its layout and row axis."""
 
     path: str
     role: str
+    layout: tuple[RowLayout, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

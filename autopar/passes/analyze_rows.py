@@ -129,15 +129,17 @@ class _Families:
         for family, leaves in self._members().items():
             tables = tuple(k for k in leaves if k in looked_up)
             accesses = tuple(a for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
-            if tables and any(a.is_lookup for a in accesses) and self._is_updated(leaves):
+            if tables and any(a.is_lookup for a in accesses) and self._is_worth_lifting(leaves):
                 axes = tuple(self.flow.candidates[k] for k in leaves)
                 space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
                 found.append(dataclasses.replace(space, depends_on=self._id_families(space), notes=self._notes(space)))
         return _closed(found)
 
-    def _is_updated(self, leaves: Sequence[int]) -> bool:
+    def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
+        """Whether there is an update to save, or the rows are spread and would be brought together."""
         block, new = self.program.block, self.program.new_states
-        return any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
+        updated = any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
+        return updated or any(self.program.inputs[k].layout is not None for k in leaves)
 
     def _notes(self, space: RowSpace) -> tuple[str, ...]:
         reads = [f"read whole: {r}" for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
@@ -159,6 +161,8 @@ class _Families:
         changed = {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
         if changed:
             return changed
+        if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
+            return dict.fromkeys(space.leaves, Refusal("it meets rows of a table that is stored in another layout"))
         repeated = self._repeated_effect(space)
         if repeated is not None:
             reason = "the ids of a lookup come from a callback inside a loop, which would run twice"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
-from autopar.ir.layout import RowLayout
+from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.plan import METHODS, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
-from autopar.ir.program import Program
+from autopar.ir.program import Program, Var
 from autopar.passes.families import Example, Wishes, decide_family
 from autopar.passes.shares import share_dense
 
@@ -72,7 +72,7 @@ def _methods(program: Program, strategy: Strategy) -> tuple[dict[int, tuple[str,
         _check_method(strategy)
         return {k: (strategy, False) for k, _ in program.tables}, {}
     tables = {k for k, _ in program.tables}
-    states = {k: given.path for k, given in enumerate(program.inputs) if given.role == "state"}
+    states = {k: given.path for k, given in enumerate(program.inputs) if given.role in ("state", "table")}
     for pattern, method in strategy.items():
         _check_method(method)
         matched = [k for k, path in states.items() if matches(pattern, path)]
@@ -122,7 +122,7 @@ def _placements(
     And the layouts of tables that can't be stored as they are.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    found = [program.batch.get(v) if given.role == "batch" else None for v, given in pairs]
+    found = [program.batch.get(v) if given.role == "batch" else _unstored(v, given.layout) for v, given in pairs]
     sharded = {f.family: f.layout for f in families if f.layout is not None}
     layouts = {}
     for space in program.rows.spaces:
@@ -133,3 +133,8 @@ def _placements(
                 if not layout.is_plain:
                     layouts[leaf] = layout, axis
     return tuple(found), layouts
+
+
+def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:
+    """Where a leaf is if nothing is planned for its rows; a Table that is read whole is spread as it can be."""
+    return None if layout is None else even_axis(leaf.shape, layout[1], layout[0].devices)

@@ -1,4 +1,6 @@
-"""Which state leaves are looked up by rows: the candidates for lifting, and the leaves that may be their slots.
+"""Which leaves are looked up by rows: the candidates for lifting, and the leaves that may be their slots.
+
+Leaves are those of states, and Tables that are only read.
 
 A leaf is a *table* if a gather (or a slice of rows) along one of its axes reads it, directly or through row-parallel
 equations. A leaf with as many rows may be one of its optimizer slots: whether it is, `analyze_rows` finds.
@@ -18,7 +20,7 @@ Trace = tuple[int, int, int]
 
 def classify(program: Program) -> tuple[Program, str]:
     """Mark tables and candidates, each with its row axis."""
-    states = [k for k, given in enumerate(program.inputs) if given.role == "state"]
+    states = [k for k, given in enumerate(program.inputs) if given.role in ("state", "table")]
     start: dict[Var, frozenset[Trace]] = {}
     for k in states:
         var = program.block.inputs[k]
@@ -26,7 +28,9 @@ def classify(program: Program) -> tuple[Program, str]:
             start[var] = frozenset((k, axis, axis) for axis, size in enumerate(var.shape) if size > 1)
     axes: dict[int, int] = {}
     for leaf, axis in sorted(_looked_up(program.block, start, set(start))):
-        axes.setdefault(leaf, axis)
+        layout = program.inputs[leaf].layout
+        if layout is None or layout[1] == axis:  # a stored table's row axis is settled
+            axes.setdefault(leaf, axis)
     tables = tuple(sorted(axes.items()))
     candidates = tuple((k, axes.get(k, axis)) for k in states if (axis := _slot_axis(program, k, tables)) is not None)
     names = ", ".join(program.inputs[k].path for k, _ in tables)
@@ -35,8 +39,10 @@ def classify(program: Program) -> tuple[Program, str]:
 
 
 def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> int | None:
-    """The axis along which a state leaf may hold a slot of one of the tables."""
-    shape = program.block.inputs[k].shape
+    """The axis along which a leaf may hold a slot of one of the tables."""
+    shape, layout = program.block.inputs[k].shape, program.inputs[k].layout
+    if layout is not None:
+        return next((layout[1] for t, axis in tables if program.block.inputs[t].shape[axis] == layout[0].extent), None)
     for table, axis in tables:
         like = program.block.inputs[table].shape
         if shape == like:

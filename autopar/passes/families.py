@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from autopar.cost.exchange import Sizes, sent_bytes, step_seconds
 from autopar.cost.model import lifting_pays
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
+from autopar.ir.layout import RowLayout
 from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
@@ -78,6 +80,10 @@ def decide_family(
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         family = bounds(space, ids, "ps", wishes.sparse == "lazy", 1)
         return (family, family), _lifted(space, ids, family, paths, source)
+    stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
+    if stored is not None:  # a Table that is only read
+        safe, tight = _sharded(program, space, ids, wishes, stored)
+        return (safe, tight), _lifted(space, ids, tight, paths, source)
     safe, tight = _sharded(program, space, ids, wishes)
     sizes = _sizes(program, space, ids, tight)
     sent, seconds = sent_bytes(sizes), {}
@@ -122,16 +128,22 @@ def _told(family: FamilyPlan) -> str:
     return f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
 
 
-def _sharded(program: Program, space: RowSpace, ids: RowIds, wishes: Wishes) -> tuple[FamilyPlan, FamilyPlan]:
-    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one."""
+def _sharded(
+    program: Program, space: RowSpace, ids: RowIds, wishes: Wishes, stored: RowLayout | None = None
+) -> tuple[FamilyPlan, FamilyPlan]:
+    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
+
+    What comes in a layout (`stored`) keeps it.
+    """
     family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices)
+    family = family if stored is None else dataclasses.replace(family, layout=stored)
     if wishes.example is None or space.depends_on:
         return family, family
     flat = wishes.example(program, space, ids)
     if flat is None:
         return family, family
     loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
-    safe = with_layout(family, loads)
+    safe = with_layout(family, loads) if stored is None else family
     return safe, tightened(safe, loads, wishes.headroom)
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.errors import StrategyError
+from autopar.ir.layout import even_axis
 from autopar.ir.plan import ParameterPlan
-from autopar.ir.program import ArrayType, Atom, Program, Var
+from autopar.ir.program import Atom, Program, Var
 from autopar.ir.rules import ALIGNED
 
 
@@ -35,7 +36,7 @@ def share_dense(
         if leaf not in dense or leaf in axes or devices == 1:
             continue
         type_, path = program.block.inputs[leaf].type, program.inputs[leaf].path
-        axis = _axis(type_, devices)
+        axis = even_axis(getattr(type_, "shape", ()), 0, devices)
         if axis is None:
             if pattern == path:
                 raise StrategyError(
@@ -54,11 +55,6 @@ def share_dense(
             program.inputs[named].path, False, "ps", reason, sent={"ps": 2 * once, "allreduce": 2 * once}
         )
     return axes, list(told.values())
-
-
-def _axis(type_: ArrayType, devices: int) -> int | None:
-    """The first axis that the devices divide."""
-    return next((d for d, size in enumerate(getattr(type_, "shape", ())) if size and size % devices == 0), None)
 
 
 def _with_slots(program: Program, leaf: int) -> frozenset[int]:

@@ -11,8 +11,6 @@ import optax
 import pytest
 
 import autopar
-from autopar.backends.layouts import arranged, restored
-from autopar.ir.layout import RowLayout
 
 from .meshes import mesh_of
 
@@ -41,28 +39,6 @@ def same(mine: Any, theirs: Any) -> None:
 
 def ids_in(low: int, high: int, seed: int = 0, length: int = 5) -> dict[str, Any]:
     return {"ids": np.random.default_rng(seed).integers(low, high, (8, length), np.int32)}
-
-
-@pytest.mark.parametrize("dealt", [False, True])
-@pytest.mark.parametrize("extent", [1, 3, 8, 12, 13])
-@pytest.mark.parametrize("devices", [1, 2, 4, 5])
-def test_a_layout_places_each_row_once(extent: int, devices: int, dealt: bool) -> None:
-    layout = RowLayout(extent, devices, dealt)
-    rows = np.arange(extent)
-    places = layout.place(rows)
-    assert len(set(places)) == extent and places.max() < layout.stored
-    np.testing.assert_array_equal(layout.row(places), rows)
-    assert [int(np.sum(places // layout.share == k)) for k in range(devices)] == list(
-        layout.rows_on(np.arange(devices))
-    )
-    for axis in (0, 1):
-        table = np.moveaxis(np.arange(2.0 * extent).reshape(extent, 2), 0, axis)
-        stored = arranged(table, layout, axis)
-        np.testing.assert_array_equal(np.take(np.asarray(stored), places, axis), table)
-        np.testing.assert_array_equal(restored(stored, layout, axis), table)
-        spare = sorted(set(range(layout.stored)) - set(places))
-        for place in spare:
-            np.testing.assert_array_equal(np.take(np.asarray(stored), place, axis), np.take(table, extent - 1, axis))
 
 
 @pytest.mark.parametrize("rows", [3, 40, 41])  # fewer than the devices, a multiple, neither
@@ -105,14 +81,6 @@ def test_tables_read_like_arrays() -> None:
         jax.jit(lambda s: s)(new)
     expected = step(ordinary, ids_in(3, 30))[0]
     same(planned(ordinary, ids_in(3, 30))[0], expected)
-
-
-def test_evaluation_reads_tables() -> None:
-    new, _ = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))(make_state(41), ids_in(0, 41))
-    predict = autopar.parallelize(lambda p, ids: p["emb"][ids] @ p["w"], mesh=mesh_of(4))
-    params = autopar.materialize(new["params"])
-    np.testing.assert_allclose(predict(new["params"], np.arange(8)), params["emb"][:8] @ params["w"], rtol=1e-5)
-    assert not new["params"]["emb"].is_deleted()
 
 
 @pytest.mark.parametrize("donate", [True, False])

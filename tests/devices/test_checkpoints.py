@@ -1,0 +1,73 @@
+"""Saving and restoring with Orbax: a training goes on with the same numbers on other devices than before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import autopar
+
+from .meshes import mesh_of
+from .test_rows import TX, ids_in, same, step
+
+WIDTH = 3  # on 3 devices a table whose rows can't be spread equally is spread by columns
+
+
+def planned_on(devices: int) -> Any:
+    return autopar.parallelize(step, strategy="ps", mesh=mesh_of(devices))
+
+
+def fresh_on(devices: int, rows: int) -> Any:
+    """A state on these devices, and the step that takes it."""
+
+    def make(key: Any) -> Any:
+        params = {"emb": jax.random.normal(key, (rows, WIDTH)), "w": jnp.eye(WIDTH)}
+        return {"params": params, "opt": TX.init(params)}
+
+    planned = planned_on(devices)
+    return autopar.init(make, jax.random.key(0), step=planned, batch=ids_in(0, rows)), planned
+
+
+def trained(planned: Any, state: Any, rows: int, steps: range) -> tuple[Any, list[float]]:
+    losses = []
+    for k in steps:
+        state, metrics = planned(state, ids_in(0, rows, k))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+@pytest.mark.parametrize("rows", [40, 41])
+def test_a_training_goes_on_on_other_devices(rows: int, tmp_path: Path) -> None:
+    state, planned = fresh_on(4, rows)
+    state, _ = trained(planned, state, rows, range(3))
+    expected_at_save = jax.tree.map(np.asarray, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "three", autopar.materialize(state))
+        checkpointer.wait_until_finished()
+        expected = trained(planned, state, rows, range(3, 6))
+        for devices in (2, 3, 1):
+            fresh, planned = fresh_on(devices, rows)
+            restored = checkpointer.restore(tmp_path / "three", autopar.materialize(fresh))
+            jax.tree.map(np.testing.assert_array_equal, restored, expected_at_save)
+            same(trained(planned, restored, rows, range(3, 6)), expected)
+
+
+def test_what_is_saved_is_spread_over_the_devices(tmp_path: Path) -> None:
+    """And what is restored: each device reads its part."""
+    state, planned = fresh_on(3, 41)
+    state, _ = trained(planned, state, 41, range(1))
+    ordinary = autopar.materialize(state)["params"]["emb"]
+    assert [s.data.shape for s in ordinary.addressable_shards] == [(41, 1)] * 3
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "one", autopar.materialize(state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "one", autopar.materialize(fresh_on(3, 41)[0]))
+    emb = restored["params"]["emb"]
+    assert [s.data.shape for s in emb.addressable_shards] == [(41, 1)] * 3
+    np.testing.assert_array_equal(emb, ordinary)
