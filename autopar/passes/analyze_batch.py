@@ -1,34 +1,40 @@
 """Follow the batch through the program: which axis of each value runs over its examples (`ir.batch`).
 
-Inputs that aren't state are global batches: axis 0 of each runs over the examples if its size is that of most of them.
+Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
+divide it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 
 from autopar.ir.batch import BatchAxes, follow_batch
+from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import Program
 
 
-def analyze_batch(program: Program, *, devices: int) -> tuple[Program, str]:
+def analyze_batch(program: Program, *, devices: int, batch_axis: BatchAxis = 0) -> tuple[Program, str]:
     """Fill `program.batch`.
 
     Args:
       program: An analysed program.
       devices: N; a batch whose size N doesn't divide is not spread.
+      batch_axis: Which axis of the batch's leaves runs over its examples.
+
+    Raises:
+      ArgumentsError: `batch_axis` doesn't fit the batch.
     """
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    inputs = [(v, given.path) for v, given in pairs if given.role == "batch"]
+    found = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
     if devices == 1:
         return program, "one device"
-    inputs = [v for v, given in zip(program.block.inputs, program.inputs, strict=True) if given.role == "batch"]
-    sizes = Counter(v.shape[0] for v in inputs if v.shape)
-    spread = [n for n in sizes if n % devices == 0 and n > 0]
-    axes: BatchAxes = {v: 0 for v in inputs if v.shape and v.shape[0] in spread}
-    starts = len(axes)
+    starts = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
+    axes: BatchAxes = {v: axis for v, axis in starts.items() if v.shape[axis] and v.shape[axis] % devices == 0}
+    count = len(axes)
     follow_batch(program.block.equations, axes)
-    note = f"{starts} inputs are spread over {devices} devices, and {len(axes) - starts} values that follow from them"
-    if not starts and sizes:
-        shown = ", ".join(map(str, sorted(sizes)))
-        note = f"nothing is spread: {devices} devices don't divide the batch ({shown})"
+    note = f"{count} inputs are spread over {devices} devices, and {len(axes) - count} values that follow from them"
+    if not count and starts:
+        sizes = ", ".join(map(str, sorted({v.shape[axis] for v, axis in starts.items()})))
+        note = f"nothing is spread: {devices} devices don't divide the batch ({sizes})"
     return dataclasses.replace(program, batch=axes), note
