@@ -176,12 +176,11 @@ def _sent(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -
 def _placements(
     program: Program, families: Sequence[FamilyPlan]
 ) -> tuple[tuple[int | None, ...], dict[int, tuple[RowLayout, int]]]:
-    """Batches along their examples, sharded tables along their rows; the rest is on every device.
+    """Batches, and what is carried with them, along their examples; sharded tables along their rows.
 
-    And the layouts of tables that can't be stored as they are.
+    The rest is on every device. And the layouts of tables that can't be stored as they are.
     """
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    found = [program.batch.get(v) if given.role == "batch" else None for v, given in pairs]
+    found = [program.batch.get(v) for v in program.block.inputs]
     sharded = {f.family: f.layout for f in families if f.layout is not None}
     layouts = {}
     for space in program.rows.spaces:
