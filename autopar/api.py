@@ -18,6 +18,7 @@ from autopar.arguments import Call, describe, find_states, read_call, static_key
 from autopar.backends.devices import Devices
 from autopar.compile import Options, compile_program
 from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
+from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.plan import METHODS, Plan, Sparse, Strategy
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
@@ -306,6 +307,7 @@ def parallelize(
     *,
     mesh: Any = ...,
     data_axis: str | None = ...,
+    batch_axis: BatchAxis = ...,
     strategy: Strategy = ...,
     sparse: Sparse = ...,
     donate: bool = ...,
@@ -320,6 +322,7 @@ def parallelize(
     *,
     mesh: Any = ...,
     data_axis: str | None = ...,
+    batch_axis: BatchAxis = ...,
     strategy: Strategy = ...,
     sparse: Sparse = ...,
     donate: bool = ...,
@@ -335,6 +338,7 @@ def parallelize(
     *,
     mesh: Any = None,
     data_axis: str | None = None,
+    batch_axis: BatchAxis = 0,
     strategy: Strategy = "auto",
     sparse: Sparse = "exact",
     donate: bool = True,
@@ -354,6 +358,9 @@ def parallelize(
         `(params, opt_state, batch) -> (params, opt_state, loss)`. Arguments that come back are the state.
       mesh: Devices to run on: all of the process by default.
       data_axis: The mesh's axis over which batches are spread; its first by default.
+      batch_axis: The axis of the batch's leaves that runs over its examples, leaves without it being on every device;
+        or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
+        `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
       strategy: "auto", or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on its touched
         rows, even where that doesn't pay; "allreduce": dense), or a mapping from patterns over parameter paths to
         methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins.
@@ -392,11 +399,16 @@ def parallelize(
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
         raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
+    check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
     return ParallelStep(
         fun=step,
         options=Options(
-            strategy=strategy, sparse=sparse, devices=devices.count, rates=functools.partial(rates_of, devices)
+            strategy=strategy,
+            sparse=sparse,
+            devices=devices.count,
+            batch_axis=batch_axis,
+            rates=functools.partial(rates_of, devices),
         ),
         devices=devices if devices.mesh.size > 1 else None,
         donate=donate,

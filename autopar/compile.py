@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.rates import Rates
+from autopar.ir.examples import BatchAxis
 from autopar.ir.plan import Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
@@ -36,6 +37,7 @@ class Options:
     strategy: Strategy = "auto"
     sparse: Sparse = "exact"
     devices: int = 1
+    batch_axis: BatchAxis = 0
     #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
@@ -77,7 +79,7 @@ def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tupl
 
 
 def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_batch(program, devices=options.devices)
+    program, note = analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis)
     return program, plan, note
 
 

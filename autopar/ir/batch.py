@@ -3,172 +3,187 @@
 This says how values are best spread over devices: a device that holds an equal share of each input along its batch
 axis holds the same share of these values along theirs. It is never more than advice: whatever is laid out otherwise
 is moved by XLA, at a cost.
+
+Guesses may be followed along with what is known: each is the bit of an integer, and a value's axis rests on those
+without which it would have none. An equation that a guess makes no sense of refutes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from autopar.ir.program import Block, Equation, Var
-from autopar.ir.rules import ALIGNED
+from autopar.ir.batch_rules import SUMMED, partners, place
+from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.ir.uniform import is_uniform
 
 #: Variable -> its batch axis; variables without one are missing.
 BatchAxes = MutableMapping[Var, int]
+#: A batch axis, or None, and the guesses that it rests on.
+_Found = tuple[int | None, int]
+_NOTHING: _Found = (None, 0)
 
 
-def follow_batch(equations: Sequence[Equation], axes: BatchAxes) -> None:
-    """Add what the equations define, those of their bodies included."""
-    for equation in equations:
-        for var, axis in zip(equation.outputs, _results(equation, axes), strict=True):
-            if axis is not None:
-                axes[var] = axis
+@dataclass(eq=False)
+class Guesses:
+    """Guesses about the batch axes of inputs, and what becomes of them.
+
+    Attributes:
+      uniform: Along which axes values are constant (`ir.uniform`): those fit every guess.
+      bases: Variable -> the guesses that its axis rests on; missing if it is known without any.
+      refuted: For each contradiction the guesses of which one at least is wrong.
+    """
+
+    uniform: Mapping[Var, int]
+    bases: MutableMapping[Atom, int]
+    refuted: list[int] = field(default_factory=list)
+
+    def is_uniform(self, atom: Atom, axis: int) -> bool:
+        return is_uniform(self.uniform, atom, axis)
+
+    def refute(self, guesses: int) -> None:
+        if guesses:
+            self.refuted.append(guesses)
 
 
-def _results(equation: Equation, axes: BatchAxes) -> Sequence[int | None]:
-    given = [axes.get(a) if isinstance(a, Var) else None for a in equation.inputs]
-    if equation.op == "scan":
-        return _scan(equation, given, axes)
-    if equation.op in ("remat", "cond"):
-        operands = given[len(given) - len(equation.bodies[0].inputs) :]
-        returned = [_body(body, operands, axes) for body in equation.bodies]
-        return [found[0] if all(a == found[0] for a in found) else None for found in zip(*returned, strict=True)]
-    if all(a is None for a in given) or equation.bodies:
-        return [None] * len(equation.outputs)
-    if equation.op in ALIGNED or equation.op == "optimization_barrier":
-        return _aligned(equation, given)
-    rule = _RULES.get(equation.op)
-    found = None if rule is None else rule(equation, given)
-    return [found] * len(equation.outputs)
+def follow_batch(equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None) -> None:
+    """Add what the equations define, those of their bodies included.
+
+    Args:
+      equations: In an order that can be run.
+      axes: What is known, and guessed, of the variables that they read.
+      guesses: What is guessed of it.
+    """
+    _Flow(axes, guesses or Guesses({}, {})).follow(equations)
 
 
-def _body(body: Block, given: Sequence[int | None], axes: BatchAxes) -> list[int | None]:
-    for var, axis in zip(body.inputs, given, strict=True):
+@dataclass(eq=False, slots=True)
+class _Flow:
+    axes: BatchAxes
+    guesses: Guesses
+
+    def follow(self, equations: Sequence[Equation]) -> None:
+        for equation in equations:
+            if equation.bodies:
+                found = self._nested(equation)
+            elif equation.op == "optimization_barrier":
+                found = [self._read(a) for a in equation.inputs]
+            elif equation.outputs:  # else it is a print or the like, which says nothing
+                found = [self._plain(equation)] * len(equation.outputs)
+            else:
+                continue
+            for var, one in zip(equation.outputs, found, strict=True):
+                self._write(var, one)
+
+    def _read(self, atom: Atom) -> _Found:
+        if not isinstance(atom, Var) or atom not in self.axes:
+            return _NOTHING
+        return self.axes[atom], self.guesses.bases.get(atom, 0)
+
+    def _write(self, var: Var, found: _Found) -> None:
+        axis, base = found
         if axis is None:
-            axes.pop(var, None)
+            self.axes.pop(var, None)
         else:
-            axes[var] = axis
-    follow_batch(body.equations, axes)
-    return [axes.get(a) if isinstance(a, Var) else None for a in body.outputs]
+            self.axes[var] = axis
+        if base:
+            self.guesses.bases[var] = base
+        else:
+            self.guesses.bases.pop(var, None)
+
+    # --- equations without bodies ---
+
+    def _plain(self, equation: Equation) -> _Found:
+        given = {k: self.axes[a] for k, a in enumerate(equation.inputs) if isinstance(a, Var) and a in self.axes}
+        if not given:
+            return _NOTHING
+        places = {k: place(equation, k, axis) for k, axis in given.items()}
+        bases = {k: self.guesses.bases.get(equation.inputs[k], 0) for k in given} if self.guesses.bases else {}
+        kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
+        if any(bases.values()) and not self._make_sense(equation, given, places, bases):
+            kept = [(p, base) for p, base in kept if not base]  # what is known is known all the same
+        if not kept:
+            return _NOTHING
+        if equation.op == "gather":  # ids say more than what they select from
+            kept.reverse()
+        found = next((p for p, base in kept if not base), kept[0][0])
+        along = [base for p, base in kept if p == found]
+        return found, _union(along) if all(along) else 0
+
+    def _make_sense(
+        self,
+        equation: Equation,
+        given: Mapping[int, int],
+        places: Mapping[int, int | None],
+        bases: Mapping[int, int],
+    ) -> bool:
+        """Whether operands whose axes are guesses go together with the others; refutes the guesses if not."""
+        before = len(self.guesses.refuted)
+        for k, axis in given.items():
+            if bases[k] and places[k] is None:
+                self.guesses.refute(bases[k])
+            for j, along in partners(equation, k, axis) if bases[k] else ():
+                constant = j not in given and self.guesses.is_uniform(equation.inputs[j], along)
+                if given.get(j) != along and not constant:
+                    self.guesses.refute(bases[k] | bases.get(j, 0))
+        return len(self.guesses.refuted) == before
+
+    # --- loops and branches ---
+
+    def _nested(self, equation: Equation) -> Sequence[_Found]:
+        given = [self._read(a) for a in equation.inputs]
+        if equation.op == "scan":
+            return self._scan(equation, given)
+        if equation.op in ("remat", "cond"):
+            return self._branches(equation, given[len(given) - len(equation.bodies[0].inputs) :])
+        self.guesses.refute(_union(base for _, base in given))
+        return [_NOTHING] * len(equation.outputs)
+
+    def _body(self, body: Block, given: Sequence[_Found]) -> list[_Found]:
+        for var, found in zip(body.inputs, given, strict=True):
+            self._write(var, found)
+        self.follow(body.equations)
+        return [self._read(a) for a in body.outputs]
+
+    def _branches(self, equation: Equation, given: Sequence[_Found]) -> list[_Found]:
+        """Branches agree on an axis, or don't care for it."""
+        returned = zip(*(self._body(body, given) for body in equation.bodies), strict=True)
+        atoms = zip(*(body.outputs for body in equation.bodies), strict=True)
+        results: list[_Found] = []
+        for found, outputs in zip(returned, atoms, strict=True):
+            axis, base = next((a for a, _ in found if a is not None), None), _union(b for _, b in found)
+            pairs = zip(found, outputs, strict=True)
+            agree = axis is None or all(
+                a == axis or (a is None and self.guesses.is_uniform(x, axis)) for (a, _), x in pairs
+            )
+            if not agree:
+                self.guesses.refute(base)
+            results.append((axis, base) if agree else _NOTHING)
+        return results
+
+    def _scan(self, equation: Equation, given: Sequence[_Found]) -> list[_Found]:
+        """A carry keeps its axis if each iteration returns it there; sequences have one axis more outside."""
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        sequences = [(axis - 1, base) if axis else _NOTHING for axis, base in given[consts + carry :]]
+        lost = [base for axis, base in given[consts + carry :] if axis == 0]
+        carries = list(given[consts : consts + carry])
+        before = len(self.guesses.refuted)
+        while True:
+            del self.guesses.refuted[before:]  # what was found with carries that aren't kept
+            returned = self._body(equation.bodies[0], [*given[:consts], *carries, *sequences])
+            kept = [(a, m | n) if a == b else _NOTHING for (a, m), (b, n) in zip(carries, returned, strict=False)]
+            if kept == carries:
+                break
+            lost += [m | n for (a, m), (b, n) in zip(carries, returned, strict=False) if a != b and a is not None]
+            carries = kept
+        for base in lost:
+            self.guesses.refute(base)
+        ends = [_NOTHING if a is None else end for (a, _), end in zip(carries, returned, strict=False)]
+        return [*ends, *((None if a is None else a + 1, base) for a, base in returned[carry:])]
 
 
-def _scan(equation: Equation, given: Sequence[int | None], axes: BatchAxes) -> list[int | None]:
-    """A carry keeps its axis if each iteration returns it there; sequences have one axis more outside."""
-    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
-    sequences = [a - 1 if a else None for a in given[consts + carry :]]
-    carries = list(given[consts : consts + carry])
-    while True:
-        returned = _body(equation.bodies[0], [*given[:consts], *carries, *sequences], axes)
-        kept = [a if a == b else None for a, b in zip(carries, returned, strict=False)]
-        if kept == carries:
-            return [*carries, *(None if a is None else a + 1 for a in returned[carry:])]
-        carries = kept
-
-
-def _aligned(equation: Equation, given: Sequence[int | None]) -> list[int | None]:
-    """Elementwise: the axis of an operand of the result's shape."""
-    if equation.op == "optimization_barrier":
-        return list(given)
-    if equation.op == "concatenate":
-        found = next(a for a in given if a is not None)
-        return [None if found == equation.params["dimension"] else found]
-    if equation.op == "sort":
-        return [None if a == equation.params["dimension"] else a for a in given]
-    shape = equation.outputs[0].shape
-    pairs = zip(equation.inputs, given, strict=True)
-    return [next((a for x, a in pairs if a is not None and x.shape == shape), None)] * len(equation.outputs)
-
-
-def _broadcast(equation: Equation, given: Sequence[int | None]) -> int | None:
-    axis = given[0]
-    if axis is None:
-        return None
-    to = equation.params["broadcast_dimensions"][axis]
-    return to if equation.outputs[0].shape[to] == equation.inputs[0].shape[axis] else None
-
-
-def _reshape(equation: Equation, given: Sequence[int | None]) -> int | None:
-    """Equal shares stay equal shares where the axis leads what it is merged with or split into."""
-    axis, old, new = given[0], equation.inputs[0].shape, equation.outputs[0].shape
-    if axis is None:
-        return None
-    before = _size(old[:axis])
-    return next((d for d in range(len(new)) if _size(new[:d]) == before and new[d] > 1), None)
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
-
-
-def _transpose(equation: Equation, given: Sequence[int | None]) -> int | None:
-    return None if given[0] is None else list(equation.params["permutation"]).index(given[0])
-
-
-def _without(gone: Sequence[int], axis: int | None) -> int | None:
-    return None if axis is None or axis in gone else axis - sum(d < axis for d in gone)
-
-
-def _squeeze(equation: Equation, given: Sequence[int | None]) -> int | None:
-    rank = len(equation.inputs[0].shape)
-    return _without([d % rank for d in equation.params["dimensions"]], given[0])
-
-
-def _reduce(equation: Equation, given: Sequence[int | None]) -> int | None:
-    return _without(equation.params["axes"], given[0])
-
-
-def _kept(equation: Equation, given: Sequence[int | None]) -> int | None:
-    """Slices, pads and scans along other axes."""
-    axis = given[0]
-    if axis is None or equation.outputs[0].shape[axis] != equation.inputs[0].shape[axis]:
-        return None
-    along = equation.params.get("axis", equation.params.get("dimensions", ()))
-    return None if axis in (along if isinstance(along, tuple) else (along,)) else axis
-
-
-def _gather(equation: Equation, given: Sequence[int | None]) -> int | None:
-    """Along with the examples' ids, or with the window of an operand."""
-    numbers = equation.params["dimension_numbers"]
-    rank = len(equation.outputs[0].shape)
-    operand, index = given[0], given[1]
-    if index is not None and index < len(equation.inputs[1].shape) - 1:
-        return [d for d in range(rank) if d not in numbers.offset_dims][index]
-    if operand is None or equation.params["slice_sizes"][operand] != equation.inputs[0].shape[operand]:
-        return None
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    if operand in gone:
-        return None
-    window = [d for d in range(len(equation.inputs[0].shape)) if d not in gone]
-    return numbers.offset_dims[window.index(operand)]
-
-
-def _dot(equation: Equation, given: Sequence[int | None]) -> int | None:
-    contract, batch = equation.params["dimension_numbers"]
-    for k in (0, 1):
-        axis = given[k]
-        if axis is None or axis in contract[k]:
-            continue
-        if axis in batch[k]:
-            return batch[k].index(axis)
-        rank = len(equation.inputs[k].shape)
-        free = [d for d in range(rank) if d not in contract[k] and d not in batch[k]]
-        left = len(equation.inputs[0].shape) - len(contract[0]) - len(batch[0]) if k == 1 else 0
-        return len(batch[k]) + left + free.index(axis)
-    return None
-
-
-_RULES: Mapping[str, Callable[[Equation, Sequence[int | None]], int | None]] = {
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "gather": _gather,
-    "dot_general": _dot,
-}
-_RULES = {
-    **_RULES,
-    **{f"reduce_{op}": _reduce for op in ("sum", "max", "min", "prod", "and", "or")},
-    **{op: _reduce for op in ("argmax", "argmin")},
-    **{op: _kept for op in ("slice", "dynamic_slice", "pad", "rev", "cumsum", "cumprod", "cummax", "cummin")},
-}
+def _union(guesses: Iterable[int]) -> int:
+    total = 0
+    for some in guesses:
+        total |= some
+    return total

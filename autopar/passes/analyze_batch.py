@@ -1,34 +1,103 @@
 """Follow the batch through the program: which axis of each value runs over its examples (`ir.batch`).
 
-Inputs that aren't state are global batches: axis 0 of each runs over the examples if its size is that of most of them.
+Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
+divide it. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's state from
+one piece of text to the next); it may be a weight that has this size by chance as well. So each is guessed to be
+carried, and the program tells: a carried leaf meets the batch along its axis only, and its new value is one of the
+batch whether or not the old one is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from autopar.ir.batch import BatchAxes, follow_batch
-from autopar.ir.program import Program
+from autopar.ir.batch import BatchAxes, Guesses, follow_batch
+from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.program import ArrayType, Program, Var
+from autopar.ir.uniform import uniform_axes
 
 
-def analyze_batch(program: Program, *, devices: int) -> tuple[Program, str]:
+def analyze_batch(program: Program, *, devices: int, batch_axis: BatchAxis = 0) -> tuple[Program, str]:
     """Fill `program.batch`.
 
     Args:
       program: An analysed program.
       devices: N; a batch whose size N doesn't divide is not spread.
+      batch_axis: Which axis of the batch's leaves runs over its examples.
+
+    Raises:
+      ArgumentsError: `batch_axis` doesn't fit the batch.
     """
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    inputs = [(v, given.path) for v, given in pairs if given.role == "batch"]
+    found = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
     if devices == 1:
         return program, "one device"
-    inputs = [v for v, given in zip(program.block.inputs, program.inputs, strict=True) if given.role == "batch"]
-    sizes = Counter(v.shape[0] for v in inputs if v.shape)
-    spread = [n for n in sizes if n % devices == 0 and n > 0]
-    axes: BatchAxes = {v: 0 for v in inputs if v.shape and v.shape[0] in spread}
-    starts = len(axes)
-    follow_batch(program.block.equations, axes)
-    note = f"{starts} inputs are spread over {devices} devices, and {len(axes) - starts} values that follow from them"
-    if not starts and sizes:
-        shown = ", ".join(map(str, sorted(sizes)))
-        note = f"nothing is spread: {devices} devices don't divide the batch ({shown})"
-    return dataclasses.replace(program, batch=axes), note
+    named = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
+    starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % devices == 0}
+    axes = _follow(program, starts)
+    return dataclasses.replace(program, batch=axes), _note(program, devices, named, starts, axes)
+
+
+def _note(program: Program, devices: int, named: Mapping[Var, int], starts: Mapping[Var, int], axes: BatchAxes) -> str:
+    if named and not starts:
+        sizes = ", ".join(map(str, sorted({v.shape[axis] for v, axis in named.items()})))
+        return f"nothing is spread: {devices} devices don't divide the batch ({sizes})"
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    carried = [given.path for v, given in pairs if given.role == "state" and v in axes]
+    count = len(axes) - len(starts) - len(carried)
+    note = f"{len(starts)} inputs are spread over {devices} devices, and {count} values that follow from them"
+    return f"{note}; carried along with the examples: {', '.join(carried)}" if carried else note
+
+
+def _follow(program: Program, starts: Mapping[Var, int]) -> BatchAxes:
+    """The batch axes of all variables, those of carried leaves of the state included."""
+    waiting = _candidates(program, {v.shape[axis] for v, axis in starts.items()})
+    uniform = uniform_axes(program.block) if waiting else {}
+    while True:
+        leaves = [v for v, options in waiting.items() if options]
+        guesses = Guesses(uniform, {v: 1 << n for n, v in enumerate(leaves)})
+        axes: BatchAxes = {**starts, **{v: waiting[v][0] for v in leaves}}
+        follow_batch(program.block.equations, axes, guesses if leaves else None)
+        wrong = _wrong(guesses, _unconfirmed(program, leaves, axes, guesses))
+        if not wrong:
+            return axes
+        for n, v in enumerate(leaves):
+            if wrong >> n & 1:
+                waiting[v].pop(0)
+
+
+def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
+    """Leaves of the state that may be carried, with their axes of the batch's size. Rows in row space never are."""
+    taken = {k for space in program.rows.spaces if space.refusal is None for k in space.leaves}
+    found = {}
+    for k in program.new_states:
+        var = program.block.inputs[k]
+        axes = [d for d, n in enumerate(var.shape) if n in sizes]
+        if axes and k not in taken and isinstance(var.type, ArrayType):
+            found[var] = axes
+    return found
+
+
+def _wrong(guesses: Guesses, unconfirmed: int) -> int:
+    """The guesses to give up: those that are wrong for sure, as long as there are any."""
+    alone = [some for some in guesses.refuted if some & (some - 1) == 0]
+    for some in (alone, [unconfirmed], guesses.refuted):
+        total = 0
+        for guess in some:
+            total |= guess
+        if total:
+            return total
+    return 0
+
+
+def _unconfirmed(program: Program, leaves: Sequence[Var], axes: BatchAxes, guesses: Guesses) -> int:
+    """Guesses about leaves whose new value isn't known, without any guess, to lie along the same axis."""
+    new = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
+    total = 0
+    for n, leaf in enumerate(leaves):
+        value = new[leaf]
+        known = isinstance(value, Var) and axes.get(value) == axes[leaf] and value not in guesses.bases
+        total |= 0 if known else 1 << n
+    return total

@@ -117,12 +117,12 @@ def _with_shares(parameters: Sequence[ParameterPlan], told: Sequence[ParameterPl
 def _placements(
     program: Program, families: Sequence[FamilyPlan]
 ) -> tuple[tuple[int | None, ...], dict[int, tuple[RowLayout, int]]]:
-    """Batches along their examples, sharded tables along their rows; the rest is on every device.
+    """Batches, and what is carried with them, along their examples; sharded tables along their rows.
 
-    And the layouts of tables that can't be stored as they are.
+    The rest is on every device. And the layouts of tables that can't be stored as they are.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    found = [program.batch.get(v) if given.role == "batch" else _unstored(v, given.layout) for v, given in pairs]
+    found = [program.batch.get(v) if given.layout is None else _unstored(v, given.layout) for v, given in pairs]
     sharded = {f.family: f.layout for f in families if f.layout is not None}
     layouts = {}
     for space in program.rows.spaces:

@@ -55,7 +55,7 @@ def test_what_can_not_be_padded() -> None:
         list(autopar.shard([(np.ones(8),)], mesh=mesh_of(4), last="pad"))
     with pytest.raises(autopar.ArgumentsError, match="has a 'ids' of its own"):
         list(autopar.shard(source([8]), mesh=mesh_of(4), last="pad", mask="ids"))
-    with pytest.raises(autopar.ArgumentsError, match="no array with a first axis"):
+    with pytest.raises(autopar.ArgumentsError, match="no array with an axis for its examples"):
         list(autopar.shard([3.0], mesh=mesh_of(4)))
     with pytest.raises(autopar.ArgumentsError, match="last='keep'"):
         list(autopar.shard([], last="keep"))  # type: ignore[arg-type]
@@ -64,6 +64,24 @@ def test_what_can_not_be_padded() -> None:
 def test_sizes_that_the_devices_do_not_divide() -> None:
     (batch,) = autopar.shard([(np.arange(3), np.ones((3, 2)))], mesh=mesh_of(4))
     assert batch[0].sharding.is_fully_replicated and batch[1].shape == (3, 2)
+
+
+def test_the_batch_axis() -> None:
+    """Time-major batches: spread, and padded, along their second axis."""
+    source = [{"ids": np.arange(3 * n).reshape(3, n), "length": np.int32(n)} for n in (8, 5)]
+    first, padded = autopar.shard(source, mesh=mesh_of(4), last="pad", batch_axis=1)
+    assert [s.data.shape for s in first["ids"].addressable_shards] == [(3, 2)] * 4
+    assert first["length"].sharding.is_fully_replicated
+    np.testing.assert_array_equal(padded["ids"][:, :5], source[1]["ids"])
+    np.testing.assert_array_equal(padded["ids"][:, 5:], np.repeat(source[1]["ids"][:, -1:], 3, 1))
+    np.testing.assert_array_equal(padded["mask"], [1, 1, 1, 1, 1, 0, 0, 0])
+    named = {"batch/ids": -1, "batch/mask": 0, "batch/length": None}
+    (*_, padded) = autopar.shard(source, mesh=mesh_of(4), last="pad", batch_axis=named)
+    assert [s.data.shape for s in padded["mask"].addressable_shards] == [(2,)] * 4
+    with pytest.raises(autopar.ArgumentsError, match="'ids' matches nothing in the batch. There are: batch/ids"):
+        list(autopar.shard(source, mesh=mesh_of(4), batch_axis={"ids": 1}))
+    with pytest.raises(autopar.ArgumentsError, match="give an int, or a mapping"):
+        list(autopar.shard([], batch_axis="ids"))  # type: ignore[arg-type]
 
 
 def test_a_step_takes_what_shard_yields() -> None:

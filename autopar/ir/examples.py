@@ -1,0 +1,67 @@
+"""Which axis of each leaf of a batch runs over its examples, as the user says it (`batch_axis=`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.errors import ArgumentsError
+from autopar.ir.plan import matches
+
+#: An axis for all leaves; or patterns over their paths to an axis, None for what every device has all of.
+BatchAxis = int | Mapping[str, int | None]
+
+
+def check_batch_axis(given: Any) -> None:
+    """Raise ArgumentsError if it is neither an axis nor a mapping from patterns to axes."""
+    axes = [a for a in given.values() if a is not None] if isinstance(given, Mapping) else [given]
+    patterns = list(given) if isinstance(given, Mapping) else []
+    is_axis = all(isinstance(a, int) and not isinstance(a, bool) for a in axes)
+    if not is_axis or not all(isinstance(p, str) for p in patterns):
+        raise ArgumentsError(
+            f"batch_axis={given!r}: give an int, or a mapping from patterns over the batch's paths to an int, or to "
+            "None for what every device has all of"
+        )
+
+
+def example_axes(given: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
+    """The axis of each leaf that runs over the examples, None where there is none.
+
+    Args:
+      given: The user's choice. A leaf that no pattern matches has axis 0.
+      leaves: Paths and shapes.
+
+    Raises:
+      ArgumentsError: a pattern that matches no leaf, or an axis that a leaf which it names (or every leaf) lacks.
+    """
+    if isinstance(given, int):
+        axes = [_axis(given, shape) for _, shape in leaves]
+        if all(a is None for a in axes) and any(shape for _, shape in leaves):
+            raise ArgumentsError(f"batch_axis={given}: nothing in the batch has that axis. There are: {_shown(leaves)}")
+        return axes
+    for pattern in given:
+        if not any(matches(pattern, path) for path, _ in leaves):
+            raise ArgumentsError(
+                f"batch_axis: {pattern!r} matches nothing in the batch. There are: {_shown(leaves) or 'no leaves'}"
+            )
+    return [_matched(given, path, shape) for path, shape in leaves]
+
+
+def _matched(given: Mapping[str, int | None], path: str, shape: tuple[int, ...]) -> int | None:
+    pattern = next((p for p in given if matches(p, path)), None)
+    axis = 0 if pattern is None else given[pattern]
+    found = None if axis is None else _axis(axis, shape)
+    if axis is not None and found is None and pattern not in (None, "*", "**"):
+        raise ArgumentsError(
+            f"batch_axis: {path} has no axis {axis}, its shape is {list(shape)} ({pattern!r} names it)"
+        )
+    return found
+
+
+def _axis(axis: int, shape: tuple[int, ...]) -> int | None:
+    """Counted from the front; None if there is no such axis."""
+    return axis % len(shape) if -len(shape) <= axis < len(shape) else None
+
+
+def _shown(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{path} {list(shape)}" for path, shape in leaves)
