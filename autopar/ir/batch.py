@@ -46,21 +46,25 @@ class Guesses:
             self.refuted.append(guesses)
 
 
-def follow_batch(equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None) -> None:
+def follow_batch(
+    equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None, *, devices: int
+) -> None:
     """Add what the equations define, those of their bodies included.
 
     Args:
       equations: In an order that can be run.
       axes: What is known, and guessed, of the variables that they read.
       guesses: What is guessed of it.
+      devices: Over how many devices the examples are to be spread.
     """
-    _Flow(axes, guesses or Guesses({}, {})).follow(equations)
+    _Flow(axes, guesses or Guesses({}, {}), devices).follow(equations)
 
 
 @dataclass(eq=False, slots=True)
 class _Flow:
     axes: BatchAxes
     guesses: Guesses
+    devices: int
 
     def follow(self, equations: Sequence[Equation]) -> None:
         for equation in equations:
@@ -97,7 +101,7 @@ class _Flow:
         given = {k: self.axes[a] for k, a in enumerate(equation.inputs) if isinstance(a, Var) and a in self.axes}
         if not given:
             return _NOTHING
-        places = {k: place(equation, k, axis) for k, axis in given.items()}
+        places = {k: place(equation, k, axis, self.devices) for k, axis in given.items()}
         bases = {k: self.guesses.bases.get(equation.inputs[k], 0) for k in given} if self.guesses.bases else {}
         kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
         if any(bases.values()) and not self._make_sense(equation, given, places, bases):

@@ -20,8 +20,13 @@ _ELEMENTWISE = frozenset(ALIGNED - _WORKS_ALONG)
 _ALONGSIDE = _ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice"}
 
 
-def place(equation: Equation, k: int, axis: int) -> int | None:
-    """Where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed."""
+def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
+    """Where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed.
+
+    `devices`: over how many of them it is to be spread.
+    """
+    if equation.op == "reshape":
+        return _reshape(equation, axis, devices)
     if equation.op in _ELEMENTWISE:
         return axis if equation.inputs[k].shape == equation.outputs[0].shape else None
     rule = _PLACES.get(equation.op)
@@ -44,10 +49,18 @@ def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
     return to if equation.outputs[0].shape[to] == equation.inputs[0].shape[axis] else None
 
 
-def _reshape(equation: Equation, k: int, axis: int) -> int | None:
-    """Equal shares stay equal shares where the axis leads what it is merged with or split into."""
-    new, before = equation.outputs[0].shape, _size(equation.inputs[0].shape[:axis])
-    return next((d for d in range(len(new)) if _size(new[:d]) == before and new[d] > 1), None)
+def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
+    """Equal shares stay equal shares where the axis leads what it is merged with or split into.
+
+    Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
+    """
+    old, new = equation.inputs[0].shape, equation.outputs[0].shape
+    before = _size(old[:axis])
+    found = next((d for d in range(len(new)) if _size(new[:d]) == before and new[d] > 1), None)
+    if found is None or new[found] % devices == 0 or old[axis] % devices or found + 1 == len(new):
+        return found
+    is_split = old[axis] % (new[found] * new[found + 1]) == 0
+    return found + 1 if is_split and new[found + 1] % devices == 0 else found
 
 
 def _size(shape: Sequence[int]) -> int:
@@ -138,7 +151,6 @@ def _convolve(equation: Equation, k: int, axis: int) -> int | None:
 
 _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
     "tile": _tile,
     "transpose": _transpose,
     "squeeze": _squeeze,

@@ -134,6 +134,7 @@ def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None =
     if any(access.path for access in space.accesses):  # hoisted equations may stand in the block already
         for equation in block.equations:
             numbering.find(equation)
+    producers = {v: e for e in block.equations if e.op == "scan" for v in e.outputs}
     wanted: dict[Any, tuple[Mapping[str, Any], Atom | None]] = {}
     equations: list[Equation] = []
     for access in space.accesses:
@@ -141,10 +142,12 @@ def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None =
         index: Atom | None = None
         for atom in index_atoms(access):
             inner, value, varies = hoist(access.path, atom)
+            returned, value = _returned_by_scan(value, producers)
+            inner = [*inner, *returned]
             known = len(equations)
             index = _append(inner, value, equations, numbering)
             indices[access.equation] = Index(access.path, index, varies)
-            follow_batch(equations[known:], axes)
+            follow_batch(equations[known:], axes, devices=devices)
             spread[access.equation] = axis = _spread_axis(access, atom, index, axes, devices)
             params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
         key = (None if index is None else atom_key(index), *(v for k, v in sorted(params.items()) if k != "clip"))
@@ -175,6 +178,16 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
     if axis >= rank - 1 or axis in getattr(numbers, paired) or atom.shape[axis] % devices:
         return None
     return axis if axes.get(index) == axis + len(index.shape) - rank else None
+
+
+def _returned_by_scan(value: Atom, producers: Mapping[Atom, Equation]) -> tuple[list[Equation], Atom]:
+    """What a scan returns stacked, computed outside of it: a backward loop's ids are then the forward one's."""
+    scan = producers.get(value)
+    if scan is None:
+        return [], value
+    k = scan.outputs.index(value) if isinstance(value, Var) else 0
+    inner, outside, varies = hoist([scan], scan.bodies[0].outputs[k])
+    return (inner, outside) if k >= scan.params["num_carry"] and varies == (True,) else ([], value)
 
 
 def _append(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:

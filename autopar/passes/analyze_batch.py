@@ -36,7 +36,7 @@ def analyze_batch(program: Program, *, devices: int, batch_axis: BatchAxis = 0) 
         return program, "one device"
     named = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
     starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % devices == 0}
-    axes = _follow(program, starts)
+    axes = _follow(program, starts, devices)
     return dataclasses.replace(program, batch=axes), _note(program, devices, named, starts, axes)
 
 
@@ -51,7 +51,7 @@ def _note(program: Program, devices: int, named: Mapping[Var, int], starts: Mapp
     return f"{note}; carried along with the examples: {', '.join(carried)}" if carried else note
 
 
-def _follow(program: Program, starts: Mapping[Var, int]) -> BatchAxes:
+def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchAxes:
     """The batch axes of all variables, those of carried leaves of the state included."""
     waiting = _candidates(program, {v.shape[axis] for v, axis in starts.items()})
     uniform = uniform_axes(program.block) if waiting else {}
@@ -59,7 +59,7 @@ def _follow(program: Program, starts: Mapping[Var, int]) -> BatchAxes:
         leaves = [v for v, options in waiting.items() if options]
         guesses = Guesses(uniform, {v: 1 << n for n, v in enumerate(leaves)})
         axes: BatchAxes = {**starts, **{v: waiting[v][0] for v in leaves}}
-        follow_batch(program.block.equations, axes, guesses if leaves else None)
+        follow_batch(program.block.equations, axes, guesses if leaves else None, devices=devices)
         wrong = _wrong(guesses, _unconfirmed(program, leaves, axes, guesses))
         if not wrong:
             return axes

@@ -124,3 +124,28 @@ def test_a_nonzero_start_is_kept() -> None:
     for method in ("ps", "allgather"):
         planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False)
         same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather"])
+def test_microbatches(method: str) -> None:
+    """Fewer microbatches than devices: each is spread, and gradients travel after the last one."""
+
+    def step(state: Any, ids: Any) -> Any:
+        def one(sums: Any, now: Any) -> tuple[Any, jax.Array]:
+            loss, g = jax.value_and_grad(lambda p: three_lookups(p, now))(state["params"])
+            return jax.tree.map(jnp.add, sums, g), loss
+
+        zeros = jax.tree.map(jnp.zeros_like, state["params"])
+        grads, losses = jax.lax.scan(one, zeros, ids.reshape(2, -1, ids.shape[1]))
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, losses
+
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False)
+    same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
+    assert planned.plan is not None
+    asked = planned.plan.families[0].asked
+    assert asked is not None and asked <= 4 * 80, "a device asks for its own examples' rows"
+    found = read_collectives(planned.lower(make_state(), IDS).compile().as_text())
+    gradients = [c for c in found if c.times and c.arrays[0][1][-1:] == (WIDTH,) and c.op.startswith("all-")]
+    tables = [c for c in gradients if sum(shape[0] for _, shape in c.arrays if len(shape) > 1) >= 48]
+    assert all(c.times == 1 for c in tables)
