@@ -17,10 +17,10 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
 
-# The tests on several devices need a process of their own. pytest's 5: ARGS selected no test there.
+# The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS) || test $$? = 5
-	$(BIN)/python -m pytest tests/devices $(ARGS) || test $$? = 5
+	$(BIN)/python -m pytest -n 2 $(ARGS) || test $$? = 5
+	$(BIN)/python -m pytest -n 2 tests/devices $(ARGS) || test $$? = 5
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)

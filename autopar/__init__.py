@@ -1,6 +1,6 @@
 """autopar: automatic parallel training for JAX. See `parallelize`."""
 
-from autopar.api import ParallelStep, parallelize
+from autopar.api import parallelize
 from autopar.errors import (
     ArgumentsError,
     AutoparError,
@@ -15,6 +15,7 @@ from autopar.errors import (
 from autopar.explain import Explanation, explain
 from autopar.init import init
 from autopar.shard import shard
+from autopar.step import ParallelStep
 from autopar.table import Table, materialize
 from autopar.verify import Verification, verify
 

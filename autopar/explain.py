@@ -16,7 +16,6 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.api import ParallelStep
 from autopar.cost.formulas import transfer_bytes
 from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
@@ -24,6 +23,7 @@ from autopar.ir.plan import ParameterPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
+from autopar.step import ParallelStep
 
 #: Dense leaves that are listed one by one; the rest is summed up.
 _SHOWN_DENSE = 8

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.api import ParallelStep
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import arranger, even_shares
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.planned import Entry
+from autopar.step import ParallelStep
 from autopar.table import Table
 
 #: From what is made to all arguments of the step.

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.api import ParallelStep
 from autopar.arguments import read_call
 from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StepError, VerificationError
@@ -29,6 +28,7 @@ from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
 from autopar.planned import Entry
+from autopar.step import ParallelStep
 
 #: Error allowed, as a share of the largest change in a leaf.
 RELATIVE = 1e-5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import contract, devices, one_device
+from benchmarks import choice, contract, devices, one_device
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -12,6 +12,7 @@ BENCHMARKS = {
     "planning": one_device.planning,
     "crossover": one_device.crossover,
     "devices": devices.devices,
+    "choice": choice.choice,
     "contract": contract.product,
 }
 

@@ -105,4 +105,5 @@ def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
         + rates.all_reduce(s.extent * row)
         + rates.walk(2 * s.extent * (row + s.family_bytes))
     )
-    return {"ps": ps, "allgather": allgather, "allreduce_rows": allreduce_rows, "allreduce": allreduce}
+    found = {"ps": ps, "allgather": allgather, "allreduce_rows": allreduce_rows, "allreduce": allreduce}
+    return {method: rates.fixed.get(method, 0.0) + seconds for method, seconds in found.items()}

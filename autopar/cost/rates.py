@@ -59,6 +59,7 @@ class Rates:
       route: Seconds by number of ids, to make them unique and to find each among the unique ones.
       walk: Seconds by bytes read and written by an elementwise pass.
       gather, scatter: Of rows; a scatter adds.
+      fixed: Method -> seconds of a step that it takes longer than the quickest method, however little there is to do.
     """
 
     all_to_all: Curve
@@ -68,6 +69,7 @@ class Rates:
     walk: Curve
     gather: RowRate
     scatter: RowRate
+    fixed: Mapping[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for a file."""
@@ -95,4 +97,5 @@ class Rates:
             walk=curve("walk"),
             gather=rows("gather"),
             scatter=rows("scatter"),
+            fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()},
         )

@@ -180,12 +180,12 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
     return axis if axes.get(index) == axis + len(index.shape) - rank else None
 
 
-def _returned_by_scan(value: Atom, producers: Mapping[Atom, Equation]) -> tuple[list[Equation], Atom]:
+def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[list[Equation], Atom]:
     """What a scan returns stacked, computed outside of it: a backward loop's ids are then the forward one's."""
-    scan = producers.get(value)
-    if scan is None:
+    scan = producers.get(value) if isinstance(value, Var) else None
+    if scan is None or isinstance(value, Literal):
         return [], value
-    k = scan.outputs.index(value) if isinstance(value, Var) else 0
+    k = scan.outputs.index(value)
     inner, outside, varies = hoist([scan], scan.bodies[0].outputs[k])
     return (inner, outside) if k >= scan.params["num_carry"] and varies == (True,) else ([], value)
 

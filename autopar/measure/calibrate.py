@@ -1,13 +1,13 @@
 """Measures how long exchanges take on some devices, in a few seconds at first need; then read from a file.
 
-Each figure is the median of several runs of a loop in one compiled program, so that what a call costs isn't in it.
+Each figure is of a loop in one compiled program, less the same program with one turn: what a call costs isn't in it.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import logging
 import os
 import platform
 import tempfile
@@ -23,35 +23,46 @@ import numpy as np
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Curve, Rates, RowRate
+from autopar.ir.plan import METHODS
+from autopar.measure.probe import Step, probe
 
 Array = Any
+Planner = Callable[[Step, str], Step]
+
+_logger = logging.getLogger("autopar")
 
 #: Of the result of a collective on one device, in bytes.
-_BYTES = (1 << 10, 1 << 15, 1 << 19, 1 << 22)
-_IDS = (1 << 7, 1 << 10, 1 << 13)
-_WALKED = (1 << 14, 1 << 18, 1 << 21, 1 << 23)
+_BYTES = (1 << 10, 1 << 17, 1 << 22)
+_IDS = (1 << 8, 1 << 13)
+_WALKED = (1 << 15, 1 << 19, 1 << 23, 1 << 25)
 _ROWS, _WIDTHS = 1024, (16, 256)
 #: The table that is gathered from, in bytes on one device: larger than a cache.
 _TABLE = 1 << 24
-_TARGET_S = 0.004
+_TARGET_S = 0.008
 #: What is measured, and how: files of others aren't read.
-_VERSION = 1
+_VERSION = 3
 
 
-def rates_of(devices: Devices) -> Rates:
-    """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now."""
-    return _rates(devices)
+#: What was found in this process.
+_known: dict[Devices, Rates] = {}
 
 
-@functools.lru_cache(maxsize=8)
-def _rates(devices: Devices) -> Rates:
-    file = cache_file(devices)
-    try:
-        return Rates.of_dict(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        found = calibrate(devices)
-        _write(file, json.dumps(found.as_dict()))
-        return found
+def rates_of(devices: Devices, plan: Planner) -> Rates:
+    """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
+
+    Args:
+      devices: Those to measure.
+      plan: Gives the planned form of a step by a method.
+    """
+    if devices not in _known:
+        file = cache_file(devices)
+        try:
+            _known[devices] = Rates.of_dict(json.loads(file.read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            _logger.info("measuring what exchanges cost on %d devices, for %s", devices.count, file)
+            _known[devices] = found = calibrate(devices, plan)
+            _write(file, json.dumps(found.as_dict()))
+    return _known[devices]
 
 
 def cache_file(devices: Devices) -> Path:
@@ -83,8 +94,8 @@ def _write(file: Path, text: str) -> None:
         return
 
 
-def calibrate(devices: Devices) -> Rates:
-    """Measure now."""
+def calibrate(devices: Devices, plan: Planner) -> Rates:
+    """Measure now; arguments as for `rates_of`."""
     count, axis = devices.count, devices.axis
 
     def to_all(x: Array) -> Array:
@@ -103,7 +114,7 @@ def calibrate(devices: Devices) -> Rates:
             length = max(1, size // 4 // count) * count
             x = jnp.ones((count * length // parts,), jnp.float32)
             points.append((4.0 * length, _loop_seconds(devices, step, x)))
-        return Curve(tuple(points))
+        return _curve(points)
 
     def route(ids: Array) -> Array:
         mixed = (ids * 1103515245 + 12345) & 0xFFFFF
@@ -115,7 +126,7 @@ def calibrate(devices: Devices) -> Rates:
 
     random = np.random.default_rng(0)
     ids = {size: jnp.asarray(random.integers(0, 1 << 20, count * size), jnp.int32) for size in _IDS}
-    routes = Curve(tuple((float(k), _loop_seconds(devices, route, x)) for k, x in ids.items()))
+    routes = _curve([(float(k), _loop_seconds(devices, route, x)) for k, x in ids.items()])
     walked = [(2.0 * b, _loop_seconds(devices, walk, jnp.ones((count * b // 4,), jnp.float32))) for b in _WALKED]
     gathered, scattered = [], []
     for width in _WIDTHS:
@@ -130,10 +141,16 @@ def calibrate(devices: Devices) -> Rates:
         all_gather=collective(gather, count),
         all_reduce=collective(reduce, 1),
         route=routes,
-        walk=Curve(tuple(walked)),
+        walk=_curve(walked),
         gather=_row_rate(gathered),
         scatter=_row_rate(scattered),
+        fixed=probe(plan, tuple(m for m in METHODS if m != "auto"), devices.count),
     )
+
+
+def _curve(points: list[tuple[float, float]]) -> Curve:
+    """Through points of growing sizes; what took longer than something larger was disturbed."""
+    return Curve(tuple((size, min(s for _, s in points[k:])) for k, (size, _) in enumerate(points)))
 
 
 def _gather_rows(index: Array, table: Array) -> Array:
@@ -169,5 +186,7 @@ def _loop_seconds(devices: Devices, step: Callable[..., Array], start: Array, *c
 
     seconds(1)
     turns = int(np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
-    found = [(seconds(turns + 1) - seconds(1)) / turns for _ in range(3)]
-    return max(float(np.median(found)), 1e-8)
+    runs = 3 if turns == 2 else 6
+    # The fastest runs: what disturbs a run makes it longer.
+    many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))
+    return max((many - one) / turns, 1e-8)

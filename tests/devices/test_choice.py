@@ -31,7 +31,8 @@ def rates(**seconds: float) -> Rates:
         return RowRate(seconds.get(name + "_row", 0.0), seconds.get(name, 0.0))
 
     curves = {name: curve(name) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
-    return Rates(**curves, gather=rows("gather"), scatter=rows("scatter"))  # type: ignore[arg-type]
+    fixed = {"ps": seconds.get("ps", 0.0)}
+    return Rates(**curves, gather=rows("gather"), scatter=rows("scatter"), fixed=fixed)  # type: ignore[arg-type]
 
 
 SIZES = Sizes(
@@ -54,6 +55,7 @@ def test_a_curve_goes_through_its_points() -> None:
         ("all_to_all", {"ps": 20 * (4 + 8 + 8), "allgather": 0, "allreduce_rows": 0, "allreduce": 0}),
         ("all_gather", {"ps": 0, "allgather": 40 * (4 + 8), "allreduce_rows": 4 * 20 * 4, "allreduce": 0}),
         ("all_reduce", {"ps": 1, "allgather": 0, "allreduce_rows": 81 * 8, "allreduce": 1000 * 8}),
+        ("ps", {"ps": 1, "allgather": 0, "allreduce_rows": 0, "allreduce": 0}),
         ("route", {"ps": 20 + 20, "allgather": 20 + 40, "allreduce_rows": 80, "allreduce": 0}),
         ("gather_row", {"ps": 20 + 10 + 21, "allgather": 81, "allreduce_rows": 81, "allreduce": 0}),
         ("scatter_row", {"ps": 10 + 20 + 21, "allgather": 40 + 81, "allreduce_rows": 81, "allreduce": 0}),
@@ -99,25 +101,26 @@ def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) ->
 
 def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "_known", {})
     devices, measured = Devices.of(mesh_of(2)), []
 
-    def once(devices: Devices) -> Rates:
+    def once(devices: Devices, plan: Any) -> Rates:
         measured.append(devices)
         return rates(walk=1.0)
 
+    def read() -> Rates:
+        calibrate._known.clear()
+        return calibrate.rates_of(devices, lambda step, method: step)
+
     monkeypatch.setattr(calibrate, "calibrate", once)
-    for _ in range(2):
-        calibrate._rates.cache_clear()
-        assert calibrate.rates_of(devices) == rates(walk=1.0)
+    assert read() == read() == rates(walk=1.0)
     assert len(measured) == 1
     (file,) = (tmp_path / "autopar").iterdir()
     assert file == calibrate.cache_file(devices)
     for broken in ("", "{}", json.dumps({"walk": {"points": []}})):
         file.write_text(broken)
-        calibrate._rates.cache_clear()
-        assert calibrate.rates_of(devices) == rates(walk=1.0)
+        assert read() == rates(walk=1.0)
     assert len(measured) == 4
-    calibrate._rates.cache_clear()
 
 
 def test_rates_survive_a_file() -> None:
@@ -129,7 +132,8 @@ def test_measured_rates_make_sense() -> None:
     """More takes longer, and a step by them agrees with the plain one."""
     planned = autopar.parallelize(step, mesh=mesh_of(4))
     same(planned(make_state(4000), ids_in(0, 4000)), jax.jit(step)(make_state(4000), ids_in(0, 4000)))
-    found = calibrate.rates_of(Devices.of(mesh_of(4)))
+    found = calibrate._known[Devices.of(mesh_of(4))]
+    assert min(found.fixed.values()) == 0 and set(found.fixed) == {"ps", "allgather", "allreduce_rows", "allreduce"}
     for curve in (found.all_to_all, found.all_gather, found.all_reduce, found.route, found.walk):
         sizes = [size for size, _ in curve.points]
         assert 0 < curve(sizes[0]) < curve(sizes[-1])

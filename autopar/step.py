@@ -1,0 +1,297 @@
+"""`ParallelStep`: the callable that `parallelize` returns, and its plans per shape of the arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.arguments import Call, describe, find_states, read_call, static_keywords
+from autopar.backends.devices import Devices
+from autopar.compile import Options, compile_program
+from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.trace import block_of
+from autopar.measure.alpha import example_ids, id_inputs
+from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
+from autopar.planned import Entry
+from autopar.table import layout_of, materialize
+
+#: A step that keeps changing shapes is stopped here: each shape costs a compilation.
+MAX_PLANS = 16
+
+
+@dataclass(eq=False)
+class ParallelStep:
+    """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
+
+    Attributes:
+      latest: What is known of the step at the shapes of the latest call that was planned.
+    """
+
+    fun: Callable[..., Any]
+    options: Options
+    donate: bool
+    state_argnums: tuple[int, ...] | None
+    batch_argnums: tuple[int, ...] | None
+    static_argnums: tuple[int, ...]
+    devices: Devices | None = None
+    _entries: dict[Any, Entry] = field(default_factory=dict)
+    _runners: dict[Any, Any] = field(default_factory=dict)
+    _known: dict[Any, Entry] = field(default_factory=dict)
+    latest: Entry | None = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun)
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, None before the first call."""
+        return self.latest.compiled.plan if self.latest else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.devices is not None:
+            return self._call_spread(args, kwargs)
+        runner = self._runners.get((len(args), *kwargs))
+        if runner is None:
+            runner = self._first_call(args, kwargs)
+            return self._run(runner, *self._place(args, kwargs))
+        try:
+            return runner(*args, **kwargs)
+        except _OtherStates:  # these arguments have other states than those of the last call (an evaluation's, say)
+            return self._run(self._first_call(args, kwargs), *self._place(args, kwargs))
+        except (RuntimeError, ValueError) as error:
+            return self._recover(error, runner, args, kwargs)
+
+    def _run(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return runner(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            return self._recover(error, runner, args, kwargs)
+
+    def _call_spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A call on several devices: the plan is looked up here, and arrays are placed as it says."""
+        leaves = self.leaves(args, kwargs)
+        try:
+            statics = tuple(args[k] for k in self.static_argnums if k < len(args))
+            named = tuple((k, v) for k, v in kwargs.items() if k in self._static_names)
+            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), layout_of(x)) for x in leaves)
+            key = (statics, named, jax.tree.structure((args, kwargs)), types)
+            entry = self._known.get(key)
+            if entry is None:
+                entry = self._known[key] = self.entry(*args, **kwargs)
+        except (AttributeError, TypeError):  # Python scalars, or what `entry` has an error for
+            entry = self.entry(*args, **kwargs)
+        self.latest = entry
+        if any(is_traced(x) for x in leaves):
+            return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
+        try:
+            results = entry.runner(leaves)
+        except (RuntimeError, ValueError) as error:
+            check_not_donated(self.name, args, kwargs, error)
+            raise
+        if entry.runner.was_exceeded():
+            self._grow(entry)
+        return jax.tree.unflatten(entry.out_tree, results)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
+        if self.devices is not None:
+            return self.entry(*args, **kwargs).runner.lower()
+        runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
+        return runner.lower(*args, **kwargs)
+
+    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+        """The plan for these arguments (arrays or shapes), made if there is none yet."""
+        call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
+        entry = next((e for e in self._entries.values() if e.takes(call)), None)
+        if entry is None:
+            entry = self._make(call, self.leaves(args, kwargs))
+            self._announce(call)
+            self._entries[call.key, call.layouts] = entry
+        if entry.example is None:
+            entry.example = _example(entry, self.leaves(args, kwargs))
+        self.latest = entry
+        return entry
+
+    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The flat dynamic arguments of a call, in the order of the program's inputs."""
+        named = {k: v for k, v in kwargs.items() if k not in self._static_names}
+        return jax.tree.leaves(([a for k, a in enumerate(args) if k not in self.static_argnums], named))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an instance, as a function does: a step may be a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+    @functools.cached_property
+    def _static_names(self) -> frozenset[str]:
+        return static_keywords(self.fun, frozenset(self.static_argnums))
+
+    # --- planning ---
+
+    def _make(self, call: Call, leaves: Sequence[Any]) -> Entry:
+        args, kwargs = call.shapes
+        start = time.perf_counter()
+        traced = jax_compat.trace(self.fun, args, kwargs, static_argnums=self.static_argnums)
+        seconds = time.perf_counter() - start
+        if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
+            raise StepError(
+                f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
+                "Pass that value as an argument"
+            )
+        block = block_of(traced.jaxpr)
+        self._check_positions(call)
+        states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
+        if self.state_argnums is None:
+            states = states.confirmed(call, block, _tops(traced.out_tree))
+        inputs, outputs = describe(call, states, traced.out_info, self.options.devices)
+        program = Program(block, inputs, outputs, self.name)
+        options = dataclasses.replace(self.options, example=_measuring(leaves))
+        compiled = compile_program(program, options)
+        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate)
+
+    def _grow(self, entry: Entry) -> None:
+        """Plan once more with larger capacities, after batches that exceeded those of the plan."""
+        old = entry.compiled
+        headroom = 2 * entry.headroom
+        options = dataclasses.replace(self.options, example=_measuring(entry.example), headroom=headroom)
+        compiled = compile_program(
+            Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
+        )
+        grown = dataclasses.replace(entry, compiled=compiled, headroom=headroom)
+        pairs = [(a.capacity, b.capacity) for a, b in zip(old.plan.families, compiled.plan.families, strict=True)]
+        shown = ", ".join(f"{a} to {b}" for a, b in pairs if a != b)
+        warnings.warn(
+            f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
+            f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",
+            CapacityWarning,
+            stacklevel=4,
+        )
+        for known in (self._entries, self._known):
+            known.update({key: grown for key, found in known.items() if found is entry})
+        self.latest = grown
+
+    def _check_positions(self, call: Call) -> None:
+        """That `state_argnums` and `batch_argnums` name arguments of the call, each one once."""
+        known = {a.position for a in call.arguments if a.position is not None}
+        for option, given in (("state_argnums", self.state_argnums), ("batch_argnums", self.batch_argnums)):
+            for k in given or ():
+                if k not in known:
+                    raise ArgumentsError(f"{option} names argument {k}; {self.name} was called with {sorted(known)}")
+        both = set(self.state_argnums or ()).intersection(self.batch_argnums or ())
+        if both:
+            raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
+
+    def _announce(self, call: Call) -> None:
+        """Say that a call had new shapes; stop where that doesn't end."""
+        names = [a.name for a in call.arguments]
+        same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
+        if not same:
+            return
+        change = _difference(same[-1], call)
+        if change is None:  # only weak types differ: the second step's state has strong ones, as under jax.jit
+            return
+        if len(self._entries) >= MAX_PLANS:
+            raise ArgumentsError(
+                f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and compiled "
+                f"anew ({change}). Pad the batches to a few sizes"
+            )
+        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=6)
+
+    def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        entry = self.entry(*args, **kwargs)
+        donated = _donated(entry) if self.donate else frozenset()
+        runner = jax.jit(
+            self._planned(donated),
+            static_argnums=self.static_argnums,
+            donate_argnums=tuple(sorted(k for k in donated if isinstance(k, int))),
+            donate_argnames=tuple(sorted(k for k in donated if isinstance(k, str))),
+        )
+        self._runners[(len(args), *kwargs)] = runner
+        return runner
+
+    def _planned(self, donated: frozenset[Any]) -> Callable[..., Any]:
+        """What is given to `jax.jit`: runs once for each set of shapes, with tracers."""
+
+        @functools.wraps(self.fun)
+        def planned(*args: Any, **kwargs: Any) -> Any:
+            entry = self.entry(*args, **kwargs)
+            if self.donate and donated != _donated(entry):
+                raise _OtherStates
+            return jax.tree.unflatten(entry.out_tree, entry.run(*self.leaves(args, kwargs)))
+
+        return planned
+
+    # --- the state in place ---
+
+    def _place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        entry = self.latest
+        if entry is None or not self.donate:
+            return args, kwargs
+        return separate_buffers([entry.call.arguments[k] for k in entry.states.outputs], args, kwargs)
+
+    def _recover(self, error: Exception, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Explain the use of a donated state; copy shared buffers and try again."""
+        check_not_donated(self.name, args, kwargs, error)
+        if is_shared_buffer(error):
+            args, kwargs = self._place(args, kwargs)
+            return runner(*args, **kwargs)
+        raise error
+
+
+class _OtherStates(Exception):
+    """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
+
+
+def _donated(entry: Entry) -> frozenset[Any]:
+    """Positions and names of the states."""
+    states = (entry.call.arguments[k] for k in entry.states.outputs)
+    return frozenset(a.name if a.position is None else a.position for a in states)
+
+
+def _measuring(leaves: Sequence[Any] | None) -> Any:
+    """What gives the ids of an example to the planner."""
+    return lambda program, space, ids: example_ids(program, ids, leaves)
+
+
+def _tops(tree: Any) -> frozenset[tuple[int, Any]]:
+    """(first leaf, structure) of the whole output and of each of its outermost parts."""
+    parts, start = {(0, tree)}, 0
+    for child in tree.children():
+        parts.add((start, child))
+        start += child.num_leaves
+    return frozenset(parts)
+
+
+def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
+    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none."""
+    program = entry.compiled.analysed
+    kept = [
+        leaf if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
+        for leaf, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
+    ]
+    return kept if any(x is not None for x in kept) else None
+
+
+def _difference(old: Call, new: Call) -> str | None:
+    """The first leaf whose shape or dtype changed; None if only weak types did."""
+    for a, b in zip(old.arguments, new.arguments, strict=True):
+        if a.treedef != b.treedef:
+            return f"{b.name} has another structure"
+        for path, x, y in zip(a.paths, a.types, b.types, strict=True):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
+    return "a static argument changed" if old.key[0] != new.key[0] else None
