@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from benchmarks.lookup import CLIP, EPS, IDS, RATE, loss_of, make_state, plain_step, zipf_batches
+from benchmarks.lookup import CLIP, EPS, IDS, RATE, D, bare_step, loss_of, make_state, plain_step, zipf_batches
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
 DEVICES = 4
@@ -133,23 +134,46 @@ def measure(rows: int, rounds: int = 8) -> None:
     capacity = ps.families[0].capacity
     print(f"rows sent by a device, padding included, over useful ones: {DEVICES * capacity / np.mean(useful):.2f}")
     runners["hand"] = Runner(hand_step(mesh, rows, capacity), _hand_state(rows, mesh))
+    runners["model alone"] = _model_alone(mesh)
     times = alternate(runners, batch, rounds)
     for name, found in times.items():
         print(
             f"V={rows:,} {name}: {median_ms(found):.1f} ms, {ratio(found, times['hand']):.2f} of the hand's", flush=True
         )
-    kept = {"ps": runners["ps"]}
+    ps_runner = runners["ps"]
     runners.clear()
+    against_xla("the MLP's step", plain_step, ps_runner, rows, mesh, batch)
+    del ps_runner
+    bare = Runner(autopar.parallelize(bare_step, strategy="ps", mesh=mesh), make_state(rows))
+    against_xla("lookup, clip and Adagrad alone", bare_step, bare, rows, mesh, batch)
+
+
+def _model_alone(mesh: Mesh) -> Runner:
+    """The model's products and its dense update on rows that are there already: what no exchange can do without."""
+    rows = jax.device_put(jnp.ones((DEVICES * IDS[0], IDS[1], D)) * 0.01, NamedSharding(mesh, P("data")))
+    dense = {k: v for k, v in make_state(8)["params"].items() if k != "emb"}
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(dense: Any, rows: jax.Array) -> jax.Array:
+            return loss_of(rows, dense["w1"], dense["w2"])
+
+        loss, (g, g_rows) = jax.value_and_grad(loss_fn, (0, 1))(state, rows)
+        return jax.tree.map(lambda p, g: p - RATE * g, state, g), (loss, g_rows)
+
+    return Runner(jax.jit(step, donate_argnums=0), jax.device_put(dense, NamedSharding(mesh, P())))
+
+
+def against_xla(what: str, step: Any, planned: Runner, rows: int, mesh: Mesh, batch: Callable[[int], Any]) -> None:
+    """`ps` beside XLA's own sharding of the rows, and beside plain data parallelism."""
+    planned.seconds(batch(0))
+    kept = {"ps": planned}
     for name, spread in (("row sharding by XLA", rows), ("data parallel", None)):
         state = _placed(make_state(rows), mesh, spread)
         shardings = jax.tree.map(lambda x: x.sharding, state)
-        plain = jax.jit(plain_step, donate_argnums=0, out_shardings=(shardings, None))
-        kept[name] = Runner(plain, state)
+        kept[name] = Runner(jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)), state)
         times = alternate(kept, batch, 3, turns={"ps": 20, name: 2})
-        print(
-            f"V={rows:,} {name}: {median_ms(times[name]):.0f} ms; over ps {ratio(times[name], times['ps']):.1f}",
-            flush=True,
-        )
+        shown = f"{median_ms(times[name]):.0f} ms, ps {median_ms(times['ps']):.1f} ms"
+        print(f"{what}: {name} {shown}: {ratio(times[name], times['ps']):.1f} times ps's", flush=True)
         del kept[name]
 
 

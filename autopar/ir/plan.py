@@ -35,6 +35,7 @@ class FamilyPlan:
       asked: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else None.
       capacity: The most rows that one device asks another one for; else None.
       layout: How the rows are spread; else None.
+      imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
       tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
     """
 
@@ -47,6 +48,7 @@ class FamilyPlan:
     capacity: int | None = None
     layout: RowLayout | None = None
     tight: bool = False
+    imbalance: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,12 @@ def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
     return int(max(loads, default=0))
 
 
+def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
+    """Rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
+    average = sum(rows.size for rows in asked) / layout.devices**2
+    return _busiest(asked, layout) / average if average else 1.0
+
+
 def with_layout(family: FamilyPlan, asked: Sequence[np.ndarray]) -> FamilyPlan:
     """The family with rows dealt out, if their owners would be too unequal otherwise."""
     layout = family.layout

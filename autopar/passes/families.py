@@ -17,7 +17,7 @@ from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
-from autopar.passes.capacity import bounds, device_ids, tightened, with_layout
+from autopar.passes.capacity import bounds, device_ids, imbalance, tightened, with_layout
 
 #: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
 Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
@@ -78,7 +78,7 @@ def decide_family(
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
-        family = bounds(space, ids, "ps", wishes.sparse == "lazy", 1)
+        family = bounds(space, ids, "ps" if method == "auto" else method, wishes.sparse == "lazy", 1)
         return (family, family), _lifted(space, ids, family, paths, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
@@ -125,7 +125,10 @@ def _told(family: FamilyPlan) -> str:
         return ""
     order = ", dealt out over the devices" if family.layout.dealt else ", in shares of adjacent rows"
     measured = "measured, with headroom" if family.tight else "a bound"
-    return f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
+    told = f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
+    if family.imbalance is None:
+        return told
+    return f"{told}; in the example the busiest message is {family.imbalance:.2f} times the average one"
 
 
 def _sharded(
@@ -144,6 +147,8 @@ def _sharded(
         return family, family
     loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
     safe = with_layout(family, loads) if stored is None else family
+    assert safe.layout is not None, "sharded rows have a layout"
+    safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
     return safe, tightened(safe, loads, wishes.headroom)
 
 

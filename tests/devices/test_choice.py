@@ -100,8 +100,6 @@ def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) ->
 
 
 def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "_known", {})
     devices, measured = Devices.of(mesh_of(2)), []
 
     def once(devices: Devices, plan: Any) -> Rates:
@@ -128,6 +126,7 @@ def test_rates_survive_a_file() -> None:
     assert Rates.of_dict(json.loads(json.dumps(found.as_dict()))) == found
 
 
+@pytest.mark.measures
 def test_measured_rates_make_sense() -> None:
     """More takes longer, and a step by them agrees with the plain one."""
     planned = autopar.parallelize(step, mesh=mesh_of(4))

@@ -64,6 +64,8 @@ def test_frequent_rows_are_dealt_out() -> None:
     (family,) = planned.plan.families
     assert family.layout is not None and family.layout.dealt and family.tight
     assert family.capacity is not None and family.capacity <= 16
+    assert family.imbalance is not None and 1 <= family.imbalance < 1.6, "nearly 4 if rows lay as they are"
+    assert "the busiest message is 1." in planned.plan.parameters[0].reason
 
 
 def test_tables_read_like_arrays() -> None:
