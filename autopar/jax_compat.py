@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import source_info_util as _source_info
+from jax._src.lax import lax as _lax
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -131,6 +132,11 @@ def holds_floats(wide: Any, narrow: Any) -> bool:
 def is_weak(value: Any) -> bool:
     """Whether JAX lets this value's dtype yield to others."""
     return bool(getattr(jax.typeof(value), "weak_type", False))
+
+
+def weak(value: Any) -> Any:
+    """The value with a dtype that yields to others, as a Python number's does."""
+    return _lax._convert_element_type(value, value.dtype, weak_type=True)
 
 
 def strong(value: Any) -> Any:

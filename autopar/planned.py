@@ -55,14 +55,14 @@ class Entry:
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """With strong types where the plain step returns such: a row that is written back takes its table's type."""
+        """With the plain step's types, weak or strong: a row that is written back takes its table's type."""
         types = [a.type for a in self.compiled.analysed.block.outputs]
 
         def typed_run(*inputs: Any) -> Sequence[Any]:
             outputs = run(*inputs)  # and perhaps a flag
             pairs = zip(outputs, types, strict=False)
-            strong = [x if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
-            return [*strong, *outputs[len(types) :]]
+            typed = [_weak(x) if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
+            return [*typed, *outputs[len(types) :]]
 
         return typed_run
 
@@ -71,15 +71,13 @@ class Entry:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
         plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
-        run = (
-            self._typed(emit(program.block, backends(plan, self.devices), self.devices))
-            if plan.rewrites
-            else self.plain
-        )
+        if not plan.rewrites:
+            return spread(self.plain, plan, analysed, self.devices)
+        run: Callable[..., Sequence[Any]] = emit(program.block, backends(plan, self.devices), self.devices)
         if self.compiled.fallback is not None:
             safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices), self.devices)
-            run = with_fallback(run, self._typed(safe), analysed)
-        return spread(run, plan, analysed, self.devices)
+            run = with_fallback(run, safe, analysed)
+        return spread(self._typed(run), plan, analysed, self.devices)
 
     @functools.cached_property
     def runner(self) -> SpreadRunner:
@@ -91,3 +89,7 @@ class Entry:
     def plain(self) -> Callable[..., Sequence[Any]]:
         """The step as JAX traced it, on flat arrays."""
         return jax_compat.jaxpr_as_fun(self.jaxpr)
+
+
+def _weak(value: Any) -> Any:
+    return value if jax_compat.is_weak(value) else jax_compat.weak(value)

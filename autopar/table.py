@@ -103,6 +103,7 @@ class Table:
         if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
             return None
         xp = jnp if isinstance(rows, jax.Array) else np
+        rows = rows.astype(np.int32)  # V may be more than a small integer holds
         return self.layout.place(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
 
     def __len__(self) -> int:

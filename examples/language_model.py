@@ -177,7 +177,7 @@ def positive_rate(text: str) -> float:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains a language model with large sparse tables under autopar.")
-    parser.add_argument("--steps", type=positive, default=2000, help="train steps (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=1000, help="train steps (default %(default)s)")
     parser.add_argument("--vocab", type=int, help="the most frequent N words (default: all seen at least twice)")
     parser.add_argument("--corpus", type=Path, help="a text file or a folder of them (default: Python's own source)")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad")

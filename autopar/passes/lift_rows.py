@@ -60,9 +60,9 @@ class _Lift:
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
-    #: Whether the batch exceeds a measured capacity, and new leaves that are the old ones then.
+    #: Whether the batch exceeds a measured capacity; new values that are the old ones of a leaf then, and the leaf.
     exceeded: Var | None = None
-    guarded: set[Atom] = field(default_factory=set)
+    guarded: set[tuple[Atom, int]] = field(default_factory=set)
 
     @staticmethod
     def of(program: Program, plan: Plan) -> _Lift:
@@ -129,7 +129,7 @@ class _Lift:
         """An output, in its stored form if it is a state; the old state where a capacity was exceeded."""
         stored = state in self.plan.layouts
         new = self.scope.stored[atom][0] if stored else self.scope.get(atom)
-        if self.exceeded is None or state is None or new in self.guarded or new is self.inputs[state]:
+        if self.exceeded is None or state is None or (new, state) in self.guarded or new is self.inputs[state]:
             return new
         return self.scope.emit("select", (self.exceeded, new, self.inputs[state]), self.inputs[state].type)
 
@@ -233,7 +233,7 @@ class _Lift:
                 params = {"axis": axes[k], "extent": space.extent, "guarded": self.exceeded is not None or None}
                 guard = () if self.exceeded is None else (self.exceeded,)
                 new = scope.emit("commit", (leaves[k], rows, route, *guard, *first), inputs[k].type, params)
-                self.guarded.add(new)
+                self.guarded.add((new, k))
             else:
                 new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
             atom = dict(self._updates(space))[k]
