@@ -19,6 +19,7 @@ def table(rows: int, width: int = 3, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=(rows, width)), jnp.float32)
 
 
+@pytest.mark.filterwarnings("ignore::autopar.CapacityWarning")
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_copy_of_a_table_that_was_just_committed(donate: bool) -> None:
     """Where a capacity is exceeded, the copy's old value is its own, not the table's."""
