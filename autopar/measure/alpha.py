@@ -82,7 +82,8 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> 
         return None
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
-    return [np.asarray(x) for x in run(*materialize(needed))]
+    with jax.ensure_compile_time_eval():  # the step may be called while JAX traces another one
+        return [np.asarray(x) for x in run(*materialize(needed))]
 
 
 def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:

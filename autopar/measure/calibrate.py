@@ -13,6 +13,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ _ROWS, _WIDTHS = 1024, (16, 256)
 _TABLE = 1 << 24
 _TARGET_S = 0.008
 #: What is measured, and how: files of others aren't read.
-_VERSION = 3
+_VERSION = 4
 
 
 #: What was found in this process.
@@ -60,7 +61,9 @@ def rates_of(devices: Devices, plan: Planner) -> Rates:
             _known[devices] = Rates.of_dict(json.loads(file.read_text()))
         except (OSError, ValueError, KeyError, TypeError):
             _logger.info("measuring what exchanges cost on %d devices, for %s", devices.count, file)
-            _known[devices] = found = calibrate(devices, plan)
+            # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
+            with ThreadPoolExecutor(1) as thread:
+                _known[devices] = found = thread.submit(calibrate, devices, plan).result()
             _write(file, json.dumps(found.as_dict()))
     return _known[devices]
 

@@ -100,6 +100,15 @@ def test_inside_another_jit(rows: int) -> None:
     same(both(make_state(rows), batch), once(once(make_state(rows), batch)[0], batch))
 
 
+def test_inside_another_jit_with_a_batch_that_is_there() -> None:
+    """The example's ids are measured while something else is traced."""
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4), donate=False)
+    batch = ids_in(0, 41, length=20)
+    batch = {"ids": jnp.asarray(batch["ids"])}
+    same(jax.jit(lambda s: planned(s, batch))(make_state(41)), jax.jit(step)(make_state(41), batch))
+    assert planned.plan is not None and planned.plan.families[0].imbalance is not None
+
+
 def test_new_shapes_are_planned_again() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     state, _ = planned(make_state(40), ids_in(0, 40))

@@ -121,6 +121,22 @@ def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(measured) == 4
 
 
+def test_rates_are_measured_outside_of_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+
+    def concrete(devices: Devices, plan: Any) -> Rates:
+        measured.append(float(jax.jit(lambda x: x + 1)(1.0)))  # part of the trace, and no number, otherwise
+        return rates(walk=1.0)
+
+    monkeypatch.setattr(calibrate, "calibrate", concrete)
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
+    same(
+        jax.jit(lambda s, b: planned(s, b))(make_state(4000), ids_in(0, 4000)),
+        jax.jit(step)(make_state(4000), ids_in(0, 4000)),
+    )
+    assert measured == [2.0]
+
+
 def test_rates_survive_a_file() -> None:
     found = rates(walk=0.25, gather_row=3.0)
     assert Rates.of_dict(json.loads(json.dumps(found.as_dict()))) == found
