@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from benchmarks.lookup import CLIP, EPS, IDS, RATE, D, bare_step, loss_of, make_state, plain_step, zipf_batches
+from benchmarks.lookup import CLIP, EPS, IDS, RATE, bare_step, loss_of, make_state, plain_step, zipf_batches
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
 DEVICES = 4
@@ -134,7 +134,6 @@ def measure(rows: int, rounds: int = 8) -> None:
     capacity = ps.families[0].capacity
     print(f"rows sent by a device, padding included, over useful ones: {DEVICES * capacity / np.mean(useful):.2f}")
     runners["hand"] = Runner(hand_step(mesh, rows, capacity), _hand_state(rows, mesh))
-    runners["model alone"] = _model_alone(mesh)
     times = alternate(runners, batch, rounds)
     for name, found in times.items():
         print(
@@ -146,21 +145,6 @@ def measure(rows: int, rounds: int = 8) -> None:
     del ps_runner
     bare = Runner(autopar.parallelize(bare_step, strategy="ps", mesh=mesh), make_state(rows))
     against_xla("lookup, clip and Adagrad alone", bare_step, bare, rows, mesh, batch)
-
-
-def _model_alone(mesh: Mesh) -> Runner:
-    """The model's products and its dense update on rows that are there already: what no exchange can do without."""
-    rows = jax.device_put(jnp.ones((DEVICES * IDS[0], IDS[1], D)) * 0.01, NamedSharding(mesh, P("data")))
-    dense = {k: v for k, v in make_state(8)["params"].items() if k != "emb"}
-
-    def step(state: Any, batch: Any) -> Any:
-        def loss_fn(dense: Any, rows: jax.Array) -> jax.Array:
-            return loss_of(rows, dense["w1"], dense["w2"])
-
-        loss, (g, g_rows) = jax.value_and_grad(loss_fn, (0, 1))(state, rows)
-        return jax.tree.map(lambda p, g: p - RATE * g, state, g), (loss, g_rows)
-
-    return Runner(jax.jit(step, donate_argnums=0), jax.device_put(dense, NamedSharding(mesh, P())))
 
 
 def against_xla(what: str, step: Any, planned: Runner, rows: int, mesh: Mesh, batch: Callable[[int], Any]) -> None:
