@@ -34,6 +34,8 @@ _logger = logging.getLogger("autopar")
 
 #: Of the result of a collective on one device, in bytes.
 _BYTES = (1 << 10, 1 << 17, 1 << 22)
+#: Of a dense gradient, which no cache holds.
+_GRADIENT = 1 << 24
 _IDS = (1 << 8, 1 << 13)
 _WALKED = (1 << 15, 1 << 19, 1 << 23, 1 << 25)
 _ROWS, _WIDTHS = 1024, (16, 256)
@@ -41,7 +43,7 @@ _ROWS, _WIDTHS = 1024, (16, 256)
 _TABLE = 1 << 24
 _TARGET_S = 0.008
 #: What is measured, and how: files of others aren't read.
-_VERSION = 4
+_VERSION = 5
 
 
 #: What was found in this process.
@@ -110,10 +112,10 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
     def reduce(x: Array) -> Array:
         return jax.lax.psum(x, axis) * (1 / count)
 
-    def collective(step: Callable[[Array], Array], parts: int) -> Curve:
+    def collective(step: Callable[[Array], Array], parts: int, sizes: tuple[int, ...] = _BYTES) -> Curve:
         """By bytes of the result, of which a device gives one of `parts`."""
         points = []
-        for size in _BYTES:
+        for size in sizes:
             length = max(1, size // 4 // count) * count
             x = jnp.ones((count * length // parts,), jnp.float32)
             points.append((4.0 * length, _loop_seconds(devices, step, x)))
@@ -142,7 +144,7 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
     return Rates(
         all_to_all=collective(to_all, 1),
         all_gather=collective(gather, count),
-        all_reduce=collective(reduce, 1),
+        all_reduce=collective(reduce, 1, (*_BYTES, _GRADIENT)),
         route=routes,
         walk=_curve(walked),
         gather=_row_rate(gathered),
