@@ -96,23 +96,18 @@ def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
     return program, plan, note
 
 
-def _lift_rows(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
-    program, note = lift_rows(program, plan)
-    return program, plan, note
+def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
+    """A pass that does what the plan says."""
+
+    def follow(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+        assert plan is not None, "the plan is made before it is followed"
+        return _keep(plan, run(program, plan))
+
+    return follow
 
 
-def _merge_pushes(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
-    program, note = merge_pushes(program, plan)
-    return program, plan, note
-
-
-def _place(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
-    program, note = place(program, plan)
-    return program, plan, note
-
+#: What makes a program of the plan, in this order.
+_FOLLOWED = (lift_rows, merge_pushes, place)
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
@@ -120,9 +115,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("analyze_rows", _analyze_rows),
     ("analyze_batch", _analyze_batch),
     ("choose", _choose),
-    ("lift_rows", _lift_rows),
-    ("merge_pushes", _merge_pushes),
-    ("place", _place),
+    *((run.__name__, _following(run)) for run in _FOLLOWED),
 )
 
 
@@ -146,6 +139,8 @@ def compile_program(program: Program, options: Options) -> Compiled:
     fallback = None
     if plan.fallback:
         safe = plan.without_limits()
-        fallback, _ = place(merge_pushes(lift_rows(analysed, safe)[0], safe)[0], safe)
+        fallback = analysed
+        for run in _FOLLOWED:
+            fallback, _ = run(fallback, safe)
         verify_program(fallback)
     return Compiled(analysed, plan, program, tuple(records), fallback)

@@ -172,7 +172,8 @@ def _plan(step: ParallelStep, name: str, given: tuple[Any, ...]) -> Entry:
         return step.entry(*given)
     except AutoparError:
         raise
-    except Exception as error:
+    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ArgumentsError(
             f"{step.name} can't be traced with what {name} returns and these other arguments: "
             f"{type(error).__name__}: {error}"

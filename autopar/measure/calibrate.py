@@ -1,4 +1,4 @@
-"""Measures how long exchanges take on some devices, in a few seconds at first need; then read from a file.
+"""Measures how long exchanges take on some devices, in some ten seconds at first need; then read from a file.
 
 Each figure is of a loop in one compiled program, less the same program with one turn: what a call costs isn't in it.
 """
