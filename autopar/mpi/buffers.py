@@ -108,7 +108,7 @@ def require_memory(wanted: int, path: str, what: str) -> None:
 def _refusal(path: str, what: str, wanted: int, available: int) -> HostMemoryError:
     return HostMemoryError(
         f"{path}: {what} takes {wanted / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are available "
-        f"here ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on the same "
-        "machine share its memory), keep fewer slots (plain SGD has none, Adagrad one, Adam two), store it in bfloat16, "
-        "or raise the container's limit of memory."
+        f"here ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on one "
+        "machine share its memory), keep fewer slots (plain SGD has none, Adagrad one, Adam two), store it in "
+        "bfloat16, or raise the container's limit of memory."
     )

@@ -62,9 +62,9 @@ class Exchange:
     Attributes:
       rank: This rank.
       size: How many there are.
-      sent_bytes: What this rank handed to MPI for other ranks, in bytes, by kind: 'ids', 'rows' and 'gradients' are
-        what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then sends (a
-        ring's AllReduce 2(N-1)/N of it).
+      sent_bytes: What this rank handed to MPI for other ranks, in bytes, by kind: 'ids', 'rows', 'gradients' and
+        'gather' are what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then
+        sends (a ring's AllReduce 2(N-1)/N of it).
       own_bytes: What the rank asked of itself, in bytes, by kind.
     """
 
@@ -236,8 +236,8 @@ class Exchange:
         self._waiting.collective(self._comm, "Allgather", np.array([len(array)]), lengths)
         results = [aligned((int(n), *array.shape[1:]), array.dtype) for n in lengths]
         results[self.rank][...] = array
-        swap(self._comm, self._waiting, [array] * self.size, [*results[: self.rank], None, *results[self.rank + 1 :]])
-        self.sent_bytes["gather"] += array.nbytes + lengths.itemsize
+        sent = swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
+        self.sent_bytes["gather"] += sent + (self.size - 1) * lengths.itemsize
         return results
 
     def _bounds(self, places: np.ndarray, share: int) -> tuple[int, ...]:
