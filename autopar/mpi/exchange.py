@@ -291,10 +291,11 @@ class Exchange:
         if wide != result.dtype:
             total = self._scratch.take("wide", result.shape, wide)
         total.fill(0)
-        for back, part in zip(sources, parts, strict=True):
-            total[back] += part.astype(wide, copy=False)
-        if total is not result:
-            np.copyto(result, total, casting="unsafe")
+        with np.errstate(all="ignore"):  # sums that overflow are infinite, as in JAX
+            for back, part in zip(sources, parts, strict=True):
+                total[back] += part.astype(wide, copy=False)
+            if total is not result:
+                np.copyto(result, total, casting="unsafe")
 
     def _all_reduce(self, flat: np.ndarray, op: str) -> None:
         """In place, in as many calls as it takes; the same number on all ranks, since the lengths are the same."""

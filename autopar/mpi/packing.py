@@ -117,12 +117,13 @@ def unpack(segment: Segment, specs: Sequence[Spec], flat: np.ndarray, results: l
     if segment.ordered is not None:
         _swap_order(flat)
         flat = flat.view(segment.ordered)
-    for k, start in zip(segment.members, segment.starts, strict=True):
-        shape, dtype = specs[k]
-        part = flat[start : start + math.prod(shape)].reshape(shape)
-        if dtype.kind == "b":
-            part = part.view(bool)
-        results[k] = part if part.dtype == dtype else part.astype(dtype)
+    with np.errstate(all="ignore"):  # what overflows in a narrower float is infinite, as in JAX
+        for k, start in zip(segment.members, segment.starts, strict=True):
+            shape, dtype = specs[k]
+            part = flat[start : start + math.prod(shape)].reshape(shape)
+            if dtype.kind == "b":
+                part = part.view(bool)
+            results[k] = part if part.dtype == dtype else part.astype(dtype)
 
 
 def _wire(dtype: np.dtype, op: str) -> tuple[np.dtype, str, np.dtype | None]:
