@@ -27,10 +27,8 @@ def aligned(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
     """An array that starts at a multiple of 64 bytes, in C order, its elements not set to anything."""
     dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else shape
-    wanted = math.prod(shape) * dtype.itemsize
-    raw = np.empty(wanted + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + wanted].view(dtype).reshape(shape)
+    raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+    return np.ndarray(shape, dtype, raw, offset=-raw.ctypes.data % ALIGNMENT)
 
 
 class Buffers:
@@ -58,7 +56,7 @@ class Buffers:
         memory = self._memory.get((name, turn))
         if memory is None or memory.nbytes < wanted:
             memory = self._memory[name, turn] = aligned(grown(wanted), np.uint8)
-        return memory[:wanted].view(dtype).reshape(shape)
+        return np.ndarray(shape, dtype, memory)
 
     @property
     def nbytes(self) -> int:

@@ -39,16 +39,19 @@ class Asked:
 
     Attributes:
       rows: `[u]`, int32 (int64 where a share needs it), sorted, unique: rows of this rank that any rank asked for.
-      counts: `[size]`, int64: how many rows this rank asked each owner for. The places of owner r are
-        `places[bounds[r]:bounds[r + 1]]`.
-      bounds: `[size + 1]`: sums of the counts, from 0.
+      bounds: Where the places of each owner begin among those that this rank asked for, and the end: those of owner r
+        are `places[bounds[r]:bounds[r + 1]]`.
       sources: By rank, `[n_r]`, intp: where its rows are among `rows`, in the order in which it asked.
     """
 
     rows: np.ndarray
-    counts: np.ndarray
     bounds: tuple[int, ...]
     sources: tuple[np.ndarray, ...]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """`[size]`, int64: how many rows this rank asked each owner for."""
+        return np.diff(self.bounds)
 
     @property
     def size(self) -> int:
@@ -109,12 +112,12 @@ class Exchange:
         if self.size == 1:
             rows = places.astype(dtype, copy=False)
             n = rows.size
-            return Asked(rows, np.array([n]), (0, n), (np.arange(n),))
+            return Asked(rows, (0, n), (np.arange(n),))
         bounds = self._bounds(places, share)
         wanted = self._swap_ids(places, bounds, share, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes
         rows, sources = _union(wanted)
-        return Asked(rows, np.diff(bounds), bounds, sources)
+        return Asked(rows, bounds, sources)
 
     def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Brings this rank the rows that it asked for, and the others theirs.
@@ -309,8 +312,13 @@ class Exchange:
 
 def _union(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
-    rows = np.unique(np.concatenate(wanted))
-    return rows, tuple(np.searchsorted(rows, part) for part in wanted)
+    found = np.concatenate(wanted)
+    found.sort()
+    new = np.empty(found.size, bool)
+    new[:1] = True
+    np.not_equal(found[1:], found[:-1], out=new[1:])
+    rows = found[new]
+    return rows, tuple(rows.searchsorted(part) for part in wanted)
 
 
 def _lines(rows: np.ndarray) -> np.ndarray:
