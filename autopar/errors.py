@@ -34,6 +34,10 @@ class VerificationError(AutoparError):
     """The planned step doesn't return what the plain step returns."""
 
 
+class LaunchError(AutoparError):
+    """The processes of a job can't be started, or can't work together."""
+
+
 class RecompileWarning(UserWarning):
     """A call had other shapes than the calls before, so the step is planned and compiled again."""
 
