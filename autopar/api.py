@@ -13,8 +13,9 @@ from autopar.backends.devices import Devices
 from autopar.compile import Options
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
-from autopar.ir.plan import METHODS, Emit, Sparse, Strategy
+from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
+from autopar.mpi.world import world
 from autopar.step import ParallelStep
 
 
@@ -118,7 +119,7 @@ def parallelize(
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
-    if not isinstance(strategy, Mapping) and strategy not in METHODS:
+    if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
         raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
     if emit not in ("pjit", "pmap"):
         raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
@@ -128,12 +129,14 @@ def parallelize(
         raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
+    hosts = asks_for_hosts(strategy)
     return ParallelStep(
         fun=step,
         options=Options(
             strategy=strategy,
             sparse=sparse,
-            devices=devices.count,
+            devices=world().size if hosts else devices.count,
+            hosts=hosts,
             batch_axis=batch_axis,
             emit=emit,
             rates=functools.partial(rates_of, devices, functools.partial(_planned_by, devices)),

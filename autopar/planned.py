@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import jax
 
 from autopar import jax_compat
 from autopar.arguments import Call, States, read_layout
@@ -13,10 +15,12 @@ from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
-from autopar.compile import Compiled
+from autopar.compile import Compiled, Options
+from autopar.hosting import HostRunner
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.placing import SpreadRunner
+from autopar.table import materialize
 
 
 @dataclass(eq=False)
@@ -36,6 +40,7 @@ class Entry:
 
     devices: Devices | None = None
     donate: bool = True
+    options: Options = field(default_factory=Options)
     headroom: float = 1.25
 
     def takes(self, call: Call) -> bool:
@@ -87,10 +92,18 @@ class Entry:
         return emit(program.block, backends(plan, self.devices), self.devices)
 
     @functools.cached_property
-    def runner(self) -> SpreadRunner:
-        """Calls the planned step on several devices."""
+    def runner(self) -> SpreadRunner | HostRunner:
+        """Calls the planned step on several devices, or with tables on hosts."""
+        if self.compiled.plan.on_hosts:
+            return HostRunner(self.compiled, self.options, self.donate)
         assert self.devices is not None, "one device needs no placing"
         return SpreadRunner(self.run_stored, self.compiled.plan, self.compiled.program, self.devices, self.donate)
+
+    def run_hosted(self, *leaves: Any) -> list[Any]:
+        """The planned step with tables on hosts, on flat ordinary arrays; collective, and slow."""
+        states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
+        copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
+        return list(materialize(self.runner(copies)))
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:

@@ -63,7 +63,7 @@ class ParallelStep:
         return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.devices is not None:
+        if self.devices is not None or self.options.hosts:
             return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
@@ -97,6 +97,7 @@ class ParallelStep:
             entry = self.entry(*args, **kwargs)
         self.latest = entry
         if any(is_traced(x) for x in leaves):
+            self._check_not_hosted(entry)
             return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
         try:
             results = entry.runner(leaves)
@@ -109,10 +110,19 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
-        if self.devices is not None:
-            return self.entry(*args, **kwargs).runner.lower()
+        if self.devices is not None or self.options.hosts:
+            entry = self.entry(*args, **kwargs)
+            self._check_not_hosted(entry)
+            return entry.runner.lower()
         runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
         return runner.lower(*args, **kwargs)
+
+    def _check_not_hosted(self, entry: Entry) -> None:
+        if entry.compiled.plan.on_hosts:
+            raise StepError(
+                f"{self.name} has tables on hosts: it runs in several programs with exchanges between them, and so can't "
+                "be traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
+            )
 
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """The plan for these arguments (arrays or shapes), made if there is none yet."""
@@ -161,7 +171,9 @@ class ParallelStep:
         program = Program(block, inputs, outputs, self.name)
         options = dataclasses.replace(self.options, example=_measuring(leaves))
         compiled = compile_program(program, options)
-        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate)
+        return Entry(
+            call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
+        )
 
     def _grow(self, entry: Entry) -> None:
         """Plan once more with larger capacities, after batches that exceeded those of the plan."""

@@ -143,7 +143,7 @@ def compare(
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
     first = [jnp.asarray(x) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: entry.plain(*xs))
-    run_planned = jax.jit(lambda *xs: (planned or entry.run)(*xs))
+    run_planned = entry.run_hosted if entry.compiled.plan.on_hosts else jax.jit(lambda *xs: (planned or entry.run)(*xs))
     keep = jax.jit(_lazy(entry)) if lazy else None
     block = block_of(entry.jaxpr)
     with jax_compat.enable_x64():

@@ -55,6 +55,10 @@ class Devices:
         """How many devices' shares a spread array is seen to have: N of a global one."""
         return self.count
 
+    def position(self) -> Array:
+        """In the program of one device its number, int32[]."""
+        return jax.lax.axis_index(self.axis).astype(jnp.int32)
+
     def spec(self, along: int | None) -> P:
         """Spread along an axis of the array, or replicated."""
         return P() if along is None else P(*[None] * along, self.axis)
@@ -87,8 +91,8 @@ class Devices:
         return mapped(*operands)
 
 
-class Mapped(Devices):
-    """The same devices seen by one of them, in `shard_map`: arrays are its own shares."""
+class OwnPart(Devices):
+    """The same devices seen by one of them: arrays are its own shares."""
 
     @property
     def parts(self) -> int:
@@ -97,20 +101,28 @@ class Mapped(Devices):
     def constrain(self, value: Array, along: int | None) -> Array:
         return value
 
-    def gathered(self, value: Array, along: int) -> Array:
-        return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
-
     def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         return fun(*operands)
 
     def share(self, value: Array, along: int) -> Array:
         """This device's share of what all have."""
         size = value.shape[along] // self.count
-        return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(self.axis) * size, size, along)
+        return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, along)
 
     def once(self, value: Array) -> Array:
         """The value on the first device, zeros on the others."""
-        return jnp.where(jax.lax.axis_index(self.axis) == 0, value, jnp.zeros_like(value))
+        return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
+
+    def reduce(self, value: Array, op: str) -> Array:
+        """Reduced over the devices."""
+        raise NotImplementedError
+
+
+class Mapped(OwnPart):
+    """One device's view in `shard_map`."""
+
+    def gathered(self, value: Array, along: int) -> Array:
+        return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
 
     def reduce(self, value: Array, op: str) -> Array:
         """Reduced over the devices."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.devices import Devices, Mapped
+from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.indices import flat_ids
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
@@ -136,17 +136,17 @@ class _Emitter:
         return [self._devices.constrain(operands[0], equation.params["axis"])]
 
     def _reduce(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._mapped.reduce(jnp.asarray(operands[0]), equation.params["op"])]
+        return [self._own.reduce(jnp.asarray(operands[0]), equation.params["op"])]
 
     def _share(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._mapped.share(jnp.asarray(operands[0]), equation.params["axis"])]
+        return [self._own.share(jnp.asarray(operands[0]), equation.params["axis"])]
 
     def _once(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._mapped.once(jnp.asarray(operands[0]))]
+        return [self._own.once(jnp.asarray(operands[0]))]
 
     @property
-    def _mapped(self) -> Mapped:
-        assert isinstance(self._devices, Mapped), "a device's own program runs in shard_map"
+    def _own(self) -> OwnPart:
+        assert isinstance(self._devices, OwnPart), "the program is one device's own"
         return self._devices
 
     def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:

@@ -82,7 +82,7 @@ class ShardedRows:
 
     def _first(self) -> Array:
         """The place of this device's first row."""
-        return jax.lax.axis_index(self._devices.axis).astype(jnp.int32) * self._share
+        return self._devices.position() * self._share
 
     def _exchange(self, parts: Array) -> Array:
         """[N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
@@ -213,7 +213,7 @@ class ShardedRows:
         return self._reduce_part(params, rows, route.rows)
 
     def _reduce_part(self, params: Mapping[str, Any], rows: Array, numbers: Array) -> Array:
-        mine = self._layout.rows_on(jax.lax.axis_index(self._devices.axis))
+        mine = self._layout.rows_on(self._devices.position())
         return reduce_routed(params, rows, numbers < self._share, mine)
 
     def padding(self, rows: Array, axis: int) -> Array:

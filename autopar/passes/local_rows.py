@@ -33,7 +33,7 @@ def _rows(walk: Walk, equation: Equation, axis: int) -> State:
 
 def _asked(walk: Walk, equation: Equation, axis: int) -> State:
     """What a device has of the rows that all devices asked for."""
-    return Spread(axis) if _family(walk, equation).asked is not None else None
+    return Spread(axis) if walk.shared.examples and _family(walk, equation).asked is not None else None
 
 
 def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> None:
@@ -44,7 +44,7 @@ def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> 
 def _examples(walk: Walk, equation: Equation, atom: Atom, axis: int | None) -> Atom:
     """An index operand, or updates: spread along an axis as the access was planned, or whole."""
     have = walk.state(atom)
-    if axis is None or walk.shared.devices == 1:
+    if axis is None or not walk.shared.examples:
         if isinstance(have, Spread):
             raise NotLocal("an access that every device does by itself has examples' ids", equation.source)
         return walk.whole(atom, equation)
@@ -57,7 +57,7 @@ def _row_ids(walk: Walk, equation: Equation) -> None:
     planned = equation.params.get("batch")
     if isinstance(along, Spread) and planned is None:
         raise NotLocal("ids that every device asks for are examples' own", equation.source)
-    spread = planned is not None and walk.shared.devices > 1
+    spread = planned is not None and walk.shared.examples
     inputs = [walk.as_state(index, Spread(planned), equation) if spread else walk.whole(index, equation)]
     _write(walk, equation, inputs, Spread(0) if spread else None)
 
@@ -76,14 +76,14 @@ def _pull(walk: Walk, equation: Equation) -> None:
 def _fetch(walk: Walk, equation: Equation) -> None:
     axis = equation.params["axis"]
     rows = walk.as_state(equation.inputs[0], _rows(walk, equation, axis), equation)
-    _write(walk, equation, [rows, walk.read(equation.inputs[1])], Spread(axis))
+    _write(walk, equation, [rows, walk.read(equation.inputs[1])], _asked(walk, equation, axis))
 
 
 def _lookup(walk: Walk, equation: Equation) -> None:
     fetched, route, index = equation.inputs
     batch, spread = equation.params["batch"], equation.params["spread"]
     inputs = [walk.read(fetched), walk.read(route), _examples(walk, equation, index, batch)]
-    local = None if batch is None or walk.shared.devices == 1 else Spread(spread)
+    local = None if batch is None or not walk.shared.examples else Spread(spread)
     _write(walk, equation, inputs, local)
 
 
@@ -95,20 +95,21 @@ def _lookup_ids(walk: Walk, equation: Equation) -> None:
 def _aggregate(walk: Walk, equation: Equation) -> None:
     base, route, index, updates = equation.inputs
     p, axis = equation.params, equation.params["axis"]
+    asked = _asked(walk, equation, axis)
     inputs = [
-        walk.as_state(base, Spread(axis), equation),
+        walk.as_state(base, asked, equation),
         walk.read(route),
         _examples(walk, equation, index, p["batch"]),
         _examples(walk, equation, updates, p["spread"]),
     ]
-    _write(walk, equation, inputs, Spread(axis))
+    _write(walk, equation, inputs, asked)
 
 
 def _deliver(walk: Walk, equation: Equation) -> None:
     sums, route, *base = equation.inputs
     axis = equation.params["axis"]
     rows = _rows(walk, equation, axis)
-    inputs = [walk.as_state(sums, Spread(axis), equation), walk.read(route)]
+    inputs = [walk.as_state(sums, _asked(walk, equation, axis), equation), walk.read(route)]
     inputs += [walk.as_state(b, rows, equation) for b in base]
     _write(walk, equation, inputs, rows)
 
@@ -133,7 +134,7 @@ def _push_replicated(walk: Walk, equation: Equation) -> None:
     """Into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
     base, route, index, updates = equation.inputs
     p = equation.params
-    batched = p["batch"] is not None and walk.shared.devices > 1
+    batched = p["batch"] is not None and walk.shared.examples
     if not batched and not isinstance(walk.state(updates), Partial):
         inputs = [walk.whole(base, equation), walk.read(route), _examples(walk, equation, index, None)]
         _write(walk, equation, [*inputs, _examples(walk, equation, updates, None)], None)

@@ -37,18 +37,23 @@ from autopar.ir.slicing import eliminate_dead
 from autopar.passes.local_rows import ROW_OPS
 
 
-def localize(program: Program, plan: Plan) -> tuple[Program, str]:
+def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Program, str]:
     """The program of each device, with `local` facts.
+
+    Args:
+      program: A lifted program.
+      plan: What says where values are.
+      examples: Whether the batch is a device's part. Else only rows are an owner's part, and the rest stays global.
 
     Raises:
       NotLocal: an equation that can't be run on a part of its operands.
     """
-    walk = Walk(Shared(plan))
+    walk = Walk(Shared(plan, examples))
     inputs = []
     owned = {k for k, axis in enumerate(plan.placements) if axis is not None and _is_owned(program, plan, k)}
     for k, var in enumerate(program.block.inputs):
         axis = plan.placements[k]
-        state = None if axis is None or plan.devices == 1 and k not in owned else Spread(axis, k in owned)
+        state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
         inputs.append(walk.define(var, state))
     given = [walk.state(v) for v in program.block.inputs]
     for equation in program.block.equations:
@@ -83,6 +88,7 @@ class Shared:
     """What the walks through a program and its bodies have in common."""
 
     plan: Plan
+    examples: bool
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     inside: NotLocal | None = None

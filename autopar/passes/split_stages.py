@@ -1,0 +1,147 @@
+"""Cut the program of one rank into stages at every value that crosses owners or ranks.
+
+The stage of a value is the longest path to it, counted in exchanges. An equation is the owner's if it reads an owner's
+rows, else the devices'; constants are made where they are read. What nobody needs earlier is computed in the latest
+stage that it may be in: the first one holds what ids depend on and nothing else. One exchange of each kind a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.local import NotLocal
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.stages import Exchange, Segment, Side, Stages
+
+#: Carried out between compiled programs, in this order where several belong to one stage.
+EXCHANGES = ("route", "pull", "fetch", "deliver", "reduce", "sweep", "densify", "commit")
+#: Exchanges whose results are the owner's.
+_TO_OWNER = frozenset({"pull", "deliver", "sweep", "densify", "commit"})
+#: Equations of an owner's rows that read none of them.
+_OF_OWNER = frozenset({"row_iota", "push", "push_ids"})
+
+
+def split_stages(program: Program) -> Stages:
+    """The stages of a localized program.
+
+    Raises:
+      NotLocal: an exchange within a loop or branch, which can't be left for it.
+    """
+    return _Split(program.block).run()
+
+
+class _Split:
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.free = _free(block)
+        self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
+        self.side: dict[Atom, Side] = {}
+        self.stage: dict[Equation, int] = {}
+
+    def run(self) -> Stages:
+        for equation in self.block.equations:
+            self._place(equation)
+        last = max([0, *self.stage.values()])
+        self._sink(last)
+        items: list[Segment | Exchange] = []
+        for level in range(last + 1):
+            for side in ("device", "owner"):
+                segment = self._segment(level, side)
+                if segment is not None:
+                    items.append(segment)
+            for op in EXCHANGES:
+                found = tuple(e for e in self.block.equations if e.op == op and self.stage.get(e) == level)
+                if found:
+                    items.append(Exchange(op, level, found))
+        return Stages(_with_last_uses(items, set(self.block.outputs)))
+
+    def _place(self, equation: Equation) -> None:
+        """The earliest stage of an equation, and its side."""
+        if equation in self.free:
+            return
+        level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)
+        exchanged = equation.op in EXCHANGES
+        if not exchanged and any(e.op in EXCHANGES for body in equation.bodies for e in body.walk()):
+            raise NotLocal("rows are exchanged within a loop or branch", equation.source)
+        owner = equation.op in _OF_OWNER or any(self.side.get(a) == "owner" for a in equation.inputs)
+        if exchanged:
+            owner = equation.op in _TO_OWNER
+        self.stage[equation] = level
+        for var in equation.outputs:
+            self.level[var] = level + exchanged
+            if owner:
+                self.side[var] = "owner"
+
+    def _side(self, equation: Equation) -> Side:
+        return self.side.get(equation.outputs[0], "device") if equation.outputs else "device"
+
+    def _sink(self, last: int) -> None:
+        """Move equations to the stage of their first reader."""
+        first: dict[Atom, int] = dict.fromkeys(self.block.outputs, last)
+        for equation in reversed(self.block.equations):
+            if equation in self.free:
+                continue
+            if equation.op not in EXCHANGES and not equation.effects:
+                self.stage[equation] = min(first.get(v, last) for v in equation.outputs)
+            stage = self.stage[equation]
+            for atom in equation.inputs:
+                first[atom] = min(first.get(atom, stage), stage)
+
+    def _segment(self, level: int, side: Side) -> Segment | None:
+        mine = [
+            e for e, stage in self.stage.items() if stage == level and e.op not in EXCHANGES and self._side(e) == side
+        ]
+        if not mine:
+            return None
+        inside = set(mine)
+        constants = self._constants(mine)
+        made = {v for e in (*constants, *mine) for v in e.outputs}
+        read = dict.fromkeys(a for e in mine for a in e.inputs if isinstance(a, Var) and a not in made)
+        elsewhere: set[Atom] = set(self.block.outputs)
+        for equation in self.block.equations:
+            if equation not in inside and equation not in self.free:
+                elsewhere.update(equation.inputs)
+        kept = tuple(v for e in mine for v in e.outputs if v in elsewhere)
+        return Segment(side, level, Block(tuple(read), (*constants, *mine), kept))
+
+    def _constants(self, equations: Sequence[Equation]) -> list[Equation]:
+        """The constants that equations read, in order."""
+        wanted: set[Atom] = {a for e in equations for a in e.inputs}
+        found = []
+        for equation in reversed(list(self.free)):
+            if any(v in wanted for v in equation.outputs):
+                found.append(equation)
+                wanted.update(equation.inputs)
+        return found[::-1]
+
+
+def _free(block: Block) -> Mapping[Equation, None]:
+    """Equations that depend on no input: constants, made anew wherever they are read. In order."""
+    made: set[Atom] = set()
+    found: dict[Equation, None] = {}
+    needed: set[Atom] = set(block.outputs)
+    for equation in block.equations:
+        if equation.op in EXCHANGES:
+            needed.update(equation.inputs)
+    for equation in block.equations:
+        variables = [a for a in equation.inputs if isinstance(a, Var)]
+        plain = not equation.effects and equation.op not in EXCHANGES
+        if plain and all(v in made for v in variables) and not any(v in needed for v in equation.outputs):
+            found[equation] = None
+            made.update(equation.outputs)
+    return found
+
+
+def _with_last_uses(items: Sequence[Segment | Exchange], outputs: set[Atom]) -> tuple[Segment | Exchange, ...]:
+    """The segments with the inputs that nothing reads after them."""
+    later: set[Atom] = set(outputs)
+    found: list[Segment | Exchange] = []
+    for item in reversed(items):
+        if isinstance(item, Segment):
+            last = frozenset(v for v in item.block.inputs if v not in later)
+            found.append(Segment(item.side, item.level, item.block, last))
+            later.update(item.block.inputs)
+        else:
+            found.append(item)
+            later.update(a for e in item.equations for a in e.inputs)
+    return tuple(found[::-1])
