@@ -17,8 +17,6 @@ from autopar.ir.stages import Exchange, Segment, Side, Stages
 EXCHANGES = ("route", "pull", "fetch", "deliver", "reduce", "sweep", "densify", "commit")
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset({"pull", "deliver", "sweep", "densify", "commit"})
-#: Equations of an owner's rows that read none of them.
-_OF_OWNER = frozenset({"row_iota", "push", "push_ids"})
 
 
 def split_stages(program: Program) -> Stages:
@@ -27,12 +25,14 @@ def split_stages(program: Program) -> Stages:
     Raises:
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
-    return _Split(program.block).run()
+    assert program.local is not None, "a rank's own program is split"
+    return _Split(program.block, program.local.owned).run()
 
 
 class _Split:
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, owned: frozenset[Var]) -> None:
         self.block = block
+        self.owned = owned
         self.free = _free(block)
         self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
         self.side: dict[Atom, Side] = {}
@@ -63,7 +63,7 @@ class _Split:
         exchanged = equation.op in EXCHANGES
         if not exchanged and any(e.op in EXCHANGES for body in equation.bodies for e in body.walk()):
             raise NotLocal("rows are exchanged within a loop or branch", equation.source)
-        owner = equation.op in _OF_OWNER or any(self.side.get(a) == "owner" for a in equation.inputs)
+        owner = any(self.side.get(a) == "owner" or a in self.owned for a in (*equation.inputs, *equation.outputs))
         if exchanged:
             owner = equation.op in _TO_OWNER
         self.stage[equation] = level
