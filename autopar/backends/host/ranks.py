@@ -120,7 +120,7 @@ class Ranks:
     def spread(self, part: np.ndarray, axis: int) -> Any:
         """This rank's part of an array that is spread over the ranks."""
         if not self.is_global:
-            return jax.device_put(part) if self.is_single else part
+            return part
         sharding = self.sharding(axis, ranks_only=True)
         shape = (*part.shape[:axis], part.shape[axis] * self.exchange.size, *part.shape[axis + 1 :])
         return jax.make_array_from_callback(shape, sharding, lambda index: part)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar import jax_compat
 from autopar.backends.emit import emit
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
@@ -213,27 +212,11 @@ class StagedProgram:
 
     def _sweep(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
-            p, n = equation.params, len(equation.params["axes"])
-            operands = [self._value(step, a) for a in equation.inputs]
-            leaves = operands[2 * n : 3 * n]
-            if self._changes(p, operands):
-                frontier = operands[3 * n : 3 * n + p["frontier"]]
-                self._run_sweep(equation, leaves, frontier)
-            step.values.update(zip(equation.outputs, leaves, strict=True))
-
-    def _changes(self, p: Mapping[str, Any], operands: Sequence[Any]) -> bool:
-        """Whether rows change that the step doesn't touch; see `emit`."""
-        n, m = len(p["axes"]), p["frontier"]
-        for old, new, axis in zip(operands[:n], operands[n : 2 * n], p["axes"], strict=True):
-            a, b = (np.moveaxis(np.asarray(x), axis, 0)[-1] for x in (old, new))
-            if np.any(a != b):
-                return True
-        finite = operands[3 * n : 3 * n + m + p["finite"]]
-        nonzero = operands[3 * n + m + p["finite"] : 3 * n + m + p["finite"] + p["nonzero"]]
-        floats = [x for x in map(np.asarray, finite) if jax_compat.is_float(x.dtype)]
-        return any(not np.isfinite(x.astype(np.float32)).all() for x in floats) or any(
-            np.any(np.asarray(x) == 0) for x in nonzero
-        )
+            needed, *operands = (self._value(step, a) for a in equation.inputs)
+            n = len(equation.outputs)
+            if needed:
+                self._run_sweep(equation, operands[:n], operands[n:])
+            step.values.update(zip(equation.outputs, operands[:n], strict=True))
 
     def _run_sweep(self, equation: Equation, leaves: Sequence[HostRows], frontier: Sequence[Any]) -> None:
         """The off-row equations over all rows of this rank's share, block by block."""
