@@ -14,7 +14,8 @@ from functools import reduce as fold
 import ml_dtypes
 import numpy as np
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, HostMemoryError
+from autopar.mpi import room
 from autopar.mpi.buffers import Buffers, aligned
 from autopar.mpi.exchange import FIRST_IDS, Asked, Exchange
 
@@ -388,6 +389,36 @@ def gathering(exchange: Exchange) -> None:
         assert len(found) == exchange.size
         for got, expected in zip(found, whole, strict=True):
             assert got.dtype == dtype and got.shape == expected.shape and np.array_equal(got, expected)
+
+
+@case
+def room_for_the_tables_of_all(exchange: Exchange) -> None:
+    """What each rank has room for by itself, and all together haven't: refused by all, before memory is taken."""
+    room.require_room(exchange, {"params/emb": ((1000, 8), np.float32), "opt/emb": ((1000, 8), np.float32)})
+    usual, rank, size = room.memory_levels, exchange.rank, exchange.size
+    levels = {"machine": room.RESERVE + 10**9, f"machine/{rank}": room.RESERVE + 2 * 10**9}
+    room.memory_levels = lambda: levels
+    try:
+        tables = {"params/emb": ((10**8 // size,), np.float64), "opt/emb": ((10**8 // size,), np.int8)}
+        room.require_room(exchange, tables)
+        share = (10**8 if rank == size - 1 else 4, 3)
+        try:
+            room.require_room(exchange, {"params/emb": (share, np.float32), "opt/emb": ((4,), np.int8)})
+        except HostMemoryError as error:
+            ranks = f"for rank{'s' * (size > 1)} {', '.join(map(str, range(size)))} "
+            assert "params/emb: with 1 more (it alone 1.20 GB) takes 1.20 GB" in str(error), error
+            assert "1.00 GB are available on " in str(error) and ranks in str(error), error
+        else:
+            raise AssertionError("there was room")
+        levels[f"machine/{rank}"] = room.RESERVE + (5 if rank == 0 else 100)
+        try:
+            room.require_room(exchange, {"params/emb": ((10,), np.int8)})
+        except HostMemoryError as error:
+            assert "for rank 0 " in str(error), error
+        else:
+            raise AssertionError("there was room in the cgroup")
+    finally:
+        room.memory_levels = usual
 
 
 def main() -> None:
