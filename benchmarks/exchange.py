@@ -74,7 +74,7 @@ def _milliseconds(comm: Any, calls: dict[str, Callable[[int], Any]], rounds: int
 
 def _row(name: str, values: np.ndarray, base: np.ndarray | None = None) -> None:
     ratio = "" if base is None else f"   x{np.median(base / values):.2f}"
-    print(f"  {name:40s} {np.median(values):8.3f} ms (quartile {np.quantile(values, 0.25):.3f}){ratio}", flush=True)
+    print(f"  {name:40s} {np.median(values):8.3f} ms (best tenth {np.quantile(values, 0.1):.3f}){ratio}", flush=True)
 
 
 def _steps(comm: Any, exchanges: dict[str, Exchange], say: Callable[..., None]) -> None:
