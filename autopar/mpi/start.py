@@ -19,7 +19,7 @@ from autopar.mpi.coordinator import choose_coordinator
 from autopar.mpi.faults import Hooks, report
 from autopar.mpi.launchers import claim, launched
 from autopar.mpi.leaving import Script, leave
-from autopar.mpi.progress import PAGE_VARIABLE, PROGRESS
+from autopar.mpi.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.mpi.pulse import ALLOWANCE_S, ALLOWANCE_VARIABLE, Pulse, allowance
 from autopar.mpi.world import World, world
 
@@ -45,6 +45,7 @@ def start() -> None:
         PROGRESS.share(int(descriptor))
     here = world()
     if here.size == 1:
+        atexit.register(PROGRESS.flag, LEFT)
         return
     hooks = Hooks(here)
     hooks.install()

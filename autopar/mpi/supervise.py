@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 
 # As in progress.py, which can't be imported without autopar.
 PAGE = struct.Struct("<qqq")
@@ -29,6 +30,9 @@ PAGE_BYTES = 4096
 STARTED, REPORTED, LEFT = 1, 2, 4
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "PMIX_RANK")
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
+
+#: How long hydra is given to end the job.
+LAST_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
 
@@ -60,9 +64,18 @@ def main(command: list[str]) -> int:
         text = f"autopar: rank {rank} (process {child.pid} on {socket.gethostname()}) {ended}, {where}.\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
-    if code == 0 and ended:
-        return 1
-    return 128 - code if code < 0 else code
+    result = 128 - code if code < 0 else code or int(ended is not None)
+    if ended:
+        _abort_job(result)
+    return result
+
+
+def _abort_job(code: int) -> None:
+    """End the job by hydra's own command, through the child's line to it: it takes this exit code then, where it would
+    otherwise report one of the innocent ranks that it kills. Other launchers go by how this process ends."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+        time.sleep(LAST_S)  # Its answer is a SIGKILL.
 
 
 def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
@@ -77,7 +90,7 @@ def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
         return f"was killed by {name} ({why})"
     if flags & STARTED and not flags & LEFT:
         return f"ended at once with exit code {code} (os._exit, or a library's exit)"
-    return f"ended with exit code {code}" if code else None
+    return f"ended with exit code {code}" if code and not flags & LEFT else None
 
 
 def _killed_for_memory() -> int:
