@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.rates import Rates
+from autopar.errors import StrategyError
 from autopar.ir.examples import BatchAxis
-from autopar.ir.plan import Plan, Sparse, Strategy
+from autopar.ir.local import NotLocal
+from autopar.ir.plan import Emit, Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds
@@ -25,6 +27,7 @@ from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
+from autopar.passes.localize import localize
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.place import place
@@ -38,6 +41,7 @@ class Options:
     sparse: Sparse = "exact"
     devices: int = 1
     batch_axis: BatchAxis = 0
+    emit: Emit = "pjit"
     #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
@@ -92,6 +96,7 @@ def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
         example=options.example,
         headroom=options.headroom,
         rates=options.rates,
+        emit=options.emit,
     )
     return program, plan, note
 
@@ -106,8 +111,20 @@ def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
     return follow
 
 
+def _localize(program: Program, plan: Plan) -> tuple[Program, str]:
+    if plan.emit == "pjit":
+        return program, "one global program, partitioned by XLA"
+    try:
+        return localize(program, plan)
+    except NotLocal as error:
+        raise StrategyError(
+            f"emit='pmap': {program.name} can't be written as the program of one device: {error}. "
+            "Leave it to emit='pjit'"
+        ) from error
+
+
 #: What makes a program of the plan, in this order.
-_FOLLOWED = (lift_rows, merge_pushes, place)
+_FOLLOWED = (("lift_rows", lift_rows), ("merge_pushes", merge_pushes), ("place", place), ("localize", _localize))
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
@@ -115,7 +132,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("analyze_rows", _analyze_rows),
     ("analyze_batch", _analyze_batch),
     ("choose", _choose),
-    *((run.__name__, _following(run)) for run in _FOLLOWED),
+    *((name, _following(run)) for name, run in _FOLLOWED),
 )
 
 
@@ -140,7 +157,7 @@ def compile_program(program: Program, options: Options) -> Compiled:
     if plan.fallback:
         safe = plan.without_limits()
         fallback = analysed
-        for run in _FOLLOWED:
+        for _, run in _FOLLOWED:
             fallback, _ = run(fallback, safe)
         verify_program(fallback)
     return Compiled(analysed, plan, program, tuple(records), fallback)

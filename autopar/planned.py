@@ -12,8 +12,10 @@ from autopar.arguments import Call, States, read_layout
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
-from autopar.backends.spread import backends, on_ordinary_arrays, spread
+from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.placing import SpreadRunner
 
 
@@ -73,11 +75,16 @@ class Entry:
         plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
         if not plan.rewrites:
             return spread(self.plain, plan, analysed, self.devices)
-        run: Callable[..., Sequence[Any]] = emit(program.block, backends(plan, self.devices), self.devices)
+        run = self._emitted(program, plan)
         if self.compiled.fallback is not None:
-            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices), self.devices)
-            run = with_fallback(run, safe, analysed)
+            run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), analysed)
         return spread(self._typed(run), plan, analysed, self.devices)
+
+    def _emitted(self, program: Program, plan: Plan) -> Callable[..., Sequence[Any]]:
+        assert self.devices is not None, "one device needs no backends"
+        if plan.emit == "pmap":
+            return mapped(program, plan, self.devices)
+        return emit(program.block, backends(plan, self.devices), self.devices)
 
     @functools.cached_property
     def runner(self) -> SpreadRunner:

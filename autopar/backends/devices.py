@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from autopar.backends.reductions import reduce_across
 
 Array = Any
 
@@ -47,6 +50,11 @@ class Devices:
         """N: devices along the data axis."""
         return self.mesh.shape[self.axis]
 
+    @property
+    def parts(self) -> int:
+        """How many devices' shares a spread array is seen to have: N of a global one."""
+        return self.count
+
     def spec(self, along: int | None) -> P:
         """Spread along an axis of the array, or replicated."""
         return P() if along is None else P(*[None] * along, self.axis)
@@ -58,6 +66,10 @@ class Devices:
     def constrain(self, value: Array, along: int | None) -> Array:
         """Tell XLA where a value is."""
         return jax.lax.with_sharding_constraint(value, self.sharding(along))
+
+    def gathered(self, value: Array, along: int) -> Array:
+        """All of a value that is spread along an axis, on every device."""
+        return self.constrain(value, None)
 
     def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         """Run a function on each device's part of the operands.
@@ -73,3 +85,33 @@ class Devices:
             fun, mesh=self.mesh, in_specs=tuple(map(self.spec, given)), out_specs=out, check_vma=False
         )
         return mapped(*operands)
+
+
+class Mapped(Devices):
+    """The same devices seen by one of them, in `shard_map`: arrays are its own shares."""
+
+    @property
+    def parts(self) -> int:
+        return 1
+
+    def constrain(self, value: Array, along: int | None) -> Array:
+        return value
+
+    def gathered(self, value: Array, along: int) -> Array:
+        return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
+
+    def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
+        return fun(*operands)
+
+    def share(self, value: Array, along: int) -> Array:
+        """This device's share of what all have."""
+        size = value.shape[along] // self.count
+        return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(self.axis) * size, size, along)
+
+    def once(self, value: Array) -> Array:
+        """The value on the first device, zeros on the others."""
+        return jnp.where(jax.lax.axis_index(self.axis) == 0, value, jnp.zeros_like(value))
+
+    def reduce(self, value: Array, op: str) -> Array:
+        """Reduced over the devices."""
+        return reduce_across(f"reduce_{op}", value, self.axis)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.devices import Devices
+from autopar.backends.devices import Devices, Mapped
 from autopar.backends.indices import flat_ids
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
@@ -43,7 +43,9 @@ def emit(
 
 
 #: Operations that need more than their operands and parameters.
-_METHODS = frozenset({"push", "aggregate", "sweep", "replicate", "spread", "store", "whole"})
+_METHODS = frozenset(
+    {"push", "aggregate", "sweep", "replicate", "spread", "store", "whole", "reduce", "share", "once"}
+)
 
 
 class _Emitter:
@@ -127,11 +129,25 @@ class _Emitter:
 
     def _replicate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "one device has everything"
-        return [self._devices.constrain(operands[0], None)]
+        return [self._devices.gathered(operands[0], equation.params["axis"])]
 
     def _spread(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "one device has everything"
         return [self._devices.constrain(operands[0], equation.params["axis"])]
+
+    def _reduce(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        return [self._mapped.reduce(jnp.asarray(operands[0]), equation.params["op"])]
+
+    def _share(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        return [self._mapped.share(jnp.asarray(operands[0]), equation.params["axis"])]
+
+    def _once(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        return [self._mapped.once(jnp.asarray(operands[0]))]
+
+    @property
+    def _mapped(self) -> Mapped:
+        assert isinstance(self._devices, Mapped), "a device's own program runs in shard_map"
+        return self._devices
 
     def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "layouts are for several devices"
@@ -289,6 +305,10 @@ def _select(backend: RowBackend, p: Mapping[str, Any], which: Array, new: Array,
     return jnp.where(which, old, new)
 
 
+def _reduce_part(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.reduce_part(p, rows, route).astype(p["dtype"])
+
+
 def _reduce_rows(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
     return backend.reduce_rows(p, rows, route).astype(p["dtype"])
 
@@ -307,6 +327,7 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "deliver": _deliver,
     "plus": _plus,
     "reduce_rows": _reduce_rows,
+    "reduce_part": _reduce_part,
     "densify": _densify,
     "commit": _commit,
     "exceeded": _exceeded,

@@ -20,6 +20,8 @@ ROW_METHODS = ("ps", "allgather", "allreduce_rows")
 METHODS = ("auto", "allreduce", *ROW_METHODS)
 Sparse = Choice["exact", "lazy", "off"]
 Strategy = str | Mapping[str, str]
+#: "pjit": one global program, partitioned by XLA. "pmap": each device's own program, with explicit reductions.
+Emit = Choice["pjit", "pmap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Plan:
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
       shares: Dense leaves that are spread and gathered for use -> the axis.
+      emit: Whether XLA partitions one program over the devices, or each device's own is written.
     """
 
     families: tuple[FamilyPlan, ...]
@@ -94,11 +97,12 @@ class Plan:
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
     fallback: tuple[FamilyPlan, ...] = ()
     shares: Mapping[int, int] = field(default_factory=dict)
+    emit: Emit = "pjit"
 
     @property
     def rewrites(self) -> bool:
         """Whether the step is run otherwise than as JAX traced it."""
-        return self.lifts or bool(self.shares)
+        return self.lifts or bool(self.shares) or self.emit == "pmap"
 
     @property
     def lifts(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout, even_axis
-from autopar.ir.plan import METHODS, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
+from autopar.ir.plan import METHODS, Emit, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
 from autopar.ir.program import Program, Var
 from autopar.passes.families import Example, Wishes, decide_family
 from autopar.passes.shares import share_dense
@@ -23,6 +23,7 @@ def choose(
     example: Example | None = None,
     headroom: float = 1.25,
     rates: Callable[[], Rates] | None = None,
+    emit: Emit = "pjit",
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
@@ -33,6 +34,7 @@ def choose(
       example: Gives the flat ids of the example batch.
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost on the devices; without it the fewest bytes are chosen.
+      emit: Whether XLA partitions one program, or each device's own is written.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
@@ -57,7 +59,7 @@ def choose(
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
     parameters.sort(key=lambda p: order[p.path])
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
-    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback, shares)
+    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback, shares, emit)
     tables = len(parameters) - sum(p.path not in known for p in told)
     lifted = sum(p.lifted for p in parameters)
     return plan, f"{lifted} of {tables} tables run on their touched rows"
