@@ -154,9 +154,7 @@ def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
     return (("JAX_CUDA_VISIBLE_DEVICES", numbers), ("JAX_ROCM_VISIBLE_DEVICES", numbers))
 
 
-def mpirun_command(
-    mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | None, script: Sequence[str]
-) -> list[str]:
+def mpirun_command(mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | None, script: Sequence[str]) -> list[str]:
     """The command that starts all ranks.
 
     Args:
@@ -167,7 +165,7 @@ def mpirun_command(
     """
     found = importlib.util.find_spec("autopar.mpi.supervise")
     assert found is not None and found.origin is not None, "autopar/mpi/supervise.py is a part of the package"
-    program = [sys.executable, found.origin, *script]
+    program = [sys.executable, "-I", found.origin, *script]
     if mpirun.flavor == "other" and (cluster is not None or any(r.variables for r in ranks)):
         raise LaunchError(
             f"{mpirun.path} is neither mpich's nor Open MPI's, and its flags for hosts and variables aren't known. "
@@ -245,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", type=_positive, metavar="N", help="processes")
     parser.add_argument("--devices", type=_positive, metavar="N", help="CPU devices a process (JAX_NUM_CPU_DEVICES)")
     parser.add_argument("--cluster", metavar="FILE", help="hosts, processes and devices: cluster.toml or Parallax's")
-    parser.add_argument("--watchdog", type=_watchdog, metavar="SECONDS|off", help="how long a rank may stand still (300)")
+    parser.add_argument("--watchdog", type=_watchdog, metavar="SECONDS|off", help="how long a rank may stand (300)")
     parser.add_argument("--mpirun", metavar="PATH", help="the mpirun to use")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, and run nothing")
     parser.add_argument("script", help="the Python script")

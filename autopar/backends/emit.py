@@ -43,9 +43,7 @@ def emit(
 
 
 #: Operations that need more than their operands and parameters.
-_METHODS = frozenset(
-    {"push", "aggregate", "sweep", "replicate", "spread", "store", "whole", "reduce", "share", "once"}
-)
+_METHODS = frozenset({"push", "aggregate", "sweep", "replicate", "spread", "store", "whole", "reduce", "share", "once"})
 
 
 class _Emitter:
