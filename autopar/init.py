@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
+from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import arranger, even_shares
 from autopar.errors import ArgumentsError, AutoparError, StateError
@@ -33,7 +34,8 @@ def init(
 
     A table whose rows are spread over the devices is never whole on any of them, however large it is, and the first
     call of the step takes it as it is, without a copy. The numbers are those of `jax.jit(make_state)(*args)`, to the
-    bit; of an initializer that sums over a table's rows, up to the order of the sum.
+    bit; of an initializer that sums over a table's rows, up to the order of the sum. Across processes all of them call
+    it, with the same arguments.
 
     Args:
       make_state: Makes the state of the step's first argument (of the one that its `state_argnums` names, if it names
@@ -140,7 +142,7 @@ class Maker:
         """An argument on all devices."""
         if self.devices is None or not isinstance(leaf, jax.Array):
             return leaf
-        return jax.device_put(leaf, self.devices.sharding(None))
+        return place(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with Tables in place of even shares."""

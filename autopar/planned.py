@@ -83,7 +83,7 @@ class Entry:
     def runner(self) -> SpreadRunner:
         """Calls the planned step on several devices."""
         assert self.devices is not None, "one device needs no placing"
-        return SpreadRunner(self.run_stored, self.compiled.plan, self.compiled.program, self.devices, self.donate)
+        return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from autopar.backends.processes import Processes
 
 Array = Any
 
@@ -46,6 +49,11 @@ class Devices:
     def count(self) -> int:
         """N: devices along the data axis."""
         return self.mesh.shape[self.axis]
+
+    @functools.cached_property
+    def processes(self) -> Processes:
+        """Those that own the devices."""
+        return Processes.of(self.mesh)
 
     def spec(self, along: int | None) -> P:
         """Spread along an axis of the array, or replicated."""
