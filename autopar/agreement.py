@@ -1,9 +1,9 @@
 """What the processes of a mesh compare before they run a program together: a difference would hang them, or worse.
 
-Before a step is planned, in this order: autopar's, JAX's and Python's versions, the options, the arguments' shapes,
-the traced program, and the contents of plain arrays (which mean the global batch or state, so they are the same
-everywhere). Every process sees all answers, so all raise the same error, and none is left waiting. After it is planned:
-the plan. Source: DESIGN 7 ("every rank compiles the same plan").
+Before a step is planned, in this order: JAX's version, the options, the arguments' shapes, the traced program, and the
+contents of plain arrays (which mean the global batch or state, so they are the same everywhere). Every process sees all
+answers, so all raise the same error, and none is left waiting. After it is planned: the plan. Source: DESIGN 7 ("every
+rank compiles the same plan").
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import platform
+import re
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from autopar.backends.processes import Processes
 from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, StepError
 from autopar.ir.printer import format_block, format_program
-from autopar.ir.program import Literal, Program
+from autopar.ir.program import Block, Literal, Program
 from autopar.table import is_table
 
 #: Bytes of a larger array that are compared, evenly picked.
@@ -46,11 +47,10 @@ def check_same_call(processes: Processes, program: Program, options: str, leaves
       StepError: another program.
     """
     name = program.name
-    versions = f"jax {jax.__version__}, Python {platform.python_version()}"
-    text = [*format_block(program.block), *(f"closes over {d}" for d in _closed_over(program))]
+    text = _text(program.block)
     pairs = list(zip(program.inputs, program.block.inputs, strict=True))
     mine = {
-        "versions": versions,
+        "versions": f"jax {jax.__version__}",
         "options": options,
         "arguments": [f"{given.path} {var.type}" for given, var in pairs],
         "program": _digest("\n".join(text).encode()),
@@ -89,6 +89,23 @@ def check_same_call(processes: Processes, program: Program, options: str, leaves
         )
 
 
+def check_same_maker(processes: Processes, name: str, block: Block, leaves: Sequence[Any]) -> None:
+    """Compare a function that makes a state, and its arguments.
+
+    Raises:
+      ArgumentsError: they aren't the same.
+    """
+    mine = json.dumps([_digest("\n".join(_text(block)).encode()), [_contents(leaf) for leaf in leaves]])
+    all_ = [json.loads(x) for x in processes.gather(mine.encode(), f"making a state by {name}")]
+    k = next((k for k, other in enumerate(all_) if other != all_[0]), None)
+    if k is not None:
+        what = "isn't the same function" if all_[k][0] != all_[0][0] else "has other arguments (a key of its own?)"
+        raise ArgumentsError(
+            f"init: {name} {what} on process {processes.members[k]} than on process {processes.members[0]}: each makes "
+            "some shares of one state"
+        )
+
+
 def check_same_plan(processes: Processes, compiled: Compiled) -> None:
     """Compare what was planned: everything that it is made of was the same.
 
@@ -96,7 +113,7 @@ def check_same_plan(processes: Processes, compiled: Compiled) -> None:
       AutoparError: another plan.
     """
     name = compiled.program.name
-    text = [*f"{compiled.plan}".split("ParameterPlan"), *format_program(compiled.program).splitlines()]
+    text = _plain([*f"{compiled.plan}".split("ParameterPlan"), *format_program(compiled.program).splitlines()])
     if len(set(processes.gather(_digest("\n".join(text).encode()).encode(), f"comparing plans of {name}"))) > 1:
         k, a, b = _compare(processes, name, text)
         raise AutoparError(
@@ -115,7 +132,8 @@ def _raise_program(processes: Processes, name: str, text: list[str]) -> None:
 
 def _compare(processes: Processes, name: str, text: list[str]) -> tuple[int, str, str]:
     """(a process, the first line that differs on the first process, and on that one)."""
-    all_ = [json.loads(x) for x in processes.gather(json.dumps(text).encode(), f"comparing {name}")]
+    packed = zlib.compress(json.dumps(text).encode())  # the store takes a few MB
+    all_ = [json.loads(zlib.decompress(x)) for x in processes.gather(packed, f"comparing {name}")]
     k = next(k for k, other in enumerate(all_) if other != all_[0])
     return processes.members[k], *_first_difference(all_[0], all_[k])
 
@@ -135,10 +153,16 @@ def _digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _closed_over(program: Program) -> list[str | None]:
-    """Digests of the arrays that the step closes over."""
-    atoms = [*(a for e in program.block.walk() for a in e.inputs), *program.block.outputs]
-    return [_contents(a.value) for a in atoms if isinstance(a, Literal) and a.shape != ()]
+def _text(block: Block) -> list[str]:
+    """The program, with digests of the arrays that it closes over."""
+    atoms = [*(a for e in block.walk() for a in e.inputs), *block.outputs]
+    arrays = [_contents(a.value) for a in atoms if isinstance(a, Literal) and a.shape != ()]
+    return _plain([*format_block(block), *(f"an array that it closes over, {x}" for x in arrays)])
+
+
+def _plain(text: list[str]) -> list[str]:
+    """Without addresses of objects."""
+    return [re.sub(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}", "", line) for line in text]
 
 
 def _contents(leaf: Any) -> str | None:

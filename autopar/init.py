@@ -10,11 +10,13 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
+from autopar.agreement import check_same_maker
 from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import arranger, even_shares
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
+from autopar.ir.trace import block_of
 from autopar.planned import Entry
 from autopar.step import ParallelStep
 from autopar.table import Table
@@ -82,6 +84,8 @@ def init(
             "init(lambda key: make_state(model, key), key, ...)"
         ) from error
     maker = Maker.of(step, name, traced, batch, call)
+    if step.devices is not None and step.devices.processes.several:
+        check_same_maker(step.devices.processes, name, block_of(traced.jaxpr), jax.tree.leaves(args))
     leaves = maker.run(*(maker.everywhere(x) for x in jax.tree.leaves(args)))
     return jax.tree.unflatten(traced.out_tree, maker.as_tables(leaves))
 

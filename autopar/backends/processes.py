@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from autopar import jax_compat
-from autopar.errors import AutoparError
+from autopar.errors import ArgumentsError, AutoparError
 
 _logger = logging.getLogger("autopar")
 
@@ -44,8 +44,15 @@ class Processes:
 
     @property
     def rank(self) -> int:
-        """This process's place among them."""
-        return self.members.index(jax.process_index())
+        """This process's place among them.
+
+        Raises:
+          ArgumentsError: it has none.
+        """
+        me = jax.process_index()
+        if me not in self.members:
+            raise ArgumentsError(f"process {me} has no device in the mesh, whose devices are those of {self.members}")
+        return self.members.index(me)
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
         """Each process's value, in their order. Waits for all of them, and says so if one doesn't come.

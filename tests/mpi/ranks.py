@@ -18,7 +18,9 @@ def run_ranks(ranks: int, command: Sequence[str], *, timeout_s: float = 120, **e
     launcher = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks), sys.executable, *command]
     flags = os.environ.get("XLA_FLAGS", "")
     given = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
-    with tempfile.TemporaryFile("w+") as output:  # a pipe that is closed breaks mpiexec
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as output:
+        given["XDG_CACHE_HOME"] = cache
+        # Output goes to a file: a pipe that is closed breaks mpiexec.
         process = subprocess.Popen(
             launcher, cwd=ROOT, env=given, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
