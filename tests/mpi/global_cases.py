@@ -21,6 +21,7 @@ from autopar.backends.processes import Processes
 from autopar.cost import Rates
 from autopar.measure import calibrate
 
+from ..devices import test_dense
 from ..devices.test_rows import make_state, step
 from ..rates import RATES
 from ..zoo import MODELS, OPTIMIZERS
@@ -91,6 +92,14 @@ def check_a_table_that_the_devices_divide() -> None:
     planned = autopar.parallelize(step, strategy="ps")
     mine = train(planned, PLAIN, make_state(12 * COUNT), [ids_of(12 * COUNT, k) for k in range(3)])
     assert {s.data.shape for s in mine["params"]["emb"].addressable_shards} == {(12, 3)}
+
+
+def check_dense_parameters_in_shares() -> None:
+    """AdamW. A gathered parameter, a gradient that is reduced to its owner."""
+    planned = autopar.parallelize(test_dense.step, strategy={"**": "ps"})
+    batches = [ids_of(test_dense.ROWS, k)["ids"] for k in range(3)]
+    mine = train(planned, jax.jit(test_dense.step), test_dense.make_state(), batches)
+    assert not mine["params"]["w"].is_fully_replicated
 
 
 def check_a_model_against_the_oracle() -> None:
