@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -154,3 +154,29 @@ def backend_is_up() -> bool:
 def process() -> tuple[int, int]:
     """(number of this process, number of processes) as given to `jax.distributed.initialize`; starts no backend."""
     return _distributed.global_state.process_id, _distributed.global_state.num_processes
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value stands for one that is to come."""
+    return isinstance(value, Tracer)
+
+
+class KeyValueStore(Protocol):
+    """What is used of the store that `jax.distributed` keeps for its processes."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """Once a key."""
+        ...
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """Waits for the key; JaxRuntimeError with DEADLINE_EXCEEDED if it doesn't come in time."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Forget it."""
+        ...
+
+
+def key_value_store() -> KeyValueStore | None:
+    """The store of `jax.distributed`; None where that isn't initialised."""
+    return _distributed.global_state.client

@@ -97,7 +97,7 @@ class Entry:
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.donate)
         assert self.devices is not None, "one device needs no placing"
-        return SpreadRunner(self.run_stored, self.compiled.plan, self.compiled.program, self.devices, self.donate)
+        return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
 
     def run_hosted(self, *leaves: Any) -> list[Any]:
         """The planned step with tables on hosts, on flat ordinary arrays; collective, and slow."""

@@ -13,9 +13,12 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
+from autopar.agreement import check_same_call, check_same_plan
 from autopar.arguments import Call, describe, find_states, read_call, static_keywords
+from autopar.backends.across import local
 from autopar.backends.devices import Devices
-from autopar.compile import Options, compile_program
+from autopar.backends.processes import Processes
+from autopar.compile import Compiled, Options, compile_program
 from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -169,18 +172,38 @@ class ParallelStep:
             states = states.confirmed(call, block, _tops(traced.out_tree))
         inputs, outputs = describe(call, states, traced.out_info, self.options.devices)
         program = Program(block, inputs, outputs, self.name)
+        if self._processes is not None:
+            check_same_call(self._processes, program, self._wishes, leaves)
         options = dataclasses.replace(self.options, example=_measuring(leaves))
-        compiled = compile_program(program, options)
+        compiled = self._compile(program, options)
         return Entry(
             call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
         )
+
+    def _compile(self, program: Program, options: Options) -> Compiled:
+        compiled = compile_program(program, options)
+        if self._processes is not None:
+            check_same_plan(self._processes, compiled)
+        return compiled
+
+    @functools.cached_property
+    def _processes(self) -> Processes | None:
+        """Those that run the step together; None if it is this one alone."""
+        return self.devices.processes if self.devices is not None and self.devices.processes.several else None
+
+    @property
+    def _wishes(self) -> str:
+        """What the user asked for, as text."""
+        o = self.options
+        strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
+        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}"
 
     def _grow(self, entry: Entry) -> None:
         """Plan once more with larger capacities, after batches that exceeded those of the plan."""
         old = entry.compiled
         headroom = 2 * entry.headroom
         options = dataclasses.replace(self.options, example=_measuring(entry.example), headroom=headroom)
-        compiled = compile_program(
+        compiled = self._compile(
             Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
         )
         grown = dataclasses.replace(entry, compiled=compiled, headroom=headroom)
@@ -289,10 +312,13 @@ def _tops(tree: Any) -> frozenset[tuple[int, Any]]:
 
 
 def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
-    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none."""
+    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
+
+    Global arrays are kept whole, so that measuring once more needs no other process.
+    """
     program = entry.compiled.analysed
     kept = [
-        leaf if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
+        local(leaf) if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
         for leaf, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
     ]
     return kept if any(x is not None for x in kept) else None
