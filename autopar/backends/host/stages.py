@@ -148,7 +148,7 @@ class StagedProgram:
             if family not in step.routes:
                 ids = [self._ranks.own_ids(self._value(step, a)) for a in equation.inputs]
                 places = _places(ids, layout)
-                step.routes[family] = self._ranks.exchange.ask(places, layout.share), places
+                step.routes[family] = self._ranks.ask(places, layout.share), places
             asked, places = step.routes[family]
             rows, room = self._sizes[family]
             needs = self._ranks.agree((len(asked.rows) + 1, places.size))
@@ -172,7 +172,7 @@ class StagedProgram:
             axis, room = equation.params["axis"], len(route.view.asked)
             first = np.moveaxis(np.asarray(rows), axis, 0)[: route.count]
             out = self._buffer(equation, (room, *first.shape[1:]), first.dtype)
-            fetched = self._ranks.exchange.fetch(route.asked, np.ascontiguousarray(first), out)
+            fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
             out[len(fetched) :] = 0
             step.values[equation.outputs[0]] = self._ranks.spread(np.moveaxis(out, 0, axis), axis)
 
@@ -182,7 +182,7 @@ class StagedProgram:
             axis = equation.params["axis"]
             own = np.moveaxis(self._ranks.own_part(sums, axis), axis, 0)[: route.places.size]
             out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
-            total = self._ranks.exchange.deliver(route.asked, np.ascontiguousarray(own), out)
+            total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
             out[len(total) :] = 0
             rows = np.moveaxis(out, 0, axis)
             step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
