@@ -55,8 +55,11 @@ def start() -> None:
     pulse = Pulse(here, hooks, _allowance())
     # Registered after JAX's exit handler, and so called before it.
     atexit.register(leave, here, pulse, script)
-    pulse.start()
     _pulses.append(pulse)
+    if _threads_are_safe():
+        pulse.start()
+    elif here.rank == 0:
+        report("warning: MPI was started for calls from one thread only, so there is no watchdog")
 
 
 def watchdog(seconds: float | None) -> None:
@@ -77,6 +80,13 @@ def watchdog(seconds: float | None) -> None:
     allowed = allowance(seconds)
     for pulse in _pulses:
         pulse.allowance_s = allowed
+
+
+def _threads_are_safe() -> bool:
+    """Whether MPI may be called from several threads: the user, or an old library, may have started it otherwise."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def _allowance() -> float | None:
