@@ -125,7 +125,8 @@ class During:
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:  # Else it is told where it was raised.
-            self._progress.mark(*self._before[:3])
+            step, what, kind, _ = self._before
+            self._progress.mark(step, what, kind)
 
 
 #: The progress of this process.
