@@ -115,6 +115,7 @@ class During:
     """A mark at a block's beginning, and what was marked before again at its end, as of then."""
 
     __slots__ = ("_before", "_kind", "_progress", "_what")
+    _before: tuple[int, str, Kind, float]
 
     def __init__(self, progress: Progress, what: str, kind: Kind) -> None:
         self._progress, self._what, self._kind = progress, what, kind
