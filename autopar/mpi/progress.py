@@ -108,7 +108,8 @@ class Progress:
         if self._page is not None:
             PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
             if self._count == 0:
-                self.mark(*self._last[:3])
+                step, what, kind, _ = self._last
+                self.mark(step, what, kind)
 
 
 class During:
