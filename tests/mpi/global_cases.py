@@ -279,6 +279,18 @@ def check_rates_are_the_first_ones() -> None:
         calibrate._known.clear()
 
 
+def check_turns_are_measured_together() -> None:
+    """Each process would take another number of turns, in each of which it waits for the others."""
+    kept, calibrate._TARGET_S = calibrate._TARGET_S, 0.002 * (1 + 4 * RANK)
+    try:
+        devices = PS.devices
+        assert devices is not None
+        seconds = calibrate._loop_seconds(devices, lambda x: jax.lax.psum(x, devices.axis) / COUNT, jnp.ones(COUNT))
+        assert 0 < seconds < 1
+    finally:
+        calibrate._TARGET_S = kept
+
+
 def check_what_differs_between_processes() -> None:
     planned = autopar.parallelize(step)
     state, batch = make_state(40), ids_of(40)
