@@ -13,8 +13,9 @@ from autopar.backends.devices import Devices
 from autopar.compile import Options
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
-from autopar.ir.plan import METHODS, Sparse, Strategy
+from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
+from autopar.mpi.world import world
 from autopar.step import ParallelStep
 
 
@@ -26,6 +27,7 @@ def parallelize(
     mesh: Any = ...,
     data_axis: str | None = ...,
     batch_axis: BatchAxis = ...,
+    emit: Emit = ...,
     strategy: Strategy = ...,
     sparse: Sparse = ...,
     donate: bool = ...,
@@ -41,6 +43,7 @@ def parallelize(
     mesh: Any = ...,
     data_axis: str | None = ...,
     batch_axis: BatchAxis = ...,
+    emit: Emit = ...,
     strategy: Strategy = ...,
     sparse: Sparse = ...,
     donate: bool = ...,
@@ -57,6 +60,7 @@ def parallelize(
     mesh: Any = None,
     data_axis: str | None = None,
     batch_axis: BatchAxis = 0,
+    emit: Emit = "pjit",
     strategy: Strategy = "auto",
     sparse: Sparse = "exact",
     donate: bool = True,
@@ -79,6 +83,9 @@ def parallelize(
       batch_axis: The axis of the batch's leaves that runs over its examples, leaves without it being on every device;
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
+      emit: "pjit": one global program, which XLA partitions over the devices. "pmap": each device's own program with
+        explicit reductions: sums over the examples are reduced once, after the loops that make them. The same numbers,
+        up to the order of sums; StrategyError where a step can't be written so.
       strategy: "auto", or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on its touched
         rows, even where that doesn't pay; "allreduce": dense), or a mapping from patterns over parameter paths to
         methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
@@ -112,21 +119,26 @@ def parallelize(
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
-    if not isinstance(strategy, Mapping) and strategy not in METHODS:
+    if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
         raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
+    if emit not in ("pjit", "pmap"):
+        raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
         raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
+    hosts = asks_for_hosts(strategy)
     return ParallelStep(
         fun=step,
         options=Options(
             strategy=strategy,
             sparse=sparse,
-            devices=devices.count,
+            devices=world().size if hosts else devices.count,
+            hosts=hosts,
             batch_axis=batch_axis,
+            emit=emit,
             rates=functools.partial(rates_of, devices, functools.partial(_planned_by, devices)),
         ),
         devices=devices if devices.mesh.size > 1 else None,

@@ -6,6 +6,7 @@ The record (pass, program after it, what it did) is at once the debug dump, the 
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.rates import Rates
+from autopar.errors import StrategyError
 from autopar.ir.examples import BatchAxis
-from autopar.ir.plan import Plan, Sparse, Strategy
+from autopar.ir.local import NotLocal
+from autopar.ir.plan import Emit, Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds
@@ -25,9 +28,11 @@ from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
+from autopar.passes.localize import localize
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.place import place
+from autopar.passes.split_stages import split_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,9 @@ class Options:
     sparse: Sparse = "exact"
     devices: int = 1
     batch_axis: BatchAxis = 0
+    emit: Emit = "pjit"
+    #: Tables on hosts are asked for; `devices` are ranks then.
+    hosts: bool = False
     #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
@@ -79,7 +87,9 @@ def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tupl
 
 
 def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis)
+    program, note = analyze_batch(
+        program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts
+    )
     return program, plan, note
 
 
@@ -92,8 +102,13 @@ def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
         example=options.example,
         headroom=options.headroom,
         rates=options.rates,
+        emit=options.emit,
     )
     return program, plan, note
+
+
+def _keep(plan: Plan | None, result: tuple[Program, str]) -> tuple[Program, Plan | None, str]:
+    return result[0], plan, result[1]
 
 
 def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
@@ -106,8 +121,74 @@ def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
     return follow
 
 
+def _localize(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    if plan.on_hosts:
+        return _localize_rank(program, plan)
+    if plan.emit == "pjit":
+        return program, plan, "one global program, partitioned by XLA"
+    try:
+        return _keep(plan, localize(program, plan))
+    except NotLocal as error:
+        raise StrategyError(
+            f"emit='pmap': {program.name} can't be written as the program of one device: {error}. "
+            "Leave it to emit='pjit'"
+        ) from error
+
+
+def _localize_rank(program: Program, plan: Plan) -> tuple[Program, Plan, str]:
+    """One rank's program; its examples are its own where nothing but gradients and losses is reduced."""
+    why = _needs_xla(plan)
+    if plan.devices > 1 and why is None:
+        try:
+            found, note = localize(program, plan)
+            why = _obstacle(found)
+            if why is None:
+                plan = dataclasses.replace(plan, road=("mpi", f"{len(found.local.reductions)} reductions, all of sums"))
+                return found, plan, note
+        except NotLocal as error:
+            why = str(error)
+    found, note = localize(program, plan, examples=False)
+    road = ("xla", why or "") if plan.devices > 1 else ("", "one process")
+    return found, dataclasses.replace(plan, road=road), note
+
+
+def _needs_xla(plan: Plan) -> str | None:
+    on_devices = [f for f in plan.families if not f.on_hosts]
+    if on_devices:
+        return "some tables are on devices"
+    return "dense parameters are in shares" if plan.shares else None
+
+
+def _obstacle(program: Program) -> str | None:
+    """Why the ranks' sums can't be reduced between compiled programs."""
+    if program.local.inside is not None:
+        return str(program.local.inside)
+    nested = next((r for r in program.local.reductions if r.nested), None)
+    return None if nested is None else f"a sum over all examples in a loop ({nested.source})"
+
+
+def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    if plan is None or not plan.on_hosts:
+        return program, plan, "one program"
+    try:
+        stages = split_stages(program, plan.devices)
+    except NotLocal as error:
+        raise StrategyError(
+            f"strategy: {program.name} can't be trained with tables on hosts: {error}. Leave them on the devices"
+        ) from error
+    plan = dataclasses.replace(plan, stages=tuple(map(str, stages.items)))
+    return dataclasses.replace(program, stages=stages), plan, f"{stages.programs} compiled programs"
+
+
 #: What makes a program of the plan, in this order.
-_FOLLOWED = (lift_rows, merge_pushes, place)
+_FOLLOWED: tuple[tuple[str, Pass], ...] = (
+    ("lift_rows", _following(lift_rows)),
+    ("merge_pushes", _following(merge_pushes)),
+    ("place", _following(place)),
+    ("localize", _localize),
+    ("split_stages", _split),
+)
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
@@ -115,12 +196,8 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
     ("analyze_rows", _analyze_rows),
     ("analyze_batch", _analyze_batch),
     ("choose", _choose),
-    *((run.__name__, _following(run)) for run in _FOLLOWED),
+    *_FOLLOWED,
 )
-
-
-def _keep(plan: Plan | None, result: tuple[Program, str]) -> tuple[Program, Plan | None, str]:
-    return result[0], plan, result[1]
 
 
 def compile_program(program: Program, options: Options) -> Compiled:
@@ -138,9 +215,14 @@ def compile_program(program: Program, options: Options) -> Compiled:
     assert plan is not None, "the pipeline makes a plan"
     fallback = None
     if plan.fallback:
-        safe = plan.without_limits()
-        fallback = analysed
-        for run in _FOLLOWED:
-            fallback, _ = run(fallback, safe)
-        verify_program(fallback)
+        fallback = follow(analysed, plan.without_limits(), options)
     return Compiled(analysed, plan, program, tuple(records), fallback)
+
+
+def follow(analysed: Program, plan: Plan, options: Options) -> Program:
+    """The program of another plan than the one that was chosen."""
+    program = analysed
+    for _, run in _FOLLOWED:
+        program, _, _ = run(program, plan, options)
+    verify_program(program)
+    return program

@@ -15,6 +15,7 @@ from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import arranger, even_shares
 from autopar.errors import ArgumentsError, AutoparError, StateError
+from autopar.host_init import HostMaker
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
 from autopar.planned import Entry
@@ -50,7 +51,8 @@ def init(
         returns, as in `call=lambda made: (made["params"], made["opt"], batch, key)`.
 
     Returns:
-      What `make_state` returns, with a `Table` for each leaf that is stored in a layout.
+      What `make_state` returns, with a `Table` for each leaf that is stored in a layout, and a `HostTable` for each
+      one in the memory of the hosts.
 
     Raises:
       ArgumentsError: a step that `parallelize` didn't make; not one of `batch` and `call`; a `make_state` that
@@ -108,7 +110,7 @@ class Maker:
     @staticmethod
     def of(
         step: ParallelStep, name: str, traced: Any, batch: Any, call: Callable[[Any], Sequence[Any]] | None
-    ) -> Maker:
+    ) -> Maker | HostMaker:
         """The maker of what a traced `make_state` returns."""
         # A leaf is found again, among the step's arguments, by being the same object.
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
@@ -123,6 +125,8 @@ class Maker:
                 "to it. Name the state with parallelize(step, state_argnums=...)"
             )
         make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.plan, step.devices
+        if plan.on_hosts:
+            return HostMaker.of_plan(make, entry, found)
         if devices is None:
             return Maker(make, None, None, [None] * len(found))
         shardings = [devices.sharding(None if k is None else plan.placements[k]) for k in found]

@@ -15,6 +15,7 @@ import numpy as np
 from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.extend import core as jex_core
 
@@ -143,6 +144,16 @@ def weak(value: Any) -> Any:
 def strong(value: Any) -> Any:
     """The value with a dtype that doesn't yield to others."""
     return jax.lax.convert_element_type(value, value.dtype) if is_weak(value) else value
+
+
+def backend_is_up() -> bool:
+    """Whether JAX has been used, so that its processes can't be connected any more."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def process() -> tuple[int, int]:
+    """(number of this process, number of processes) as given to `jax.distributed.initialize`; starts no backend."""
+    return _distributed.global_state.process_id, _distributed.global_state.num_processes
 
 
 def is_tracer(value: Any) -> bool:

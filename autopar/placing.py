@@ -17,7 +17,7 @@ from autopar.backends.layouts import placed
 from autopar.compile import Compiled
 from autopar.errors import DonatedStateError
 from autopar.ir.program import ArrayType, Atom, Program, Var
-from autopar.table import Table
+from autopar.table import Table, is_table
 
 
 def separate_buffers(
@@ -45,7 +45,7 @@ def separate_buffers(
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
     """Raise DonatedStateError if a leaf of the arguments is gone."""
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
-    gone = [p for p, x in leaves if isinstance(x, (jax.Array, Table)) and not is_traced(x) and x.is_deleted()]
+    gone = [p for p, x in leaves if (isinstance(x, jax.Array) or is_table(x)) and not is_traced(x) and x.is_deleted()]
     if gone:
         raise DonatedStateError(
             f"{name} got a state that it was given before ({_path_of(gone[0])}): a step updates its state in "

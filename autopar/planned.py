@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import jax
 
 from autopar import jax_compat
 from autopar.arguments import Call, States, read_layout
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
-from autopar.backends.spread import backends, on_ordinary_arrays, spread
-from autopar.compile import Compiled
+from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
+from autopar.compile import Compiled, Options
+from autopar.hosting import HostRunner
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.placing import SpreadRunner
+from autopar.table import materialize
 
 
 @dataclass(eq=False)
@@ -34,6 +40,7 @@ class Entry:
 
     devices: Devices | None = None
     donate: bool = True
+    options: Options = field(default_factory=Options)
     headroom: float = 1.25
 
     def takes(self, call: Call) -> bool:
@@ -73,17 +80,32 @@ class Entry:
         plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
         if not plan.rewrites:
             return spread(self.plain, plan, analysed, self.devices)
-        run: Callable[..., Sequence[Any]] = emit(program.block, backends(plan, self.devices), self.devices)
+        run = self._emitted(program, plan)
         if self.compiled.fallback is not None:
-            safe = emit(self.compiled.fallback.block, backends(plan.without_limits(), self.devices), self.devices)
-            run = with_fallback(run, safe, analysed)
+            run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), analysed)
         return spread(self._typed(run), plan, analysed, self.devices)
 
+    def _emitted(self, program: Program, plan: Plan) -> Callable[..., Sequence[Any]]:
+        assert self.devices is not None, "one device needs no backends"
+        if plan.emit == "pmap":
+            return mapped(program, plan, self.devices)
+        return emit(program.block, backends(plan, self.devices), self.devices)
+
     @functools.cached_property
-    def runner(self) -> SpreadRunner:
-        """Calls the planned step on several devices."""
-        assert self.devices is not None, "one device needs no placing"
+    def runner(self) -> SpreadRunner | HostRunner:
+        """Calls the planned step on several devices, or with tables on hosts."""
+        if self.compiled.plan.on_hosts:
+            return HostRunner(self.compiled, self.options, self.donate)
+        if self.devices is None:  # of a step whose tables can't be on hosts
+            one = Devices(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), "data")
+            return SpreadRunner(self.run, self.compiled, one, self.donate)
         return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
+
+    def run_hosted(self, *leaves: Any) -> list[Any]:
+        """The planned step with tables on hosts, on flat ordinary arrays; collective, and slow."""
+        states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
+        copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
+        return list(materialize(self.runner(copies)))
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:

@@ -20,10 +20,13 @@ from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.compile import Compiled, Options, compile_program
 from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
-from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.host_table import HostTable
+from autopar.ir.plan import Method, Plan, without_hosts
+from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import example_ids, id_inputs
+from autopar.mpi.progress import mark
+from autopar.mpi.world import world
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 from autopar.table import layout_of, materialize
@@ -51,6 +54,8 @@ class ParallelStep:
     _runners: dict[Any, Any] = field(default_factory=dict)
     _known: dict[Any, Entry] = field(default_factory=dict)
     latest: Entry | None = None
+    _takes_hosted: bool = False
+    _calls: int = 0
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.fun)
@@ -66,10 +71,13 @@ class ParallelStep:
         return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.devices is not None:
+        if self.devices is not None or self.options.hosts or self._takes_hosted:
             return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
+            if any(isinstance(x, HostTable) for x in self.leaves(args, kwargs)):
+                self._takes_hosted = True
+                return self._call_spread(args, kwargs)
             runner = self._first_call(args, kwargs)
             return self._run(runner, *self._place(args, kwargs))
         try:
@@ -78,6 +86,11 @@ class ParallelStep:
             return self._run(self._first_call(args, kwargs), *self._place(args, kwargs))
         except (RuntimeError, ValueError) as error:
             return self._recover(error, runner, args, kwargs)
+        except TypeError:
+            if not any(isinstance(x, HostTable) for x in self.leaves(args, kwargs)):
+                raise
+            self._takes_hosted = True
+            return self._call_spread(args, kwargs)
 
     def _run(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -100,7 +113,10 @@ class ParallelStep:
             entry = self.entry(*args, **kwargs)
         self.latest = entry
         if any(is_traced(x) for x in leaves):
+            self._check_not_hosted(entry)
             return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
+        mark(self._calls, self.name)
+        self._calls += 1
         try:
             results = entry.runner(leaves)
         except (RuntimeError, ValueError) as error:
@@ -112,10 +128,19 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
-        if self.devices is not None:
-            return self.entry(*args, **kwargs).runner.lower()
+        if self.devices is not None or self.options.hosts or self._takes_hosted:
+            entry = self.entry(*args, **kwargs)
+            self._check_not_hosted(entry)
+            return entry.runner.lower()
         runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
         return runner.lower(*args, **kwargs)
+
+    def _check_not_hosted(self, entry: Entry) -> None:
+        if entry.compiled.plan.on_hosts:
+            raise StepError(
+                f"{self.name} has tables on hosts: it runs in several programs with exchanges between them, and so can't "
+                "be traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
+            )
 
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """The plan for these arguments (arrays or shapes), made if there is none yet."""
@@ -160,13 +185,31 @@ class ParallelStep:
         states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None:
             states = states.confirmed(call, block, _tops(traced.out_tree))
-        inputs, outputs = describe(call, states, traced.out_info, self.options.devices)
+        ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
+        inputs, outputs = describe(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
         if self._processes is not None:
             check_same_call(self._processes, program, self._wishes, leaves)
-        options = dataclasses.replace(self.options, example=_measuring(leaves))
+        mark(self._calls, f"planning {self.name}"[:64], "compiles")
+        options = dataclasses.replace(self._options_of(inputs, leaves), example=_measuring(leaves))
         compiled = self._compile(program, options)
-        return Entry(call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate)
+        if options.hosts and not compiled.plan.on_hosts:  # nothing can be there
+            count = 1 if self.devices is None else self.devices.count
+            options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
+            compiled = self._compile(program, options)
+        return Entry(
+            call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
+        )
+
+    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
+        """The user's; tables that come in the memory of the hosts stay there."""
+        found = self.options
+        paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
+        if not paths or found.hosts:
+            return found
+        rest = found.strategy if isinstance(found.strategy, Mapping) else {"**": found.strategy}
+        hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
+        return dataclasses.replace(found, hosts=True, devices=world().size, strategy={**hosted, **rest})
 
     def _compile(self, program: Program, options: Options) -> Compiled:
         compiled = compile_program(program, options)
@@ -183,7 +226,7 @@ class ParallelStep:
     def _wishes(self) -> str:
         """What the user asked for, as text."""
         o = self.options
-        strategy = o.strategy if isinstance(o.strategy, str) else dict(o.strategy)
+        strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
         return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}"
 
     def _grow(self, entry: Entry) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
+from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
 
 
@@ -128,12 +129,12 @@ class Table:
 
 def is_table(leaf: Any) -> bool:
     """For `jax.tree` functions."""
-    return isinstance(leaf, Table)
+    return isinstance(leaf, (Table, HostTable))
 
 
 def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
-    """Layout and row axis of a Table, None of anything else."""
-    return (leaf.layout, leaf.axis) if isinstance(leaf, Table) else None
+    """Layout and row axis of a table that has one, None of anything else."""
+    return (leaf.layout, leaf.axis) if isinstance(leaf, (Table, HostTable)) else None
 
 
 def materialize(tree: Any) -> Any:

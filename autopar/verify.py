@@ -147,6 +147,8 @@ def compare(
     first = [_here(x) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: entry.plain(*xs))
     run_planned = _on_devices(entry, jax.jit(lambda *xs: (planned or entry.run)(*xs)))
+    if entry.compiled.plan.on_hosts:
+        run_planned = entry.run_hosted
     keep = jax.jit(_lazy(entry)) if lazy else None
     block = block_of(entry.jaxpr)
     with jax_compat.enable_x64():

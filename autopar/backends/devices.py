@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.backends.processes import Processes
+from autopar.backends.reductions import reduce_across
 
 Array = Any
 
@@ -50,6 +52,15 @@ class Devices:
         """N: devices along the data axis."""
         return self.mesh.shape[self.axis]
 
+    @property
+    def parts(self) -> int:
+        """How many devices' shares a spread array is seen to have: N of a global one."""
+        return self.count
+
+    def position(self) -> Array:
+        """In the program of one device its number, int32[]."""
+        return jax.lax.axis_index(self.axis).astype(jnp.int32)
+
     @functools.cached_property
     def processes(self) -> Processes:
         """Those that own the devices."""
@@ -67,6 +78,10 @@ class Devices:
         """Tell XLA where a value is."""
         return jax.lax.with_sharding_constraint(value, self.sharding(along))
 
+    def gathered(self, value: Array, along: int) -> Array:
+        """All of a value that is spread along an axis, on every device."""
+        return self.constrain(value, None)
+
     def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         """Run a function on each device's part of the operands.
 
@@ -81,3 +96,41 @@ class Devices:
             fun, mesh=self.mesh, in_specs=tuple(map(self.spec, given)), out_specs=out, check_vma=False
         )
         return mapped(*operands)
+
+
+class OwnPart(Devices):
+    """The same devices seen by one of them: arrays are its own shares."""
+
+    @property
+    def parts(self) -> int:
+        return 1
+
+    def constrain(self, value: Array, along: int | None) -> Array:
+        return value
+
+    def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
+        return fun(*operands)
+
+    def share(self, value: Array, along: int) -> Array:
+        """This device's share of what all have."""
+        size = value.shape[along] // self.count
+        return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, along)
+
+    def once(self, value: Array) -> Array:
+        """The value on the first device, zeros on the others."""
+        return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
+
+    def reduce(self, value: Array, op: str) -> Array:
+        """Reduced over the devices."""
+        raise NotImplementedError
+
+
+class Mapped(OwnPart):
+    """One device's view in `shard_map`."""
+
+    def gathered(self, value: Array, along: int) -> Array:
+        return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
+
+    def reduce(self, value: Array, op: str) -> Array:
+        """Reduced over the devices."""
+        return reduce_across(f"reduce_{op}", value, self.axis)

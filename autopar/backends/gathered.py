@@ -79,3 +79,18 @@ class GatheredRows(SingleDevice):
 
         more = () if base is None else (base,)
         return self._devices.local(exchange, (axis, None, *(None for _ in more)), None, sums, route.back, *more)
+
+
+class ReplicatedRows(SingleDevice):
+    """Row space of which every device has all, in the program of one device (`allreduce_rows`).
+
+    Every device's gradients go into zeros of the routed rows, which are then reduced like any other value.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+
+    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> single.Route:
+        batched = params["batched"] or [False] * len(ids)
+        pairs = zip(ids, batched, strict=True)
+        return super().route([self._devices.gathered(i, 0) if b else i for i, b in pairs], params)

@@ -70,6 +70,10 @@ class RowBackend(Protocol):
         """A reduction over all rows, from the routed ones. `params`: `op`, `axes`, `axis`, `extent`."""
         ...
 
+    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        """The same of an owner's own rows, in the program of one device."""
+        ...
+
     def padding(self, rows: Array, axis: int) -> Array:
         """The padding rows that stand for the untouched ones: at least one."""
         ...

@@ -82,7 +82,7 @@ class ShardedRows:
 
     def _first(self) -> Array:
         """The place of this device's first row."""
-        return jax.lax.axis_index(self._devices.axis).astype(jnp.int32) * self._share
+        return self._devices.position() * self._share
 
     def _exchange(self, parts: Array) -> Array:
         """[N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
@@ -148,7 +148,7 @@ class ShardedRows:
         return self._devices.local(add, given, axis, base, route.asked, index, updates)
 
     def deliver(self, sums: Array, route: Route, axis: int, base: Array | None) -> Array:
-        owned = route.rows.shape[0] // self._devices.count
+        owned = route.rows.shape[0] // self._devices.parts
 
         def exchange(sums: Array, slot: Array, back: Array, *base: Array) -> Array:
             sums = jnp.moveaxis(sums, axis, 0)
@@ -203,11 +203,18 @@ class ShardedRows:
 
     def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
         def reduce(rows: Array, numbers: Array) -> Array:
-            mine = self._layout.rows_on(jax.lax.axis_index(self._devices.axis))
-            part = reduce_routed(params, rows, numbers < self._share, mine)
+            part = self._reduce_part(params, rows, numbers)
             return reduce_across(params["op"], part, self._devices.axis)
 
         return self._devices.local(reduce, (params["axis"], 0), None, rows, route.rows)
+
+    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        assert self._devices.parts == 1, "an owner's part is the owner's"
+        return self._reduce_part(params, rows, route.rows)
+
+    def _reduce_part(self, params: Mapping[str, Any], rows: Array, numbers: Array) -> Array:
+        mine = self._layout.rows_on(self._devices.position())
+        return reduce_routed(params, rows, numbers < self._share, mine)
 
     def padding(self, rows: Array, axis: int) -> Array:
         return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)
@@ -236,7 +243,7 @@ class ShardedRows:
         params: Mapping[str, Any],
     ) -> Sequence[Array]:
         size = params["rows"] // self._devices.count
-        numbers = self._devices.constrain(jnp.arange(params["rows"], dtype=jnp.int32) % size, 0)
+        numbers = self._devices.constrain(jnp.arange(self._devices.parts * size, dtype=jnp.int32) % size, 0)
         nothing = jnp.zeros((0,), jnp.int32)
 
         def block(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:

@@ -89,6 +89,9 @@ class SingleDevice:
     def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
         return reduce_routed(params, rows, route.rows < params["extent"], params["extent"])
 
+    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        raise AssertionError("every device has all rows")
+
     def padding(self, rows: Array, axis: int) -> Array:
         return rows[along(axis, slice(-1, None))]
 

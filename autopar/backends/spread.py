@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.backends.devices import Devices
-from autopar.backends.gathered import GatheredRows
+import jax
+
+from autopar.backends.devices import Devices, Mapped
+from autopar.backends.emit import emit
+from autopar.backends.gathered import GatheredRows, ReplicatedRows
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
+from autopar.ir.local import Spread
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Program
 
@@ -17,14 +21,26 @@ Array = Any
 
 
 def backends(plan: Plan, devices: Devices) -> Mapping[int, RowBackend]:
-    """Family -> its backend; `allreduce_rows` needs none but the partitioner."""
+    """Family -> its backend; `allreduce_rows` needs none but the partitioner, or `reduce`."""
     found: dict[int, RowBackend] = {}
     for family in plan.families:
         if family.layout is not None and family.capacity is not None:
             found[family.family] = ShardedRows(devices, family.layout, family.capacity)
         elif family.method == "allgather":
             found[family.family] = GatheredRows(devices)
+        elif isinstance(devices, Mapped):
+            found[family.family] = ReplicatedRows(devices)
     return found
+
+
+def mapped(program: Program, plan: Plan, devices: Devices) -> Callable[..., Sequence[Array]]:
+    """The program of one device on all of them: a function of global arrays."""
+    assert program.local is not None, "the program is one device's"
+    inside = Mapped(devices.mesh, devices.axis)
+    run = emit(program.block, backends(plan, inside), inside)
+    given = [devices.spec(along) for along in plan.placements]
+    outputs = [devices.spec(state.axis if isinstance(state, Spread) else None) for state in program.local.outputs]
+    return jax.shard_map(run, mesh=devices.mesh, in_specs=tuple(given), out_specs=outputs, check_vma=False)
 
 
 def spread(

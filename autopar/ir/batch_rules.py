@@ -28,7 +28,8 @@ def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None
     if equation.op == "reshape":
         return _reshape(equation, axis, devices)
     if equation.op in _ELEMENTWISE:
-        return axis if equation.inputs[k].shape == equation.outputs[0].shape else None
+        same = len(equation.inputs[k].shape) == len(equation.outputs[0].shape)
+        return axis if same and equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis] else None
     rule = _PLACES.get(equation.op)
     return None if rule is None else rule(equation, k, axis)
 

@@ -13,13 +13,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal as Choice
 
+from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
 
 #: Methods that run a table's step on its touched rows.
 ROW_METHODS = ("ps", "allgather", "allreduce_rows")
 METHODS = ("auto", "allreduce", *ROW_METHODS)
 Sparse = Choice["exact", "lazy", "off"]
-Strategy = str | Mapping[str, str]
+#: Where a table's rows are.
+Where = Choice["devices", "hosts"]
+#: A method, or a method and where.
+Method = str | tuple[str, Where]
+Strategy = Method | Mapping[str, Method]
+#: "pjit": one global program, partitioned by XLA. "pmap": each device's own program, with explicit reductions.
+Emit = Choice["pjit", "pmap"]
+
+
+def split_method(given: Method) -> tuple[str, Where]:
+    """Method and place of what a user gives: `"ps"`, or `("ps", "hosts")`.
+
+    Raises:
+      StrategyError: there is no such method, or not there.
+    """
+    method, where = given if isinstance(given, tuple) and len(given) == 2 else (given, "devices")
+    if not isinstance(method, str) or method not in METHODS:
+        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    if where not in ("devices", "hosts"):
+        raise StrategyError(f"strategy: {given!r} is neither on 'devices' nor on 'hosts'")
+    if where == "hosts" and method != "ps":
+        raise StrategyError(f"strategy: {given!r}: tables on hosts are trained by 'ps' only")
+    return method, "hosts" if where == "hosts" else "devices"
+
+
+def asks_for_hosts(strategy: Strategy) -> bool:
+    """Whether a strategy puts any table in the memory of the hosts."""
+    given = strategy.values() if isinstance(strategy, Mapping) else [strategy]
+    return any(split_method(method)[1] == "hosts" for method in given)
+
+
+def without_hosts(strategy: Strategy) -> Strategy:
+    """The same for a step whose tables can't be on hosts: they are trained where they are."""
+
+    def of(given: Method) -> Method:
+        return "auto" if split_method(given)[1] == "hosts" else given
+
+    return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +74,7 @@ class FamilyPlan:
       capacity: The most rows that one device asks another one for; else None.
       layout: How the rows are spread; else None.
       imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
+      where: Whether its rows are on the devices, or in the memory of the hosts, owned by ranks.
       tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
     """
 
@@ -49,6 +88,12 @@ class FamilyPlan:
     layout: RowLayout | None = None
     tight: bool = False
     imbalance: float | None = None
+    where: Where = "devices"
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether the rows are in the memory of the hosts."""
+        return self.where == "hosts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +129,10 @@ class Plan:
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
       shares: Dense leaves that are spread and gathered for use -> the axis.
+      emit: Whether XLA partitions one program over the devices, or each device's own is written.
+      road: Of a step with tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
+        "xla" within them; and why.
+      stages: The same step's compiled programs and exchanges, in order.
     """
 
     families: tuple[FamilyPlan, ...]
@@ -94,16 +143,34 @@ class Plan:
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
     fallback: tuple[FamilyPlan, ...] = ()
     shares: Mapping[int, int] = field(default_factory=dict)
+    emit: Emit = "pjit"
+    road: tuple[str, str] = ("", "")
+    stages: tuple[str, ...] = ()
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether any table is in the memory of the hosts."""
+        return any(f.on_hosts for f in self.families)
 
     @property
     def rewrites(self) -> bool:
         """Whether the step is run otherwise than as JAX traced it."""
-        return self.lifts or bool(self.shares)
+        return self.lifts or bool(self.shares) or self.emit == "pmap"
 
     @property
     def lifts(self) -> bool:
         """Whether anything is lifted."""
         return bool(self.families)
+
+    def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> Plan:
+        """The plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks for)."""
+        families = []
+        for family in self.families:
+            if family.family in sizes:
+                rows, asked = sizes[family.family]
+                family = dataclasses.replace(family, rows=self.devices * rows, asked=self.devices * asked)
+            families.append(family)
+        return dataclasses.replace(self, families=tuple(families))
 
     def without_limits(self) -> Plan:
         """The fallback's plan."""

@@ -208,6 +208,8 @@ class Program:
       candidates: The same of all state inputs that have as many rows as a table (`classify`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
+      local: Of the program of one device what it has of each output (`ir.local.LocalFacts`); else None.
+      stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
     """
 
     block: Block
@@ -218,6 +220,8 @@ class Program:
     candidates: tuple[tuple[int, int], ...] = ()
     rows: Any = None
     batch: Mapping[Var, int] = field(default_factory=dict)
+    local: Any = None
+    stages: Any = None
 
     @property
     def new_states(self) -> dict[int, int]:

@@ -168,7 +168,7 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
     The same axis must be found where the ids are computed, outside of loops: a device asks for rows by the one and
     looks them up by the other.
     """
-    if devices == 1 or not isinstance(atom, Var) or not isinstance(index, Var) or atom not in axes:
+    if not isinstance(atom, Var) or not isinstance(index, Var) or atom not in axes:
         return None
     equation, axis, rank = access.equation, axes[atom], len(atom.shape)
     if not (equation.op == "gather" or equation.op.startswith("scatter")):

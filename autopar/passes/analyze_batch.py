@@ -18,13 +18,16 @@ from autopar.ir.program import ArrayType, Program, Var
 from autopar.ir.uniform import uniform_axes
 
 
-def analyze_batch(program: Program, *, devices: int, batch_axis: BatchAxis = 0) -> tuple[Program, str]:
+def analyze_batch(
+    program: Program, *, devices: int, batch_axis: BatchAxis = 0, always: bool = False
+) -> tuple[Program, str]:
     """Fill `program.batch`.
 
     Args:
       program: An analysed program.
       devices: N; a batch whose size N doesn't divide is not spread.
       batch_axis: Which axis of the batch's leaves runs over its examples.
+      always: Also for one device.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch.
@@ -32,7 +35,7 @@ def analyze_batch(program: Program, *, devices: int, batch_axis: BatchAxis = 0) 
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     inputs = [(v, given.path) for v, given in pairs if given.role == "batch"]
     found = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
-    if devices == 1:
+    if devices == 1 and not always:
         return program, "one device"
     named = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
     starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % devices == 0}

@@ -34,6 +34,16 @@ def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int) 
     return _with_capacity(family, min(asked, layout.share), tight=False)
 
 
+def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int) -> FamilyPlan:
+    """The same of a family on hosts. Messages have the length that they need, so there is no capacity."""
+    asked = max(1, min(space.extent, ids.count_on(ranks)))
+    layout = RowLayout(space.extent, ranks, dealt=ranks > 1)
+    owned = min(layout.share, ranks * asked) + 1
+    return FamilyPlan(
+        space.family, ranks * owned, ids.count, "ps", lazy, ranks * asked, layout=layout, where="hosts"
+    )
+
+
 def _with_capacity(family: FamilyPlan, capacity: int, *, tight: bool) -> FamilyPlan:
     layout = family.layout
     assert layout is not None, "only sharded rows have a capacity"

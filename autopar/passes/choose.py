@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout, even_axis
-from autopar.ir.plan import METHODS, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches
+from autopar.ir.plan import Emit, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches, split_method
 from autopar.ir.program import Program, Var
 from autopar.passes.families import Example, Wishes, decide_family
 from autopar.passes.shares import share_dense
@@ -23,6 +23,7 @@ def choose(
     example: Example | None = None,
     headroom: float = 1.25,
     rates: Callable[[], Rates] | None = None,
+    emit: Emit = "pjit",
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
@@ -33,14 +34,15 @@ def choose(
       example: Gives the flat ids of the example batch.
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost on the devices; without it the fewest bytes are chosen.
+      emit: Whether XLA partitions one program, or each device's own is written.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
-    methods, shared = _methods(program, strategy)
+    methods, shared, hosts = _methods(program, strategy)
     families, parameters = [], []
     has_effects = any(e.effects for e in program.block.equations)
-    options = Wishes(methods, sparse, devices, None if has_effects else example, headroom, rates)
+    options = Wishes(methods, sparse, devices, None if has_effects else example, headroom, rates, hosts)
     for space in program.rows.spaces:
         chosen, told = decide_family(program, space, options)
         families += [chosen] if chosen else []
@@ -57,49 +59,50 @@ def choose(
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
     parameters.sort(key=lambda p: order[p.path])
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
-    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback, shares)
+    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback, shares, emit)
     tables = len(parameters) - sum(p.path not in known for p in told)
     lifted = sum(p.lifted for p in parameters)
     return plan, f"{lifted} of {tables} tables run on their touched rows"
 
 
-def _methods(program: Program, strategy: Strategy) -> tuple[dict[int, tuple[str, bool]], dict[int, str]]:
-    """Table -> (method, whether the strategy names this very table); leaf -> the pattern that gives it to "ps".
+def _methods(
+    program: Program, strategy: Strategy
+) -> tuple[dict[int, tuple[str, bool]], dict[int, str], frozenset[int]]:
+    """Table -> (method, whether the strategy names this very table); leaf -> the pattern that gives it to "ps"; and
+    the tables that are to be on hosts.
 
     One method for the whole step means the tables that can be lifted, patterns mean every parameter.
     """
-    if isinstance(strategy, str):
-        _check_method(strategy)
-        return {k: (strategy, False) for k, _ in program.tables}, {}
+    if not isinstance(strategy, Mapping):
+        method, where = split_method(strategy)
+        liftable = {k for space in program.rows.spaces if space.refusal is None for k in space.tables}
+        hosts = frozenset(liftable if where == "hosts" else ())
+        return {k: (method, False) for k, _ in program.tables}, {}, hosts
     tables = {k for k, _ in program.tables}
     states = {k: given.path for k, given in enumerate(program.inputs) if given.role in ("state", "table")}
-    for pattern, method in strategy.items():
-        _check_method(method)
+    for pattern, given in strategy.items():
+        method, where = split_method(given)
         matched = [k for k, path in states.items() if matches(pattern, path)]
         shown = ", ".join(states[k] for k in sorted(tables)) or "none"
         if pattern not in ("**", "*") and not matched:
             rest = [path for k, path in states.items() if k not in tables]
             others = f"; others: {', '.join(rest[:8])}{', ...' if len(rest) > 8 else ''}" if rest else ""
             raise StrategyError(f"strategy: {pattern!r} matches no parameter. Looked up by rows: {shown}{others}")
-        if method in ("allgather", "allreduce_rows") and not tables.intersection(matched):
+        if (method in ("allgather", "allreduce_rows") or where == "hosts") and not tables.intersection(matched):
             raise StrategyError(
                 f"strategy: {pattern!r} matches no parameter that is looked up by rows ({shown}); "
-                f"for dense ones there are 'allreduce' and 'ps', not {method!r}"
+                f"for dense ones there are 'allreduce' and 'ps', not {given!r}"
             )
-    found, shared = {}, {}
+    found, shared, hosts = {}, {}, set()
     for k, path in states.items():
         pattern = next((p for p in strategy if matches(p, path)), None)
-        method = "auto" if pattern is None else strategy[pattern]
+        method, where = ("auto", "devices") if pattern is None else split_method(strategy[pattern])
         if k in tables:
             found[k] = (method, pattern not in ("*", "**", None))
-        if pattern is not None and method == "ps":
+            hosts.update([k] if where == "hosts" else [])
+        if pattern is not None and method == "ps" and where == "devices":
             shared[k] = pattern
-    return found, shared
-
-
-def _check_method(method: str) -> None:
-    if method not in METHODS:
-        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    return found, shared, frozenset(hosts)
 
 
 def _with_shares(parameters: Sequence[ParameterPlan], told: Sequence[ParameterPlan]) -> list[ParameterPlan]:

@@ -17,7 +17,7 @@ from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
-from autopar.passes.capacity import bounds, device_ids, imbalance, tightened, with_layout
+from autopar.passes.capacity import bounds, device_ids, host_bounds, imbalance, tightened, with_layout
 
 #: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
 Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
@@ -34,6 +34,7 @@ class Wishes:
       example: Gives the flat ids of the example batch.
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost.
+      hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
     """
 
     methods: Mapping[int, tuple[str, bool]]
@@ -42,6 +43,7 @@ class Wishes:
     example: Example | None
     headroom: float
     rates: Callable[[], Rates] | None
+    hosts: frozenset[int] = frozenset()
 
 
 def decide_family(
@@ -60,7 +62,13 @@ def decide_family(
     def dense(reason: str, remedy: str = "", line: str = source, **told: Mapping) -> tuple[None, list[ParameterPlan]]:
         return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
 
+    hosted = any(k in wishes.hosts for k in space.tables)
     if space.refusal is not None:
+        if hosted:
+            raise StrategyError(
+                f"strategy: the rows of {paths[0]} can't be on hosts: {space.refusal}. Leave it to 'auto', or to "
+                "'allreduce'"
+            )
         named = [m for m, by_name in asked if by_name and m in ROW_METHODS and m != "ps"]
         if named:
             raise StrategyError(
@@ -74,6 +82,11 @@ def decide_family(
     if method == "allreduce":
         return dense("the strategy says 'allreduce'")
     ids = collect_ids(program.block, space, program.batch, wishes.devices)
+    if wishes.hosts and method == "auto" and wishes.devices > 1 and _pays(program, space, ids):
+        hosted = True  # beside others that are there
+    if hosted:
+        family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices)
+        return (family, family), _lifted(space, ids, family, paths, source)
     if wishes.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
@@ -123,6 +136,9 @@ def _told(family: FamilyPlan) -> str:
     """How sharded rows are spread, in words."""
     if family.layout is None:
         return ""
+    if family.on_hosts:
+        ranks = f"{family.layout.devices} ranks" if family.layout.devices > 1 else "this process"
+        return f"; rows in the memory of the hosts, dealt out over {ranks}"
     order = ", dealt out over the devices" if family.layout.dealt else ", in shares of adjacent rows"
     measured = "measured, with headroom" if family.tight else "a bound"
     told = f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"

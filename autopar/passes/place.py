@@ -66,7 +66,7 @@ class _Placing:
             return atom
         if atom not in self._gathered:
             self._gathered[atom] = out = Var(atom.type)
-            self.equations.append(Equation("replicate", (atom,), (out,)))
+            self.equations.append(Equation("replicate", (atom,), (out,), {"axis": self.shares[atom]}))
         return self._gathered[atom]
 
     def _share(self, atom: Atom, axis: int) -> Atom:

@@ -1,38 +1,42 @@
-"""Starts ranks: real processes under mpiexec, in a session of their own, with a time limit."""
+"""Starts the ranks of a test as processes of their own, and ends them all when they take too long."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_ranks(ranks: int, command: Sequence[str], *, timeout_s: float = 120, **environment: str) -> str:
-    """What the ranks print, of `python *command` on each; fails the test if one of them fails or is late."""
-    launcher = [str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks), sys.executable, *command]
-    flags = os.environ.get("XLA_FLAGS", "")
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **environment}
-    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as output:
-        given["XDG_CACHE_HOME"] = cache
-        # Output goes to a file: a pipe that is closed breaks mpiexec.
+def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s: float = 120) -> str:
+    """What `count` ranks of `python -m module arguments` print; an AssertionError if they fail or aren't done in time.
+
+    Args:
+      count: How many ranks.
+      module: A module of this repository with a main part.
+      arguments: For it.
+      output: A file for what is printed: mpiexec can't bear a pipe that closes.
+      timeout_s: Seconds until they are killed.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert launcher, "no mpiexec: pip install mpich"
+    command = [launcher, "-n", str(count), sys.executable, "-W", "error", "-m", "mpi4py.run", "-m", module, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    with output.open("wb") as file:
         process = subprocess.Popen(
-            launcher, cwd=ROOT, env=given, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
         )
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:  # SIGTERM is caught by jax.distributed
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        output.seek(0)
-        text = output.read()
-    assert code == 0, f"{'out of time' if code is None else f'exit status {code}'}:\n{text[-8000:]}"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = f"none, after {timeout_s} s"
+    text = output.read_text(errors="replace")
+    assert code == 0, f"{count} ranks of {module}: exit code {code}\n{text}"
     return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .ranks import run_ranks
+from .global_ranks import run_ranks
 
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {

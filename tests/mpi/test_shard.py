@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .ranks import run_ranks
+from .global_ranks import run_ranks
 
 
 @pytest.mark.parametrize(("ranks", "devices"), [(2, 1), (2, 2), (3, 1)])

@@ -1,0 +1,1 @@
+"""The host-side parameter server: tables in host memory, owned by ranks, and steps that run in stages around them."""

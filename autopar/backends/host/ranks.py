@@ -1,0 +1,191 @@
+"""Who takes part in a step with tables on hosts, and how values get to compiled programs and back.
+
+Two roads (DESIGN 7). "mpi": a rank's device programs are its own, on its own devices and its own examples; what is
+reduced travels between programs. "xla": they are global programs over all ranks' devices, and XLA reduces; rows that
+ranks fetched are global arrays of which each rank has its part. The owner's programs are always its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar.backends.devices import Devices
+from autopar.backends.host.view import RankView
+from autopar.backends.protocol import RowBackend
+from autopar.backends.spread import backends
+from autopar.ir.plan import Plan
+from autopar.ir.stages import Side
+from autopar.mpi.buffers import Buffers
+from autopar.mpi.exchange import Asked, Exchange
+from autopar.mpi.progress import mark
+
+Array = Any
+
+
+class Ranks:
+    """One rank's part.
+
+    Attributes:
+      exchange: Between ranks.
+      device_view, owner_view: How programs of either side see the devices.
+      mesh: Of the device programs: the rank's own devices ("mpi"), or all ranks' ("xla").
+      step: The number of the step, for messages.
+    """
+
+    def __init__(self, exchange: Exchange, road: str) -> None:
+        self.exchange = exchange
+        self.is_global = road == "xla"
+        local = jax.local_devices()
+        if self.is_global:
+            grid = np.array(jax.devices()).reshape(exchange.size, -1)
+            self.mesh = Mesh(grid, ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
+            self.device_view: Devices = Devices(self.mesh, "ranks")
+        else:
+            self.mesh = Mesh(np.array(local).reshape(1, -1), ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
+            self.device_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
+        self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
+        self.is_single = not self.is_global and len(local) == 1
+        self._host = None if local[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
+        self._buffers = Buffers()
+        self.step = -1
+
+    # --- exchanges ---
+
+    def ask(self, places: np.ndarray, share: int) -> Asked:
+        """See `Exchange.ask`; marked as a wait for others, as the next ones are."""
+        self._wait("asking for rows")
+        found = self.exchange.ask(places, share)
+        self._go_on()
+        return found
+
+    def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+        self._wait("fetching rows")
+        found = self.exchange.fetch(asked, rows, out)
+        self._go_on()
+        return found
+
+    def deliver(self, asked: Asked, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
+        self._wait("delivering gradients")
+        found = self.exchange.deliver(asked, sums, out)
+        self._go_on()
+        return found
+
+    def _wait(self, what: str) -> None:
+        if self.exchange.size > 1:
+            mark(self.step, what, "waits")
+
+    def _go_on(self) -> None:
+        if self.exchange.size > 1:
+            mark(self.step, "computing")
+
+    # --- programs ---
+
+    def backends(self, plan: Plan, side: Side) -> Mapping[int, RowBackend]:
+        """Of families on devices."""
+        return backends(plan, self.device_view) if self.is_global and side == "device" else {}
+
+    def compile(
+        self, run: Callable[..., Sequence[Array]], side: Side, donated: Sequence[int], whole: Sequence[bool]
+    ) -> Callable[..., Sequence[Array]]:
+        """A program of one side. `whole`: results that every device must have all of."""
+        if side == "device" and not self.is_single:
+            everywhere = self.sharding(None)
+            shardings = tuple(everywhere if w else None for w in whole)
+            return jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), out_shardings=shardings)
+        compiled = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated))
+        if side == "owner" and self._host is not None:
+            return self._on_host(compiled)
+        return compiled
+
+    def _on_host(self, compiled: Callable[..., Sequence[Array]]) -> Callable[..., Sequence[Array]]:
+        def run(*operands: Array) -> Sequence[Array]:
+            with jax.default_device(self._host):
+                return compiled(*operands)
+
+        return run
+
+    def sharding(self, along: int | None, *, ranks_only: bool = False) -> NamedSharding:
+        """On all devices, or spread along an axis: over the ranks, and over each rank's devices."""
+        if along is None:
+            return NamedSharding(self.mesh, P())
+        return NamedSharding(self.mesh, P(*[None] * along, "ranks" if ranks_only else ("ranks", "local")))
+
+    # --- values ---
+
+    def for_device(self, value: Any) -> Any:
+        """A value as a device program takes it."""
+        if not self.is_global or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+            return value
+        return jax.tree.map(self.everywhere, value)
+
+    def everywhere(self, value: Any) -> jax.Array:
+        """A value that all ranks have, on all devices."""
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            return value
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            data = self.everywhere(jax.random.key_data(value))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        value = value if isinstance(value, jax.Array) else np.asarray(value)
+        local = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
+        parts = [jax.device_put(value, d) for d in local]
+        return jax.make_array_from_single_device_arrays(value.shape, self.sharding(None), parts)
+
+    def for_owner(self, value: Any) -> Any:
+        """A value as an owner's program takes it."""
+        if isinstance(value, jax.Array) and (self._host is not None or not self.is_single):
+            return np.asarray(value.addressable_data(0))
+        return value
+
+    def own(self, value: Any) -> Any:
+        """A result that all devices have, as an ordinary array of this process."""
+        if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
+            return value.addressable_data(0)
+        return value
+
+    def spread(self, part: np.ndarray, axis: int) -> Any:
+        """This rank's part of an array that is spread over the ranks."""
+        if not self.is_global:
+            return part
+        sharding = self.sharding(axis, ranks_only=True)
+        shape = (*part.shape[:axis], part.shape[axis] * self.exchange.size, *part.shape[axis + 1 :])
+        return jax.make_array_from_callback(shape, sharding, lambda index: part)
+
+    def own_part(self, value: Any, axis: int) -> np.ndarray:
+        """The same way back."""
+        if isinstance(value, jax.Array) and self.is_global:
+            return np.asarray(value.addressable_data(0))
+        return np.asarray(value)
+
+    def own_ids(self, ids: Any) -> np.ndarray:
+        """Flat ids of this rank: all that its devices have."""
+        if isinstance(ids, jax.Array) and self.is_global:
+            return np.concatenate([np.asarray(s.data) for s in ids.addressable_shards])
+        return np.asarray(ids)
+
+    def reduce(self, values: Sequence[Any], op: str) -> Sequence[Any]:
+        """Values of all ranks, reduced."""
+        if self.exchange.size == 1:
+            return values if self._host is None else [np.asarray(v) for v in values]
+        given = [np.asarray(v) for v in values]
+        self._wait("reducing")
+        found = self.exchange.reduce(given, op)
+        self._go_on()
+        return found
+
+    def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
+        """The largest of all ranks' needs, where their programs must have one shape."""
+        if not self.is_global:
+            return needs
+        (found,) = self.exchange.reduce([np.array(needs, np.int64)], "max")
+        return int(found[0]), int(found[1])
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Memory that the step after next uses again."""
+        return self._buffers.take(name, shape, dtype)

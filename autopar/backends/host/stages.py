@@ -1,0 +1,278 @@
+"""Run a step in stages: compiled programs, with exchanges between ranks in between.
+
+Calls into MPI are made between programs, never from a callback inside one. Everything that a stage needs is looked up
+once, when the step is compiled for certain sizes; a step itself walks a list. Sizes (rows asked for, rows owned) are
+buckets that a step's own rows must fit; `Outgrown` says that they don't, before anything has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.backends.emit import emit
+from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.storage import HostRows
+from autopar.backends.host.view import RouteView, host_backends, padded
+from autopar.ir.layout import RowLayout
+from autopar.ir.plan import Plan
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType
+from autopar.ir.stages import Exchange, Segment
+from autopar.mpi.exchange import Asked
+
+class Outgrown(Exception):
+    """A step needs more room: family -> (rows of this owner, rows that this rank asks for), as they were found."""
+
+    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        super().__init__(str(sizes))
+        self.sizes = sizes
+
+
+@dataclass(eq=False)
+class Route:
+    """The rows of a family in one step."""
+
+    asked: Asked
+    places: np.ndarray
+    view: RouteView
+    rows: np.ndarray
+    spare: int
+
+    @property
+    def count(self) -> int:
+        """Rows of this owner that are asked for."""
+        return len(self.asked.rows)
+
+
+@dataclass(eq=False)
+class Step:
+    """What one run of the stages knows.
+
+    `routes` outlives a run that is begun again with larger sizes: what was exchanged isn't exchanged twice.
+    """
+
+    values: dict[Atom, Any]
+    routes: dict[int, tuple[Asked, np.ndarray]] = field(default_factory=dict)
+
+
+class StagedProgram:
+    """A step's stages, compiled for certain sizes."""
+
+    def __init__(self, program: Program, plan: Plan, ranks: Ranks, donated: frozenset[int]) -> None:
+        """
+        Args:
+          program: Localized, with stages.
+          plan: Whose sizes it was made for.
+          ranks: Who exchanges.
+          donated: Inputs whose buffers may be used for their new values.
+        """
+        self._ranks = ranks
+        self._plan = plan
+        self._inputs = program.block.inputs
+        self._outputs = program.block.outputs
+        states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
+        self._states = {new: old for old, new in states.items()}
+        self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
+        self._sizes = {
+            f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
+        }
+        self._layouts: dict[int, RowLayout] = {
+            f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None
+        }
+        self._sweeps: dict[Equation, tuple[Callable[..., Sequence[Any]], list[int]]] = {}
+        self._names: dict[Equation, str] = {}
+        self._whole = self._needed_whole(program)
+        self._actions = [self._action(item) for item in program.stages.items]
+
+    def run(self, inputs: Sequence[Any], step: Step) -> list[Any]:
+        """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
+
+        Raises:
+          Outgrown: rows don't fit; nothing has changed yet.
+        """
+        step.values = dict(zip(self._inputs, inputs, strict=True))
+        for act in self._actions:
+            act(step)
+        return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
+
+    def _action(self, item: Segment | Exchange) -> Callable[[Step], None]:
+        if isinstance(item, Segment):
+            return self._segment(item)
+        run = getattr(self, "_" + item.op)
+        return lambda step: run(item.equations, step)
+
+    def _needed_whole(self, program: Program) -> set[Atom]:
+        """What leaves the device programs: for the caller, for owners, to be reduced."""
+        found: set[Atom] = set(program.block.outputs)
+        for item in program.stages.items:
+            if isinstance(item, Segment):
+                found.update(item.block.inputs if item.side == "owner" else ())
+            elif item.op in ("reduce", "commit", "sweep"):
+                found.update(a for e in item.equations for a in e.inputs)
+        return found
+
+    # --- compiled programs ---
+
+    def _segment(self, segment: Segment) -> Callable[[Step], None]:
+        block = segment.block
+        names = block.inputs
+        owner = segment.side == "owner"
+        view = self._ranks.owner_view if owner else self._ranks.device_view
+        run = emit(block, {**self._ranks.backends(self._plan, segment.side), **host_backends(self._plan, view)}, view)
+        made = set(block.outputs)
+        donated = [k for k, v in enumerate(names) if v in segment.last and self._reusable.get(v) in made]
+        outputs = block.outputs
+        compiled = self._ranks.compile(run, segment.side, donated, [v in self._whole for v in outputs])
+        read = self._ranks.for_owner if owner else self._ranks.for_device
+
+        def act(step: Step) -> None:
+            values = step.values
+            given = [read(_shown(values[v])) for v in names]
+            for var, value in zip(outputs, compiled(*given), strict=True):
+                values[var] = value
+
+        return act
+
+    # --- exchanges ---
+
+    def _route(self, equations: Sequence[Equation], step: Step) -> None:
+        outgrown: dict[int, tuple[int, int]] = {}
+        for equation in equations:
+            (out,) = equation.outputs
+            type_ = out.type
+            assert isinstance(type_, RouteType), "a route is what a route equation makes"
+            family, layout = type_.family, self._layouts[type_.family]
+            if family not in step.routes:
+                ids = [self._ranks.own_ids(self._value(step, a)) for a in equation.inputs]
+                places = _places(ids, layout)
+                step.routes[family] = self._ranks.ask(places, layout.share), places
+            asked, places = step.routes[family]
+            rows, room = self._sizes[family]
+            needs = self._ranks.agree((len(asked.rows) + 1, places.size))
+            if needs[0] > rows or needs[1] > room:
+                outgrown[family] = needs
+                continue
+            step.values[out] = _route(asked, places, layout, rows, room, self._ranks)
+        if outgrown:
+            raise Outgrown(outgrown)
+
+    def _pull(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            leaf, route = (step.values[a] for a in equation.inputs)
+            assert isinstance(leaf, HostRows), "a leaf of a family on hosts is in their memory"
+            state = equation.params["state"]
+            step.values[equation.outputs[0]] = leaf.pull(route.rows, route.count, route.spare, state)
+
+    def _fetch(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            rows, route = (step.values[a] for a in equation.inputs)
+            axis, room = equation.params["axis"], len(route.view.asked)
+            first = np.moveaxis(np.asarray(rows), axis, 0)[: route.count]
+            out = self._buffer(equation, (room, *first.shape[1:]), first.dtype)
+            fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
+            out[len(fetched) :] = 0
+            step.values[equation.outputs[0]] = self._ranks.spread(np.moveaxis(out, 0, axis), axis)
+
+    def _deliver(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            sums, route, *base = (self._value(step, a) for a in equation.inputs)
+            axis = equation.params["axis"]
+            own = np.moveaxis(self._ranks.own_part(sums, axis), axis, 0)[: route.places.size]
+            out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
+            total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
+            out[len(total) :] = 0
+            rows = np.moveaxis(out, 0, axis)
+            step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
+
+    def _reduce(self, equations: Sequence[Equation], step: Step) -> None:
+        for op in dict.fromkeys(e.params["op"] for e in equations):
+            some = [e for e in equations if e.params["op"] == op]
+            values = [self._value(step, e.inputs[0]) for e in some]
+            for equation, value in zip(some, self._ranks.reduce(values, op), strict=True):
+                step.values[equation.outputs[0]] = value
+
+    def _commit(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            leaf, rows, route = (step.values[a] for a in equation.inputs[:3])
+            leaf.commit(route.rows, route.count, np.asarray(rows))
+            step.values[equation.outputs[0]] = leaf
+
+    def _densify(self, equations: Sequence[Equation], step: Step) -> None:
+        """A leaf that is constant off the rows: written into the leaf that it replaces."""
+        for equation in equations:
+            rows, route = (step.values[a] for a in equation.inputs)
+            out = equation.outputs[0]
+            leaf = step.values[self._states[out]]
+            leaf.spread_last(np.asarray(rows))
+            leaf.commit(route.rows, route.count, np.asarray(rows))
+            step.values[out] = leaf
+
+    def _sweep(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            needed, *operands = (self._value(step, a) for a in equation.inputs)
+            n = len(equation.outputs)
+            if needed:
+                self._run_sweep(equation, operands[:n], operands[n:])
+            step.values.update(zip(equation.outputs, operands[:n], strict=True))
+
+    def _run_sweep(self, equation: Equation, leaves: Sequence[HostRows], frontier: Sequence[Any]) -> None:
+        """The off-row equations over all rows of this rank's share, block by block."""
+        (body,) = equation.bodies
+        run, pulls = self._sweeps.get(equation) or self._compile_sweep(equation, body)
+        size = equation.params["rows"] // self._plan.devices
+        share = leaves[0].layout.share
+        for start in range(0, share, size):
+            rows = padded(np.arange(start, min(start + size, share)), size, share)
+            count = min(size, share - start)
+            spare = min(start + size, share) - 1
+            view = RouteView(rows, np.array([spare], np.int32), np.zeros((0,), np.int32))
+            pulled = [leaves[k].pull(rows, count, spare, False) for k in pulls]
+            new = run(view, *pulled, *map(self._ranks.for_owner, frontier))
+            for leaf, value in zip(leaves, new, strict=True):
+                leaf.commit(rows, count, np.asarray(value))
+
+    def _compile_sweep(self, equation: Equation, body: Block) -> tuple[Callable[..., Sequence[Any]], list[int]]:
+        """The body with the rows that it pulls as inputs, and which leaves those are of."""
+        chunk, *rest = body.inputs
+        count = len(equation.params["axes"])
+        inner, frontier = rest[:count], rest[count:]
+        pulls = [e for e in body.equations if e.op == "pull"]
+        others = tuple(e for e in body.equations if e.op != "pull")
+        block = Block((chunk, *(e.outputs[0] for e in pulls), *frontier), others, body.outputs)
+        view = self._ranks.owner_view
+        run = self._ranks.compile(emit(block, host_backends(self._plan, view), view), "owner", [], [])
+        found = run, [inner.index(e.inputs[0]) for e in pulls]
+        self._sweeps[equation] = found
+        return found
+
+    def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        name = self._names.setdefault(equation, f"{equation.op} {len(self._names)}")
+        return self._ranks.buffer(name, shape, dtype)
+
+    def _value(self, step: Step, atom: Atom) -> Any:
+        return atom.value if isinstance(atom, Literal) else step.values[atom]
+
+
+def _shown(value: Any) -> Any:
+    """What a compiled program is given."""
+    return value.view if isinstance(value, Route) else value
+
+
+def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
+    """Sorted places of the distinct rows among flat ids; `extent` is no row."""
+    flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
+    flat = flat[flat < layout.extent]
+    return np.unique(layout.place(flat).astype(np.int64 if layout.stored > np.iinfo(np.int32).max else np.int32))
+
+
+def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, room: int, ranks: Ranks) -> Route:
+    found = asked.rows
+    # The first row that the step doesn't touch; some row if it touches all.
+    gaps = np.flatnonzero(found != np.arange(found.size, dtype=found.dtype))
+    spare = int(gaps[0]) if gaps.size else found.size if found.size < layout.share else 0
+    numbers = padded(found, rows, layout.share)
+    view = RouteView(numbers, np.array([spare], np.int32), ranks.spread(padded(places, room, layout.stored), 0))
+    return Route(asked, places, view, numbers, spare)

@@ -1,0 +1,101 @@
+"""A rank's share of a table (or of a slot) in host memory.
+
+Rows are stored first axis first, dealt out over the ranks (`ir.layout.RowLayout`), and updated in place. A storage has
+one current generation: a state that was given to a step is gone, as a donated array is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.layout import RowLayout
+from autopar.mpi.buffers import allocate_table
+
+
+class HostRows:
+    """A share.
+
+    Attributes:
+      rows: [share, ...], spare rows at the end included.
+      layout: Which row is where; `layout.devices` is the number of ranks.
+      rank: Whose share it is.
+      axis: The row axis of the table.
+      path: Of the leaf, for messages.
+      generation: How often the rows were handed on.
+    """
+
+    def __init__(self, rows: np.ndarray, layout: RowLayout, rank: int, axis: int, path: str) -> None:
+        self.rows = rows
+        self.layout = layout
+        self.rank = rank
+        self.axis = axis
+        self.path = path
+        self.generation = 0
+
+    @staticmethod
+    def empty(shape: tuple[int, ...], dtype: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
+        """Memory for a share of a table of this shape.
+
+        Raises:
+          HostMemoryError: there isn't enough.
+        """
+        others = (*shape[:axis], *shape[axis + 1 :])
+        return HostRows(allocate_table((layout.share, *others), dtype, path), layout, rank, axis, path)
+
+    @staticmethod
+    def of(table: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
+        """The share of a whole table: an array of any kind."""
+        found = HostRows.empty(table.shape, table.dtype, axis, layout, rank, path)
+        found.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
+        return found
+
+    def fill(self, read: Callable[[np.ndarray], np.ndarray], block: int = 1 << 16) -> None:
+        """Set all rows from a function of their numbers in the table; spare ones are copies of the last row."""
+        for start in range(0, self.layout.share, block):
+            numbers = self.numbers(start, min(start + block, self.layout.share))
+            self.rows[start : start + numbers.size] = read(numbers)
+
+    def numbers(self, start: int, end: int) -> np.ndarray:
+        """Which rows of the table are stored in a part of the share; the last one for spare rows."""
+        places = np.arange(start, end) + self.rank * self.layout.share
+        return np.minimum(self.layout.row(places), self.layout.extent - 1)
+
+    def copy(self) -> HostRows:
+        """Another storage with the same rows."""
+        found = HostRows(allocate_table(self.rows.shape, self.rows.dtype, self.path), *self._rest())
+        np.copyto(found.rows, self.rows)
+        return found
+
+    def _rest(self) -> tuple[RowLayout, int, int, str]:
+        return self.layout, self.rank, self.axis, self.path
+
+    def pull(self, rows: np.ndarray, count: int, spare: int, state: bool) -> np.ndarray:
+        """The rows with these numbers in the share, and padding; the row axis where the table has it.
+
+        Args:
+          rows: int32[U], `count` numbers and then padding.
+          count: How many aren't padding.
+          spare: A row that the step doesn't touch; what padding is. Of a state it is made finite.
+          state: Whether the leaf is state.
+        """
+        numbers = rows.copy()
+        numbers[count:] = spare
+        found = self.rows.take(numbers, axis=0, mode="clip")
+        padding = found[count:]
+        if state and padding.size and jax_compat.is_float(found.dtype):
+            finite = np.isfinite(padding[-1].astype(np.float32, copy=False))
+            if not finite.all():
+                padding[...] = np.where(finite, padding[-1], np.ones((), found.dtype))
+        return np.moveaxis(found, 0, self.axis)
+
+    def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
+        """Replace rows."""
+        self.rows[rows[:count]] = np.moveaxis(new, self.axis, 0)[:count]
+
+    def spread_last(self, new: np.ndarray) -> None:
+        """Make all rows what the padding row is."""
+        self.rows[...] = np.moveaxis(new, self.axis, 0)[-1]

@@ -1,0 +1,83 @@
+"""How compiled programs see the rows of tables on hosts: their own rank's, with routes that the runtime made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.protocol import RowBackend
+from autopar.backends.sharded import ShardedRows
+from autopar.ir.plan import Plan
+
+Array = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RouteView:
+    """What a compiled program is given of a route.
+
+    Attributes:
+      rows: int32[U], the owner's rows in its share; the share's size for padding.
+      spare: int32[1], a row of the share that the step doesn't touch.
+      asked: int32[F], sorted places of the rows that this rank asked for; one past the last for padding.
+    """
+
+    rows: Array
+    spare: Array
+    asked: Array
+
+
+@dataclass(frozen=True)
+class RankView(OwnPart):
+    """One rank among `ranks`, in a program of its own: nothing is exchanged within."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.ranks
+
+    def position(self) -> Array:
+        return jnp.int32(self.rank)
+
+    def reduce(self, value: Array, op: str) -> Array:
+        assert self.ranks == 1, "values are reduced between programs"
+        return value
+
+    def gathered(self, value: Array, along: int) -> Array:
+        raise AssertionError("what is gathered from other ranks comes from outside")
+
+
+class RankRows(ShardedRows):
+    """The rows of one rank of `ranks`; what a single rank exchanges with itself it has."""
+
+    def fetch(self, rows: Array, route: Any, axis: int) -> Array:
+        assert self._devices.count == 1, "rows are fetched between programs"
+        return jax.lax.slice_in_dim(rows, 0, route.asked.shape[0], axis=axis)
+
+    def deliver(self, sums: Array, route: Any, axis: int, base: Array | None) -> Array:
+        assert self._devices.count == 1, "sums are delivered between programs"
+        widths = [(0, 0, 0)] * sums.ndim
+        widths[axis] = (0, route.rows.shape[0] - sums.shape[axis], 0)
+        delivered = jax.lax.pad(sums, jnp.zeros((), sums.dtype), widths)
+        return delivered if base is None else base + delivered
+
+
+def host_backends(plan: Plan, view: Devices) -> Mapping[int, RowBackend]:
+    """Family on hosts -> its operations within a program."""
+    return {f.family: RankRows(view, f.layout, 0) for f in plan.families if f.on_hosts and f.layout is not None}
+
+
+def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    """int32[size]."""
+    found = np.full((size,), fill, np.int32)
+    found[: values.size] = values
+    return found

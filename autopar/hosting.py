@@ -1,0 +1,196 @@
+"""`HostRunner`: calls a planned step whose tables are in the memory of the hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.stages import Outgrown, StagedProgram, Step
+from autopar.backends.host.storage import HostRows
+from autopar.compile import Compiled, Options, follow
+from autopar.errors import ArgumentsError
+from autopar.host_table import HostTable, exchange
+from autopar.ir.local import Spread
+from autopar.ir.program import ArrayType, Program
+from autopar.mpi.progress import PROGRESS, mark
+from autopar.table import Table
+
+#: Room for more rows than a step was found to need, and what it is rounded up to.
+_HEADROOM = 1.25
+_STEP_ROWS = 64
+
+
+class HostRunner:
+    """Places a step's arguments, runs it by stages, and compiles it again when rows outgrow their room.
+
+    Attributes:
+      compilations: How often it was compiled.
+    """
+
+    def __init__(self, compiled: Compiled, options: Options, donate: bool) -> None:
+        self._compiled = compiled
+        self._options = options
+        self._donate = donate
+        plan, self._program = compiled.plan, compiled.analysed
+        self._plan = plan
+        self._ranks = Ranks(exchange(), plan.road[0])
+        hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
+        self._tables = {
+            leaf: (space.extent, axis, hosted[space.family])
+            for space in self._program.rows.spaces
+            if space.family in hosted
+            for leaf, axis in zip(space.leaves, space.axes, strict=True)
+        }
+        self._states = {k for k, given in enumerate(self._program.inputs) if given.role == "state"}
+        self._new = {out: k for k, out in self._program.new_states.items()}
+        self._sizes = {f.family: (1, 1) for f in plan.families if f.on_hosts}
+        for space in self._program.rows.spaces:
+            if space.family in self._sizes and (space.depends_on or not _has_dynamic_ids(space)):
+                family = next(f for f in plan.families if f.family == space.family)
+                self._sizes[space.family] = (family.rows // plan.devices, (family.asked or 0) // plan.devices)
+        self._limits = {
+            f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
+        }
+        self._staged: StagedProgram | None = None
+        self.compilations = 0
+
+    def was_exceeded(self) -> bool:
+        """Never: messages are as long as they must be."""
+        return False
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who takes part."""
+        return self._ranks
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Flat arguments (arrays, Tables, HostTables); flat results."""
+        tables = {k: self._table(k, leaf) for k, leaf in enumerate(leaves) if k in self._tables}
+        inputs = [tables[k].storage if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        step = Step({})
+        self._ranks.step = PROGRESS.last.step
+        staged = self._staged or self._compile()
+        while True:
+            try:
+                results = staged.run(inputs, step)
+                break
+            except Outgrown as more:
+                self._grow(more.sizes)
+                staged = self._compile()
+        return [self._result(out, value, tables) for out, value in enumerate(results)]
+
+    # --- programs ---
+
+    def _compile(self) -> StagedProgram:
+        plan = self._plan.with_sizes(self._sizes)
+        program: Program = follow(self._program, plan, self._options)
+        donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
+        self.compilations += 1
+        mark(self._ranks.step, "compiling", "compiles")
+        self._staged = StagedProgram(program, plan, self._ranks, donated)
+        return self._staged
+
+    def _grow(self, needed: Mapping[int, tuple[int, int]]) -> None:
+        for family, needs in needed.items():
+            pairs = zip(needs, self._sizes[family], self._limits[family], strict=True)
+            rows, asked = (_grown(need, old, limit) for need, old, limit in pairs)
+            self._sizes[family] = rows, asked
+
+    # --- arguments ---
+
+    def _table(self, k: int, leaf: Any) -> HostTable:
+        """The storage that the step works on."""
+        _, axis, layout = self._tables[k]
+        path = self._program.inputs[k].path
+        if not isinstance(leaf, HostTable) or leaf.layout != layout:
+            if isinstance(leaf, (HostTable, Table)):
+                leaf = np.asarray(leaf)
+            return HostTable(HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path))
+        if k not in self._new.values():
+            return leaf
+        return leaf.handed_on() if self._donate else HostTable(leaf.storage.copy())
+
+    def _placed(self, k: int, leaf: Any) -> Any:
+        """An argument as the device programs take it."""
+        along, type_ = self._plan.placements[k], self._program.block.inputs[k].type
+        if isinstance(leaf, (Table, HostTable)):
+            leaf = leaf.materialize()
+        if not isinstance(type_, ArrayType):
+            return leaf
+        if along is None or self._ranks.exchange.size == 1:
+            return self._whole(k, leaf, along)
+        return self._part(leaf, along)
+
+    def _whole(self, k: int, leaf: Any, along: int | None) -> Any:
+        ranks = self._ranks
+        leaf = ranks.own(leaf)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ArgumentsError(
+                f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it"
+            )
+        if ranks.is_global:
+            return ranks.everywhere(leaf)
+        if ranks.is_single:
+            return leaf
+        devices = ranks.mesh.shape["local"]
+        spread = along is not None and leaf.shape[along] % devices == 0
+        return jax.device_put(leaf, ranks.sharding(along if spread else None))
+
+    def _part(self, leaf: Any, along: int) -> Any:
+        """This rank's examples; under XLA its part of the global array."""
+        ranks = self._ranks
+        rank, size = ranks.exchange.rank, ranks.exchange.size
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            if ranks.is_global:
+                return leaf
+            shards = sorted(leaf.addressable_shards, key=lambda s: s.index[along].start or 0)
+            parts = {s.index[along].start: s.data for s in shards}
+            found = list(parts.values())
+            if ranks.is_single:
+                return found[0]
+            shape = (*leaf.shape[:along], leaf.shape[along] // size, *leaf.shape[along + 1 :])
+            return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), found)
+        count = leaf.shape[along] // size
+        index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
+        own = (leaf if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf))[index]
+        devices = ranks.mesh.shape["local"]
+        spread = count % devices == 0
+        if not ranks.is_global:
+            return own if ranks.is_single else jax.device_put(own, ranks.sharding(along if spread else None))
+        sharding = ranks.sharding(along, ranks_only=not spread)
+        return jax.make_array_from_process_local_data(sharding, own, leaf.shape)
+
+    def _result(self, out: int, value: Any, tables: Mapping[int, HostTable]) -> Any:
+        k = self._new.get(out)
+        if k in tables:
+            return tables[k]
+        if isinstance(value, np.ndarray):
+            return jax.numpy.asarray(value)
+        local = self._compiled.program.local
+        state = local.outputs[out]
+        if isinstance(state, Spread) and self._ranks.exchange.size > 1 and not self._ranks.is_global:
+            return self._joined(value, state.axis)
+        return self._ranks.own(value)
+
+    def _joined(self, part: Any, along: int) -> jax.Array:
+        """A global array of the ranks' parts."""
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
+        spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
+        shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+
+def _grown(need: int, old: int, limit: int) -> int:
+    """Room for what is needed, if the old one isn't enough."""
+    if need <= old:
+        return old
+    return min(limit, -(-int(need * _HEADROOM) // _STEP_ROWS) * _STEP_ROWS)
+
+
+def _has_dynamic_ids(space: Any) -> bool:
+    return any(a.equation.op not in ("slice", "pad") for a in space.accesses)

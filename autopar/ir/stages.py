@@ -1,0 +1,57 @@
+"""A step cut into stages: compiled programs, and what ranks exchange between them.
+
+A `Segment` is a straight-line program of one side, the devices' (examples, dense parameters) or the owner's (its rows
+of tables in host memory). An `Exchange` is what the runtime does between segments: a route, rows pulled, fetched and
+delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; DESIGN 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.ir.program import Block, Equation, Var
+
+Side = Literal["device", "owner"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """A program that is compiled by itself.
+
+    Attributes:
+      level: How many exchanges its inputs have behind them at most.
+      last: Inputs that nothing after it reads.
+    """
+
+    side: Side
+    level: int
+    block: Block
+    last: frozenset[Var] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.side} program of {len(self.block.equations)} equations"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """Equations of one kind that are carried out together, between compiled programs."""
+
+    op: str
+    level: int
+    equations: tuple[Equation, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op} ({len(self.equations)})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stages:
+    """A whole step in the order in which it runs."""
+
+    items: tuple[Segment | Exchange, ...]
+
+    @property
+    def programs(self) -> int:
+        """Number of compiled programs."""
+        return sum(isinstance(item, Segment) for item in self.items)

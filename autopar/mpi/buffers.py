@@ -1,0 +1,113 @@
+"""Host memory: aligned arrays, buffers that are used again, and tables that either fit or say so.
+
+JAX takes a NumPy array over without a copy only where it starts at a multiple of 64 bytes, and then reads it for as
+long as a program that got it runs: a buffer mustn't be written again before that. Hence alternating sets.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import HostMemoryError
+from autopar.mpi.limits import available_bytes
+
+#: Bytes: what XLA wants on CPUs, and a cache line.
+ALIGNMENT = 64
+
+#: Bytes that a table leaves to everything else on the machine.
+RESERVE = 256 << 20
+
+_PAGE = 4096
+
+
+def aligned(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+    """An array that starts at a multiple of 64 bytes, in C order, its elements not set to anything."""
+    dtype = np.dtype(dtype)
+    shape = (shape,) if isinstance(shape, int) else shape
+    raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
+    return np.ndarray(shape, dtype, raw, offset=-raw.ctypes.data % ALIGNMENT)
+
+
+class Buffers:
+    """Aligned memory by name, which grows to the most that a name was asked for.
+
+    A name has several buffers that take turns: what `take` returned stays as it is until the name has been taken `sets`
+    times more. With two sets, a buffer that a step filled can be read by that step's program while the next step fills
+    the other one; before the step after next the program must be done (`jax.block_until_ready`).
+    """
+
+    def __init__(self, sets: int = 2) -> None:
+        self._sets = sets
+        self._turns: dict[str, int] = {}
+        self._memory: dict[tuple[str, int], np.ndarray] = {}
+
+    def take(self, name: str, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
+        """An array of this shape and dtype, in the next buffer of this name; its elements are anything."""
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else shape
+        wanted = math.prod(shape) * dtype.itemsize
+        turn = self._turns.get(name, -1) + 1
+        if turn == self._sets:
+            turn = 0
+        self._turns[name] = turn
+        memory = self._memory.get((name, turn))
+        if memory is None or memory.nbytes < wanted:
+            memory = self._memory[name, turn] = aligned(grown(wanted), np.uint8)
+        return np.ndarray(shape, dtype, memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all buffers hold."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+
+def grown(wanted: int) -> int:
+    """The next of eight sizes to an octave: sizes that vary a little seldom need new memory."""
+    step = max(1 << max(wanted.bit_length() - 4, 0), ALIGNMENT)
+    return -(-wanted // step) * step
+
+
+def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> np.ndarray:
+    """Memory for a table, or for this rank's share of one: an aligned array, all zero, whose pages the process has.
+
+    Linux promises more memory than it has, and ends the process, without a word, when pages are written that
+    aren't there. So what is there is looked up first, and the pages are then taken at once: the next table sees
+    what this one took.
+
+    Args:
+      shape: `[rows, ...]`.
+      dtype: Of the elements.
+      path: The table's path in the state, for messages.
+
+    Raises:
+      HostMemoryError: The machine, or the container, hasn't so much.
+    """
+    dtype = np.dtype(dtype)
+    wanted = math.prod(shape) * dtype.itemsize
+    require_memory(wanted, path, f"{shape} of {dtype}")
+    try:
+        table = aligned(shape, dtype)
+    except MemoryError:
+        raise refusal(path, f"{shape} of {dtype}", wanted, available_bytes()) from None
+    table.reshape(-1).view(np.uint8).fill(0)
+    return table
+
+
+def require_memory(wanted: int, path: str, what: str) -> None:
+    """Raises `HostMemoryError` where `wanted` bytes aren't to be had on this machine now."""
+    available = available_bytes() - RESERVE
+    if wanted > _PAGE and wanted > available:
+        raise refusal(path, what, wanted, max(available, 0))
+
+
+def refusal(path: str, what: str, wanted: int, available: int, where: str = "here") -> HostMemoryError:
+    """The error that says so."""
+    return HostMemoryError(
+        f"{path}: {what} takes {wanted / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are available "
+        f"{where} ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on one "
+        "machine share its memory), keep fewer slots (plain SGD has none, Adagrad one, Adam two), store it in "
+        "bfloat16, or raise the container's limit of memory."
+    )

@@ -1,0 +1,356 @@
+"""What the ranks of a job exchange in a step, on NumPy arrays.
+
+Rows of a table are spread over the ranks: place p belongs to rank `p // share` and is its row `p % share`. A step asks
+the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and gives the sums of their
+gradients back (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is the server side of a
+parameter server as Parallax has it (papers/parallax.txt, 4.2 and 5.1), one server in each worker.
+
+Invariants:
+
+- All calls are collective: every rank makes the same ones in the same order. Nothing else may use the communicator.
+- Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival.
+- What a rank asks of itself goes through memory, not through MPI.
+- What a call returns is no buffer of the exchange: it stays as it is. `out` and `memory` are for callers that use
+  theirs again (`buffers.Buffers`). With one rank a call returns its argument where it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import ArgumentsError
+from autopar.mpi.buffers import Buffers, aligned
+from autopar.mpi.messages import LIMIT, swap
+from autopar.mpi.packing import pack, packing, unpack
+from autopar.mpi.waiting import Waiting, choose_waiting
+
+#: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
+FIRST_IDS = 2047
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Who wants which rows, after `ask`.
+
+    Attributes:
+      rows: `[u]`, int32 (int64 where a share needs it), sorted, unique: rows of this rank that any rank asked for.
+      bounds: Where the places of each owner begin among those that this rank asked for, and the end: those of owner r
+        are `places[bounds[r]:bounds[r + 1]]`.
+      sources: By rank, `[n_r]`, intp: where its rows are among `rows`, in the order in which it asked.
+    """
+
+    rows: np.ndarray
+    bounds: tuple[int, ...]
+    sources: tuple[np.ndarray, ...]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """`[size]`, int64: how many rows this rank asked each owner for."""
+        return np.diff(self.bounds)
+
+    @property
+    def size(self) -> int:
+        """How many places this rank asked for."""
+        return self.bounds[-1]
+
+
+class Exchange:
+    """One rank's exchanges with the others.
+
+    Attributes:
+      rank: This rank.
+      size: How many there are.
+      sent_bytes: What this rank handed to MPI for other ranks, in bytes, by kind: 'ids', 'rows', 'gradients' and
+        'gather' are what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then
+        sends (a ring's AllReduce 2(N-1)/N of it).
+      own_bytes: What the rank asked of itself, in bytes, by kind.
+    """
+
+    def __init__(
+        self, rank: int, size: int, comm: Any | None, *, polling: bool | None = None, shares_cores: bool = False
+    ) -> None:
+        """Collective.
+
+        Args:
+          rank: This rank.
+          size: How many there are.
+          comm: An mpi4py communicator that nothing else uses; None with one rank, and MPI isn't touched.
+          polling: Whether to wait by polling; None: where ranks or other threads want the cores (`waiting`).
+          shares_cores: Whether other threads of the program communicate, as gloo's do.
+        """
+        if (comm is None) != (size == 1):
+            raise ArgumentsError(f"an exchange of {size} ranks needs {'a' if size > 1 else 'no'} communicator")
+        self.rank = rank
+        self.size = size
+        self.sent_bytes = dict.fromkeys(("ids", "rows", "gradients", "reduce", "gather"), 0)
+        self.own_bytes = dict.fromkeys(("ids", "rows", "gradients"), 0)
+        self.limit = LIMIT
+        self._comm = comm
+        self._scratch = Buffers(sets=1)
+        self._waiting = (
+            Waiting(polling=False) if comm is None else choose_waiting(comm, polling, shares_cores=shares_cores)
+        )
+
+    @property
+    def polling(self) -> bool:
+        """Whether this rank waits by polling."""
+        return self._waiting.polling
+
+    def ask(self, places: np.ndarray, share: int) -> Asked:
+        """Tells the owners which rows this rank wants, and learns which of its own are wanted.
+
+        Args:
+          places: `[n]`, int32 or int64, sorted, unique, from 0 to below `size * share`.
+          share: Rows that each rank owns; the same on all ranks.
+        """
+        dtype = np.dtype(np.int32 if share <= np.iinfo(np.int32).max else np.int64)
+        if self.size == 1:
+            rows = places.astype(dtype, copy=False)
+            n = rows.size
+            return Asked(rows, (0, n), (np.arange(n),))
+        if share * self.size > np.iinfo(places.dtype).max:
+            places = places.astype(np.int64)  # that the shares' ends fit
+        bounds = self._bounds(places, share)
+        wanted = self._swap_ids(places, bounds, share, dtype)
+        self.own_bytes["ids"] += wanted[self.rank].nbytes
+        rows, sources = _union(wanted)
+        return Asked(rows, bounds, sources)
+
+    def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Brings this rank the rows that it asked for, and the others theirs.
+
+        Args:
+          asked: What `ask` returned.
+          rows: `[u, ...]` of any dtype: this rank's rows, in the order of `asked.rows`.
+          out: Where to write them: C order, `[at least n, ...]`, of the same dtype.
+
+        Returns:
+          `[n, ...]` in the order of the places that were asked for: the first n of `out`, or an aligned array.
+        """
+        _require_rows(rows, len(asked.rows), "rows")
+        n = asked.size
+        if self.size == 1:
+            return rows if out is None else _copied(rows, out)
+        result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else _first(out, n, rows)
+        source, target = _lines(rows), _lines(result)
+        width = source.shape[1]
+        sends = [None if r == self.rank else back.size for r, back in enumerate(asked.sources)]
+        packed = self._scratch.take("rows", (sum(filter(None, sends)), width), np.uint8)
+        messages: list[np.ndarray | None] = []
+        end = 0
+        for count, back in zip(sends, asked.sources, strict=True):
+            if count is None:
+                messages.append(None)
+                continue
+            messages.append(packed[end : end + count])
+            _take(source, back, packed[end : end + count])
+            end += count
+        parts = [target[a:b] for a, b in pairwise(asked.bounds)]
+        _take(source, asked.sources[self.rank], parts[self.rank])
+        self.own_bytes["rows"] += parts[self.rank].nbytes
+        self.sent_bytes["rows"] += swap(self._comm, self._waiting, messages, parts, self.limit)
+        return result
+
+    def deliver(self, asked: Asked, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Gives the owners what belongs to their rows, and adds up what belongs to this rank's.
+
+        Sums of 16-bit and 8-bit floats are taken in float32 and rounded once; those of bools are "or".
+
+        Args:
+          asked: What `ask` returned.
+          sums: `[n, ...]`, in the order of the places that were asked for. Not read after the call.
+          out: Where to write: C order, `[at least u, ...]`, of the same dtype.
+
+        Returns:
+          `[u, ...]`: for each of `asked.rows` the sum over the ranks that asked for it, in the order of the
+          ranks: the first u of `out`, or an aligned array.
+        """
+        _require_rows(sums, asked.size, "sums")
+        u = len(asked.rows)
+        if self.size == 1:
+            return sums if out is None else _copied(sums, out)
+        result = aligned((u, *sums.shape[1:]), sums.dtype) if out is None else _first(out, u, sums)
+        sums = np.ascontiguousarray(sums)
+        lines = _lines(sums)
+        sends = [lines[a:b] for a, b in pairwise(asked.bounds)]
+        others = sum(back.size for r, back in enumerate(asked.sources) if r != self.rank)
+        received = self._scratch.take("gradients", (others, *sums.shape[1:]), sums.dtype)
+        parts: list[np.ndarray] = []
+        end = 0
+        for r, back in enumerate(asked.sources):
+            if r == self.rank:
+                parts.append(sums[asked.bounds[r] : asked.bounds[r + 1]])
+            else:
+                parts.append(received[end : end + back.size])
+                end += back.size
+        self.own_bytes["gradients"] += parts[self.rank].nbytes
+        self.sent_bytes["gradients"] += swap(self._comm, self._waiting, sends, parts, self.limit)
+        self._add_up(result, asked.sources, parts)
+        return result
+
+    def reduce(
+        self, arrays: Sequence[np.ndarray], op: str = "sum", memory: np.ndarray | None = None
+    ) -> list[np.ndarray]:
+        """Combines arrays over the ranks: one AllReduce for each dtype. The same bits on every rank.
+
+        16-bit and 8-bit floats travel as float32. A NaN on any rank is the result of max and min, too. Sum, max and
+        "or" of bools are "or"; "and" and "or" of integers go by their bits.
+
+        Args:
+          arrays: Of the same shapes and dtypes on all ranks.
+          op: "sum", "prod", "max", "min", "and" or "or".
+          memory: Bytes for the results, aligned, at least `packed_bytes(arrays, op)` of them.
+
+        Returns:
+          An array for each, aligned: a view of `memory`, or of new memory that they share; an array of its own where
+          the dtype isn't the one that travelled. With one rank the arguments.
+
+        Raises:
+          ArgumentsError: No such reduction, or not of such elements.
+        """
+        arrays = [np.asarray(a) for a in arrays]
+        specs = tuple((a.shape, a.dtype) for a in arrays)
+        plan = packing(specs, op)
+        if self.size == 1:
+            return arrays
+        memory = aligned(plan.nbytes, np.uint8) if memory is None else memory
+        results: list[np.ndarray] = list(arrays)
+        for segment in plan.segments:
+            flat = segment.flat(memory)
+            pack(segment, arrays, flat)
+            self._all_reduce(flat, segment.op)
+            unpack(segment, specs, flat, results)
+        self.sent_bytes["reduce"] += plan.sent
+        return results
+
+    def packed_bytes(self, arrays: Sequence[Any], op: str = "sum") -> int:
+        """How much memory `reduce` needs for arrays of these shapes and dtypes, in bytes."""
+        return packing(tuple((tuple(a.shape), np.dtype(a.dtype)) for a in arrays), op).nbytes
+
+    def gather(self, array: np.ndarray) -> list[np.ndarray]:
+        """Every rank's array, in the order of the ranks; their lengths may differ, not the rest of their shapes."""
+        array = np.ascontiguousarray(array)
+        if self.size == 1:
+            return [array]
+        lengths = np.empty(self.size, np.int64)
+        self._waiting.collective(self._comm, "Allgather", np.array([len(array)]), lengths)
+        results = [aligned((int(n), *array.shape[1:]), array.dtype) for n in lengths]
+        results[self.rank][...] = array
+        sent = swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
+        self.sent_bytes["gather"] += sent + (self.size - 1) * lengths.itemsize
+        return results
+
+    def _bounds(self, places: np.ndarray, share: int) -> tuple[int, ...]:
+        """Where each owner's places begin, and the end."""
+        edges = np.arange(self.size + 1, dtype=places.dtype) * share
+        bounds = tuple(np.searchsorted(places, edges).tolist())
+        assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shares of {share} rows"
+        return bounds
+
+    def _swap_ids(
+        self, places: np.ndarray, bounds: tuple[int, ...], share: int, dtype: np.dtype
+    ) -> tuple[np.ndarray, ...]:
+        """By rank: the rows that it wants of this rank. A message is `[count | ids]`."""
+        sends: list[np.ndarray | None] = []
+        parts: list[np.ndarray] = []
+        packed = self._scratch.take("asked", places.size + self.size, dtype)
+        received = self._scratch.take("wanted", (self.size, 1 + FIRST_IDS), dtype)
+        for r in range(self.size):
+            start, end = bounds[r], bounds[r + 1]
+            message = packed[start + r : end + r + 1]
+            message[0] = end - start
+            np.subtract(places[start:end], r * share, out=message[1:], casting="same_kind")
+            parts.append(message[1:])
+            sends.append(message[: 1 + FIRST_IDS])
+        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, list(received))
+        return self._rest_of_ids(parts, received)
+
+    def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Sends and receives what didn't fit into the first messages; by rank, all that it wants."""
+        counts = received[:, 0].tolist()
+        counts[self.rank] = 0
+        wanted = [part[1 : 1 + count] for part, count in zip(received, counts, strict=True)]
+        wanted[self.rank] = parts[self.rank]
+        rest: list[np.ndarray | None] = [None] * self.size
+        for r, count in enumerate(counts):
+            if count > FIRST_IDS:
+                whole = np.empty(count, received.dtype)
+                whole[:FIRST_IDS] = wanted[r]
+                wanted[r] = whole
+                rest[r] = whole[FIRST_IDS:]
+        self.sent_bytes["ids"] += swap(
+            self._comm, self._waiting, [part[FIRST_IDS:] for part in parts], rest, self.limit
+        )
+        return tuple(wanted)
+
+    def _add_up(self, result: np.ndarray, sources: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> None:
+        """Adds each source's rows to where they belong. A source's rows are distinct, so that `+=` loses none."""
+        wide = np.dtype(np.float32) if result.dtype.itemsize <= 2 and result.dtype.kind in "fV" else result.dtype
+        total = result
+        if wide != result.dtype:
+            total = self._scratch.take("wide", result.shape, wide)
+        total.fill(0)
+        with np.errstate(all="ignore"):  # sums that overflow are infinite, as in JAX
+            for back, part in zip(sources, parts, strict=True):
+                total[back] += part.astype(wide, copy=False)
+            if total is not result:
+                np.copyto(result, total, casting="unsafe")
+
+    def _all_reduce(self, flat: np.ndarray, op: str) -> None:
+        """In place, in as many calls as it takes; the same number on all ranks, since the lengths are the same."""
+        from mpi4py import MPI
+
+        step = max(self.limit // flat.itemsize, 1)
+        for start in range(0, flat.size, step):
+            part = flat[start : start + step]
+            self._waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))
+
+
+def _union(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
+    found = np.concatenate(wanted)
+    found.sort()
+    new = np.empty(found.size, bool)
+    new[:1] = True
+    np.not_equal(found[1:], found[:-1], out=new[1:])
+    rows = found[new]
+    return rows, tuple(rows.searchsorted(part) for part in wanted)
+
+
+def _lines(rows: np.ndarray) -> np.ndarray:
+    """Rows as `[rows, bytes of a row]`, without a copy where they are contiguous."""
+    rows = np.ascontiguousarray(rows)
+    return rows.reshape(-1).view(np.uint8).reshape(len(rows), -1 if rows.size else 0)
+
+
+def _take(lines: np.ndarray, back: np.ndarray, out: np.ndarray) -> None:
+    if out.size:
+        np.take(lines, back, axis=0, out=out, mode="clip")
+
+
+def _first(out: np.ndarray, count: int, like: np.ndarray) -> np.ndarray:
+    """The first rows of `out`, which must be such as `like`."""
+    if out.dtype != like.dtype or out.shape[1:] != like.shape[1:] or len(out) < count or not out.flags.c_contiguous:
+        raise ArgumentsError(
+            f"out is {out.dtype}{list(out.shape)}: it must be C-contiguous, {like.dtype}, with at least {count} rows "
+            f"of shape {like.shape[1:]}"
+        )
+    return out[:count]
+
+
+def _copied(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+    result = _first(out, len(rows), rows)
+    result[...] = rows
+    return result
+
+
+def _require_rows(array: np.ndarray, count: int, name: str) -> None:
+    if array.ndim < 1 or len(array) != count:
+        raise ArgumentsError(
+            f"{name} has shape {array.shape}: there must be {count} rows, one for each that was asked for"
+        )

@@ -1,0 +1,106 @@
+"""What this machine lets the process have: memory and cores.
+
+A container has less than the machine: the limits of its cgroups count too, of version 1 and 2, at every level from
+the process's own up to the root (kernel documentation: admin-guide/cgroup-v2 and cgroup-v1/memory).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+#: What a cgroup without a limit says: "max", or a number near 2^63.
+_UNLIMITED = 1 << 60
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory that the process can take without anything being swapped out or killed.
+
+    Args:
+      root: Where `proc` and `sys` are.
+    """
+    return min(memory_levels(root).values())
+
+
+def memory_levels(root: Path = Path("/")) -> dict[str, int]:
+    """Bytes of memory that can still be taken from each thing that has some: the machine, and each cgroup with a limit.
+
+    Processes that share one see it by the same name, whatever their namespaces.
+    The machine comes first.
+    """
+    machine = machine_name()
+    found = {machine: _meminfo(root / "proc/meminfo")}
+    for version, folder in _cgroups(root, "memory"):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_number(folder / name) for name in names)
+        if limit is not None and used is not None:
+            # Pages of files that nobody has used lately are given up before anything else.
+            files = _statistic(folder / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file")
+            at = folder.stat()
+            found[f"{machine}/{at.st_dev}:{at.st_ino}"] = max(limit - max(used - files, 0), 0)
+    return found
+
+
+def cores(root: Path = Path("/")) -> int:
+    """Cores that the process can run on: those of its affinity, cut to its cgroups' quota of time."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for version, folder in _cgroups(root, "cpu"):
+        if version == 2:
+            words = _text(folder / "cpu.max").split()
+            quota, period = (int(w) if w.isdigit() else None for w in [*words, "", ""][:2])
+        else:
+            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        if quota is not None and quota > 0 and period:
+            found = min(found, max(round(quota / period), 1))
+    return found
+
+
+def machine_name() -> str:
+    """The same on all processes of a running machine, whatever their namespaces and host names, and on no other."""
+    return _text(Path("/proc/sys/kernel/random/boot_id")).strip() or os.uname().nodename
+
+
+def _meminfo(path: Path) -> int:
+    for line in _text(path).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return _UNLIMITED  # not Linux: the system itself refuses what it doesn't have
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """Version and folder of each cgroup that the process is in, from its own one upwards."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, names, path = line.split(":", 2)
+        if number == "0":
+            version, mounts = 2, [root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"]
+        elif controller in names.split(","):
+            version, mounts = 1, [root / "sys/fs/cgroup" / names, root / "sys/fs/cgroup" / controller]
+        else:
+            continue
+        relative = Path(path.lstrip("/"))
+        for mount in mounts:
+            # In a container the path may be the host's, which isn't mounted: the mount itself is then the container's.
+            for level in (relative, *relative.parents):
+                if (mount / level).is_dir():
+                    yield version, mount / level
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in _text(path).splitlines():
+        if line.split(" ", 1)[0] == name:
+            return int(line.split()[1])
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file, None where there is no file or no limit in it."""
+    text = _text(path).strip()
+    return int(text) if text.lstrip("-").isdigit() and int(text) < _UNLIMITED else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,108 @@
+"""How a rank waits for the others: one policy, in one place.
+
+Two ways, of which all ranks of a job take the same one (a blocking collective doesn't match a nonblocking one):
+
+- blocking: MPI's own calls, which spin on a core until the message is there. The fastest where each rank has a core.
+- polling: a nonblocking call, then `Test` and yield, over and over, for as long as a message usually takes; after that
+  a short sleep after every few tests. For jobs with more ranks than cores, and for programs in which other threads
+  (gloo's, XLA's) need the core.
+
+A single `Test` moves a message by one step only, so that a sleep after each turns 30 us into 3 ms: hence the yields
+first, and several tests between sleeps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.mpi.limits import cores, machine_name
+
+
+def _give_way() -> None:
+    """Lets another thread or process have the core, where one wants it."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A way to wait.
+
+    Attributes:
+      polling: Whether to poll; else MPI blocks.
+      patience_s: How long a wait polls without sleeping, in seconds.
+      pause_s: What it then sleeps between tests, in seconds (the kernel adds some 50 us to it).
+      tests: Tests between two sleeps.
+    """
+
+    polling: bool
+    patience_s: float = 200e-6
+    pause_s: float = 30e-6
+    tests: int = 8
+
+    def finish(self, requests: Sequence[Any]) -> None:
+        """Returns when all these requests of mpi4py are done."""
+        if not requests:
+            return
+        kind = type(requests[0])
+        if self.polling:
+            self._poll(kind, requests)
+        else:
+            kind.Waitall(requests)
+
+    def collective(self, comm: Any, name: str, *arguments: Any) -> None:
+        """A collective of mpi4py, such as "Allreduce", by its blocking or its nonblocking form."""
+        if self.polling:
+            self.finish([getattr(comm, "I" + name.lower())(*arguments)])
+        else:
+            getattr(comm, name)(*arguments)
+
+    def _poll(self, kind: Any, requests: Sequence[Any]) -> None:
+        if kind.Testall(requests):
+            return
+        end = time.perf_counter() + self.patience_s
+        while time.perf_counter() < end:
+            _give_way()
+            if kind.Testall(requests):
+                return
+        while True:
+            time.sleep(self.pause_s)
+            for _ in range(self.tests):
+                if kind.Testall(requests):
+                    return
+                _give_way()
+
+
+def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool = False) -> Waiting:
+    """The way to wait that suits all ranks. Collective.
+
+    Args:
+      comm: An mpi4py communicator.
+      polling: What the user wants; one rank that polls makes all poll. None: where some machine has more ranks than
+        cores for them, or `shares_cores`.
+      shares_cores: Whether other threads of the program communicate too, as gloo's do.
+    """
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(cores())
+    told = comm.allgather((polling, shares_cores, machine_name(), frozenset(affinity), cores()))
+    wishes = [wish for wish, *_ in told if wish is not None]
+    if wishes:
+        return Waiting(any(wishes))
+    machines: dict[str, list[tuple[frozenset[int], int]]] = {}
+    for _, _, machine, affinity, quota in told:
+        machines.setdefault(machine, []).append((affinity, quota))
+    crowded = any(len(ranks) > _together(ranks) for ranks in machines.values())
+    return Waiting(crowded or any(shares for _, shares, *_ in told))
+
+
+def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
+    """Cores that ranks of one machine have together. Equal affinities mean the same cores, and the same quota."""
+    quotas: dict[frozenset[int], int] = {}
+    for affinity, quota in ranks:
+        quotas[affinity] = min(quotas.get(affinity, quota), quota)
+    return min(sum(quotas.values()), len(frozenset().union(*quotas)))

@@ -1,0 +1,289 @@
+"""Row-space operations in the program of one device: see `localize`.
+
+Rows of a family by `ps` are an owner's own share; by the other methods every device has all of them. A device has by
+itself what it asked for (`fetch`), what its examples look up, and the sums of their gradients (`aggregate`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from autopar.ir.local import PARTIAL, NotLocal, Partial, Spread, State
+from autopar.ir.plan import FamilyPlan
+from autopar.ir.program import Atom, Block, Equation, RouteType, Var
+
+if TYPE_CHECKING:
+    from autopar.passes.localize import Walk
+
+
+def _family(walk: Walk, equation: Equation) -> FamilyPlan:
+    atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
+    family = next(a.type.family for a in atoms if isinstance(a.type, RouteType))
+    found = walk.shared.plan.family(family)
+    assert found is not None, "a route belongs to a family of the plan"
+    return found
+
+
+def _rows(walk: Walk, equation: Equation, axis: int) -> State:
+    """What a device has of the routed rows."""
+    return Spread(axis, owner=True) if _family(walk, equation).layout is not None else None
+
+
+def _asked(walk: Walk, equation: Equation, axis: int) -> State:
+    """What a device has of the rows that all devices asked for."""
+    return Spread(axis) if walk.shared.examples and _family(walk, equation).asked is not None else None
+
+
+def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> None:
+    outputs = tuple(walk.define(v, state) for v in equation.outputs)
+    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+
+
+def _examples(walk: Walk, equation: Equation, atom: Atom, axis: int | None) -> Atom:
+    """An index operand, or updates: spread along an axis as the access was planned, or whole."""
+    have = walk.state(atom)
+    if axis is None or not walk.shared.examples:
+        if isinstance(have, Spread):
+            raise NotLocal("an access that every device does by itself has examples' ids", equation.source)
+        return walk.whole(atom, equation)
+    return walk.as_state(atom, Spread(axis), equation)
+
+
+def _row_ids(walk: Walk, equation: Equation) -> None:
+    index = equation.inputs[0]
+    along = walk.state(index)
+    planned = equation.params.get("batch")
+    if isinstance(along, Spread) and planned is None:
+        raise NotLocal("ids that every device asks for are examples' own", equation.source)
+    spread = planned is not None and walk.shared.examples
+    inputs = [walk.as_state(index, Spread(planned), equation) if spread else walk.whole(index, equation)]
+    _write(walk, equation, inputs, Spread(0) if spread else None)
+
+
+def _route(walk: Walk, equation: Equation) -> None:
+    _write(walk, equation, [walk.read(a) for a in equation.inputs], None)
+
+
+def _pull(walk: Walk, equation: Equation) -> None:
+    axis = equation.params["axis"]
+    state = _rows(walk, equation, axis)
+    leaf = walk.as_state(equation.inputs[0], state, equation)
+    _write(walk, equation, [leaf, walk.read(equation.inputs[1])], state)
+
+
+def _fetch(walk: Walk, equation: Equation) -> None:
+    axis = equation.params["axis"]
+    rows = walk.as_state(equation.inputs[0], _rows(walk, equation, axis), equation)
+    _write(walk, equation, [rows, walk.read(equation.inputs[1])], _asked(walk, equation, axis))
+
+
+def _lookup(walk: Walk, equation: Equation) -> None:
+    fetched, route, index = equation.inputs
+    batch, spread = equation.params["batch"], equation.params["spread"]
+    inputs = [walk.read(fetched), walk.read(route), _examples(walk, equation, index, batch)]
+    local = None if batch is None or not walk.shared.examples else Spread(spread)
+    _write(walk, equation, inputs, local)
+
+
+def _lookup_ids(walk: Walk, equation: Equation) -> None:
+    fetched, route, ids = equation.inputs
+    _write(walk, equation, [walk.read(fetched), walk.read(route), walk.whole(ids, equation)], None)
+
+
+def _aggregate(walk: Walk, equation: Equation) -> None:
+    base, route, index, updates = equation.inputs
+    p, axis = equation.params, equation.params["axis"]
+    asked = _asked(walk, equation, axis)
+    inputs = [
+        walk.as_state(base, asked, equation),
+        walk.read(route),
+        _examples(walk, equation, index, p["batch"]),
+        _examples(walk, equation, updates, p["spread"]),
+    ]
+    _write(walk, equation, inputs, asked)
+
+
+def _deliver(walk: Walk, equation: Equation) -> None:
+    sums, route, *base = equation.inputs
+    axis = equation.params["axis"]
+    rows = _rows(walk, equation, axis)
+    inputs = [walk.as_state(sums, _asked(walk, equation, axis), equation), walk.read(route)]
+    inputs += [walk.as_state(b, rows, equation) for b in base]
+    _write(walk, equation, inputs, rows)
+
+
+def _push(walk: Walk, equation: Equation) -> None:
+    base, route, index, updates = equation.inputs
+    p, axis = equation.params, equation.params["axis"]
+    rows = _rows(walk, equation, axis)
+    if rows is None and p["op"] == "scatter-add":
+        _push_replicated(walk, equation)
+        return
+    inputs = [
+        walk.as_state(base, rows, equation),
+        walk.read(route),
+        _examples(walk, equation, index, None),
+        _examples(walk, equation, updates, None),
+    ]
+    _write(walk, equation, inputs, rows)
+
+
+def _push_replicated(walk: Walk, equation: Equation) -> None:
+    """Into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
+    base, route, index, updates = equation.inputs
+    p = equation.params
+    batched = p["batch"] is not None and walk.shared.examples
+    if not batched and not isinstance(walk.state(updates), Partial):
+        inputs = [walk.whole(base, equation), walk.read(route), _examples(walk, equation, index, None)]
+        _write(walk, equation, [*inputs, _examples(walk, equation, updates, None)], None)
+        return
+    given = walk.read(updates)
+    if batched:
+        given = _examples(walk, equation, updates, p["spread"])
+    inputs = [walk.as_state(base, PARTIAL), walk.read(route), _examples(walk, equation, index, p["batch"]), given]
+    _write(walk, equation, inputs, PARTIAL)
+
+
+def _push_ids(walk: Walk, equation: Equation) -> None:
+    base, route, ids, updates = equation.inputs
+    rows = _rows(walk, equation, equation.params["axis"])
+    inputs = [walk.as_state(base, rows, equation), walk.read(route), walk.whole(ids), walk.whole(updates, equation)]
+    _write(walk, equation, inputs, rows)
+
+
+def _row_iota(walk: Walk, equation: Equation) -> None:
+    p = equation.params
+    state = _rows(walk, equation, p["axis"])
+    out = walk.define(equation.outputs[0], state)
+    params = {**p, "shape": out.shape}
+    walk.emit(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
+
+
+def _reduce_rows(walk: Walk, equation: Equation) -> None:
+    """An owner's rows by themselves, then all owners'."""
+    rows, route = equation.inputs
+    state = _rows(walk, equation, equation.params["axis"])
+    inputs = [walk.as_state(rows, state, equation), walk.read(route)]
+    if state is None:
+        _write(walk, equation, inputs, None)
+        return
+    part = Var(equation.outputs[0].type)
+    walk.emit(dataclasses.replace(equation, op="reduce_part", inputs=tuple(inputs), outputs=(part,)))
+    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
+
+
+def _padding(walk: Walk, equation: Equation) -> None:
+    state = _rows(walk, equation, equation.params["axis"])
+    _write(walk, equation, [walk.as_state(equation.inputs[0], state), *map(walk.read, equation.inputs[1:])], state)
+
+
+def _commit(walk: Walk, equation: Equation) -> None:
+    leaf, rows, *rest = equation.inputs
+    state = _rows(walk, equation, equation.params["axis"])
+    inputs = [walk.as_state(leaf, state, equation), walk.as_state(rows, state, equation), *map(walk.read, rest)]
+    _write(walk, equation, inputs, state)
+
+
+def _densify(walk: Walk, equation: Equation) -> None:
+    rows, route = equation.inputs
+    state = _rows(walk, equation, equation.params["axis"])
+    _write(walk, equation, [walk.as_state(rows, state, equation), walk.read(route)], state)
+
+
+def _sweep(walk: Walk, equation: Equation) -> None:
+    """Each owner finds out by itself whether its other rows change."""
+    p = equation.params
+    axes, count = p["axes"], len(p["axes"])
+    rows = _family(walk, equation).layout is not None
+    states = [Spread(axis, owner=True) if rows else None for axis in axes]
+    inputs = []
+    for k, atom in enumerate(equation.inputs):
+        if k < 3 * count:
+            inputs.append(walk.as_state(atom, states[k % count], equation))
+        elif k < 3 * count + p["frontier"]:
+            inputs.append(walk.whole(atom, equation))
+        else:
+            inputs.append(walk.read(atom))
+    (body,) = equation.bodies
+    frontier = equation.inputs[3 * count : 3 * count + p["frontier"]]
+    operands = (equation.inputs[0], *equation.inputs[2 * count : 3 * count], *frontier)
+    inner, inner_inputs = walk.body(body, operands, [None, *states, *(None for _ in frontier)])
+    results = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, states, strict=True))
+    block = Block(tuple(inner_inputs), tuple(inner.equations), results)
+    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
+    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(block,)))
+
+
+def _exceeded(walk: Walk, equation: Equation) -> None:
+    part = Var(equation.outputs[0].type)
+    walk.emit(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
+    walk.env[equation.outputs[0]] = walk.reduce(part, "or", equation), None
+
+
+def _select(walk: Walk, equation: Equation) -> None:
+    which, new, old = equation.inputs
+    state = walk.state(old)
+    inputs = [walk.whole(which), walk.as_state(new, state, equation), walk.as_state(old, state, equation)]
+    _write(walk, equation, inputs, state)
+
+
+def _replicate(walk: Walk, equation: Equation) -> None:
+    """Shares of a dense parameter, gathered for use."""
+    (atom,) = equation.inputs
+    state = walk.state(atom)
+    if not isinstance(state, Spread):
+        walk.env[equation.outputs[0]] = walk.whole(atom), None
+        return
+    out = walk.define(equation.outputs[0], None)
+    walk.emit(dataclasses.replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
+
+
+def _spread(walk: Walk, equation: Equation) -> None:
+    (atom,) = equation.inputs
+    state = Spread(equation.params["axis"], owner=True)
+    walk.env[equation.outputs[0]] = walk.as_state(atom, state, equation), state
+
+
+def _unsupported(walk: Walk, equation: Equation) -> None:
+    raise NotLocal("a table in a layout is read or written as a whole", equation.source)
+
+
+def _plus(walk: Walk, equation: Equation) -> None:
+    states = [walk.state(a) for a in equation.inputs]
+    wanted = next((s for s in states if isinstance(s, Spread)), next((s for s in states if s is not None), None))
+    _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], wanted)
+
+
+def _whole_operands(walk: Walk, equation: Equation) -> None:
+    _write(walk, equation, [walk.whole(a) for a in equation.inputs], None)
+
+
+ROW_OPS: Mapping[str, Callable[[Walk, Equation], None]] = {
+    "row_ids": _row_ids,
+    "row_range": _route,
+    "row_iota": _row_iota,
+    "route": _route,
+    "pull": _pull,
+    "fetch": _fetch,
+    "padding": _padding,
+    "lookup": _lookup,
+    "lookup_ids": _lookup_ids,
+    "push_ids": _push_ids,
+    "push": _push,
+    "aggregate": _aggregate,
+    "deliver": _deliver,
+    "reduce_rows": _reduce_rows,
+    "densify": _densify,
+    "commit": _commit,
+    "sweep": _sweep,
+    "exceeded": _exceeded,
+    "plus": _plus,
+    "any": _whole_operands,
+    "select": _select,
+    "replicate": _replicate,
+    "spread": _spread,
+    "store": _unsupported,
+    "whole": _unsupported,
+}

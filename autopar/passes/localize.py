@@ -1,0 +1,479 @@
+"""The program of one device (or rank): its share of the batch and of the rows, with every reduction written down.
+
+Under XLA's partitioner a program is global, and reductions appear where XLA needs them. Here they are equations:
+`reduce` (over all devices), `share` (a device's part of what all have), `once` (on the first device; zero elsewhere).
+Values of the batch's extent that don't come from the batch (random bits, constants) are computed whole and then
+shared, so that a dropout mask is that of one device. Sums over the examples stay addends as long as linear equations
+read them, and are reduced where another one does: gradients after the last loop and not in it. What can't be followed
+is refused with its line; XLA then does the work. Sources: DESIGN 7; Parallax, section 4.3 (local aggregation).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.local import (
+    PARTIAL,
+    REDUCES,
+    LocalFacts,
+    NotLocal,
+    Partial,
+    Reduction,
+    Spread,
+    State,
+    keeps_partial,
+    place_spread,
+)
+from autopar.ir.batch_rules import SUMMED
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.rules import RESIZE, resized
+from autopar.ir.slicing import eliminate_dead
+from autopar.passes.local_rows import ROW_OPS
+
+
+def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Program, str]:
+    """The program of each device, with `local` facts.
+
+    Args:
+      program: A lifted program.
+      plan: What says where values are.
+      examples: Whether the batch is a device's part. Else only rows are an owner's part, and the rest stays global.
+
+    Raises:
+      NotLocal: an equation that can't be run on a part of its operands.
+    """
+    walk = Walk(Shared(plan, examples))
+    inputs = []
+    owned = {k for k, axis in enumerate(plan.placements) if axis is not None and _is_owned(program, plan, k)}
+    for k, var in enumerate(program.block.inputs):
+        axis = plan.placements[k]
+        state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
+        inputs.append(walk.define(var, state))
+    given = [walk.state(v) for v in program.block.inputs]
+    for equation in program.block.equations:
+        walk.add(equation)
+    outputs, states = [], []
+    for atom, out in zip(program.block.outputs, program.outputs, strict=True):
+        state = walk.state(atom)
+        if out.state is not None:
+            along = given[out.state]
+            outputs.append(walk.as_state(atom, along))
+            states.append(along)
+        else:
+            state = None if isinstance(state, Partial) else state
+            outputs.append(walk.as_state(atom, state))
+            states.append(state)
+    block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
+    shared = walk.shared
+    facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), shared.inside)
+    count = len(shared.reductions)
+    return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {plan.devices} devices"
+
+
+def _is_owned(program: Program, plan: Plan, k: int) -> bool:
+    """Whether an input is spread along its rows, over their owners."""
+    planned = {f.family for f in plan.families if f.layout is not None}
+    space = program.rows.space_of(k)
+    return k in plan.shares or (space is not None and space.family in planned)
+
+
+@dataclass(eq=False)
+class Shared:
+    """What the walks through a program and its bodies have in common."""
+
+    plan: Plan
+    examples: bool
+    owned: set[Var] = field(default_factory=set)
+    reductions: list[Reduction] = field(default_factory=list)
+    inside: NotLocal | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.plan.devices
+
+
+@dataclass(eq=False)
+class Walk:
+    """One block being rewritten."""
+
+    shared: Shared
+    parent: Walk | None = None
+    equations: list[Equation] = field(default_factory=list)
+    #: Old variable -> its new name and what a device has of it.
+    env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)
+    producers: dict[Atom, Equation] = field(default_factory=dict)
+    #: Old variables that depend on a sum over the examples.
+    reduced: set[Atom] = field(default_factory=set)
+    zeros: set[Atom] = field(default_factory=set)
+    converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
+
+    # --- values ---
+
+    def state(self, atom: Atom) -> State:
+        """What a device has of an old value."""
+        return None if isinstance(atom, Literal) else self.env[atom][1]
+
+    def read(self, atom: Atom) -> Atom:
+        """The new name of an old value."""
+        return atom if isinstance(atom, Literal) else self.env[atom][0]
+
+    def local_type(self, type_: ArrayType, state: State) -> ArrayType:
+        """The type of a device's part."""
+        if not isinstance(state, Spread):
+            return type_
+        size, devices = type_.shape[state.axis], self.shared.devices
+        if size % devices:
+            raise NotLocal(f"{devices} devices don't divide {size}")
+        return dataclasses.replace(type_, shape=resized(type_.shape, state.axis, size // devices))
+
+    def define(self, var: Var, state: State) -> Var:
+        """A new variable for an old one."""
+        type_ = var.type
+        if isinstance(type_, RouteType):
+            new = Var(dataclasses.replace(type_, rows=type_.rows // self.owners(type_.family)))
+        else:
+            new = Var(self.local_type(type_, state))
+        self.env[var] = new, state
+        if isinstance(state, Spread) and state.owner:
+            self.shared.owned.add(new)
+        return new
+
+    def owners(self, family: int) -> int:
+        """Over how many devices a family's rows are spread."""
+        planned = self.shared.plan.family(family)
+        return 1 if planned is None or planned.layout is None else self.shared.devices
+
+    def emit(self, equation: Equation) -> None:
+        """Append a new equation."""
+        self.equations.append(equation)
+        self.producers.update({v: equation for v in equation.outputs})
+        constant = equation.op in ("full", "broadcast_in_dim", "convert_element_type", "copy", "share")
+        if constant and self._is_zero(equation.inputs[0]):
+            self.zeros.update(equation.outputs)
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return atom.shape == () and not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
+        return atom in self.zeros
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether an old value is known to be zero."""
+        return self._is_zero(self.read(atom))
+
+    # --- from one form to another ---
+
+    def as_state(self, atom: Atom, wanted: State, source: Equation | None = None) -> Atom:
+        """The value in another form. Shares that are wanted whole, or along another axis, are gathered."""
+        have, new = self.state(atom), self.read(atom)
+        if have == wanted or isinstance(atom.type, RouteType):
+            return new
+        if isinstance(have, Spread) and isinstance(wanted, Spread) and have.axis == wanted.axis:
+            return new
+        if isinstance(have, Partial) and wanted is not None:
+            return self._convert(self.whole(atom, source), atom, wanted)
+        if isinstance(have, Partial):
+            return self.whole(atom, source)
+        if isinstance(have, Spread):
+            new = self._gathered(new, atom, have, source)
+        return self._convert(new, atom, wanted)
+
+    def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
+        """All of a value that is spread, on every device."""
+        key = new, None
+        if key not in self.converted:
+            if not have.owner and self.shared.inside is None:
+                where = source.source if source else None
+                self.shared.inside = NotLocal("examples meet those of other devices", where)
+            self.converted[key] = out = Var(atom.type)
+            self.emit(Equation("replicate", (new,), (out,), {"axis": have.axis}))
+        return self.converted[key]
+
+    def whole(self, atom: Atom, source: Equation | None = None, op: str = "sum") -> Atom:
+        """An old value reduced over the devices; from here on it is whole."""
+        if not isinstance(self.state(atom), Partial):
+            return self.as_state(atom, None, source)
+        assert isinstance(atom, Var), "constants are whole"
+        out = self.reduce(self.read(atom), op, source)
+        self.env[atom] = out, None
+        self.reduced.add(atom)
+        return out
+
+    def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
+        """A new value reduced over the devices."""
+        out = Var(new.type)
+        self.emit(Equation("reduce", (new,), (out,), {"op": op}))
+        where = source.source if source else None
+        self.shared.reductions.append(Reduction(new.type, op, self.parent is not None, where))
+        return out
+
+    def _make_whole(self, atom: Atom, source: Equation) -> None:
+        """From here on every device has all of an old value."""
+        if isinstance(atom, Var) and self.state(atom) is not None:
+            self.env[atom] = self.whole(atom, source), None
+
+    def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
+        """What all devices have, as a share or an addend of it."""
+        key = new, wanted
+        if isinstance(new, Var) and key in self.converted:
+            return self.converted[key]
+        if isinstance(wanted, Partial):
+            out = new if self._is_zero(new) else self._once(new)
+        elif isinstance(wanted, Spread):
+            out = self._share(new, wanted)
+        else:
+            out = new
+        if isinstance(new, Var):
+            self.converted[key] = out
+        return out
+
+    def _once(self, new: Atom) -> Var:
+        out = Var(new.type)
+        self.emit(Equation("once", (new,), (out,)))
+        return out
+
+    def _share(self, new: Atom, wanted: Spread) -> Var:
+        """A device's part; a constant is made in that size."""
+        type_ = self.local_type(new.type, wanted)
+        made = self.producers.get(new)
+        out = Var(type_)
+        if made is not None and made.op in ("broadcast_in_dim", "full"):
+            kept = made.params.get("broadcast_dimensions", ())
+            if wanted.axis not in kept:
+                size = "shape"
+                params = {**made.params, size: resized(made.params[size], wanted.axis, type_.shape[wanted.axis])}
+                self.emit(dataclasses.replace(made, outputs=(out,), params=params))
+                return self._owned(out, wanted)
+        self.emit(Equation("share", (new,), (out,), {"axis": wanted.axis}))
+        return self._owned(out, wanted)
+
+    def _owned(self, out: Var, state: Spread) -> Var:
+        if state.owner:
+            self.shared.owned.add(out)
+        return out
+
+    # --- equations ---
+
+    def add(self, equation: Equation) -> None:
+        """Rewrite an equation."""
+        states = [self.state(a) for a in equation.inputs]
+        if equation.op in ROW_OPS:
+            ROW_OPS[equation.op](self, equation)
+        elif not any(states):
+            self.copy(equation)
+        elif equation.effects:
+            raise NotLocal(f"{equation.op} has an effect", equation.source)
+        elif equation.bodies:
+            self._nested(equation)
+        elif equation.op == "optimization_barrier":
+            self._barrier(equation)
+        else:
+            self._plain(equation)
+        if any(a in self.reduced for a in equation.inputs):
+            self.reduced.update(equation.outputs)
+            self._note_inside(equation)
+
+    def _note_inside(self, equation: Equation) -> None:
+        """Remember the first value of the examples that depends on a sum over them."""
+        for var in equation.outputs:
+            state = self.state(var)
+            if isinstance(state, Spread) and not state.owner and self.shared.inside is None:
+                self.shared.inside = NotLocal("the examples' own values depend on a sum over all", equation.source)
+
+    def copy(self, equation: Equation) -> None:
+        """An equation of whole values, as it is."""
+        inputs = tuple(self.read(a) for a in equation.inputs)
+        outputs = tuple(self.define(v, None) for v in equation.outputs)
+        self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+
+    def _barrier(self, equation: Equation) -> None:
+        inputs = tuple(self.read(a) for a in equation.inputs)
+        pairs = zip(equation.inputs, equation.outputs, strict=True)
+        outputs = tuple(self.define(v, self.state(a)) for a, v in pairs)
+        self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+
+    def _plain(self, equation: Equation) -> None:
+        states = [self.state(a) for a in equation.inputs]
+        if any(isinstance(s, Partial) for s in states) and not any(isinstance(s, Spread) for s in states):
+            if self._partial(equation, [isinstance(s, Partial) for s in states]):
+                return
+        for atom in equation.inputs:
+            if isinstance(self.state(atom), Partial):
+                if equation.op == "scatter-add" and atom is equation.inputs[0]:
+                    continue  # the addends of a device's own examples are added on top of it
+                self.whole(atom, equation)
+        spread = {k: s.axis for k, a in enumerate(equation.inputs) if isinstance(s := self.state(a), Spread)}
+        if spread:
+            self.spread(equation, spread)
+        else:
+            self.copy(equation)
+
+    def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
+        """Write an equation of addends, if it is linear and it pays; whether it is written."""
+        others = keeps_partial(equation, partial)
+        if others is None:
+            return False
+        rest = [equation.inputs[k] for k in others]
+        top = self.parent is None
+        if top and any(a.shape and not self.is_zero(a) for a in rest):  # of gradient + decay the gradient is reduced
+            return False
+        inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
+        outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
+        self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+        return True
+
+    def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
+        """An equation without bodies on a device's part of its operands."""
+        if len(equation.inputs) and not equation.outputs:
+            raise NotLocal(f"{equation.op} has an effect", equation.source)
+        sides = {s.owner for a in equation.inputs if isinstance(s := self.state(a), Spread)}
+        owner = True in sides
+        try:
+            if len(sides) > 1:
+                raise NotLocal(f"{equation.op} of examples and of an owner's rows", equation.source)
+            placed = place_spread(equation, spread, self.shared.devices)
+        except NotLocal as error:
+            self._without_some(equation, spread, error)
+            return
+        inputs = []
+        for k, atom in enumerate(equation.inputs):
+            along = placed.needed.get(k)
+            inputs.append(self.read(atom) if along is None else self.as_state(atom, Spread(along, owner), equation))
+        if placed.axis == SUMMED:
+            self._reduced(equation, inputs)
+            return
+        state = Spread(placed.axis, owner)
+        outputs = tuple(self.define(v, state) for v in equation.outputs)
+        params = equation.params
+        if equation.op in RESIZE and not (equation.op == "gather" and 0 not in spread):
+            if equation.op != "gather" or not _is_batching(equation, spread[0]):
+                params = RESIZE[equation.op](equation, placed.axis, outputs[0].shape[placed.axis])
+        self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
+
+    def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
+        """An equation whose operands aren't all had in shares: of a product the larger one is, else none."""
+        self.shared.inside = self.shared.inside or reason
+        kept = max(spread, key=lambda k: equation.inputs[k].type.size) if equation.op == "dot_general" else None
+        if len(spread) == 1:
+            kept = None
+        for k in spread:
+            atom = equation.inputs[k]
+            if k != kept:
+                self._make_whole(atom, equation)
+        self._plain(equation)
+
+    def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
+        """A reduction over the examples (or rows): of a sum the addends, of anything else the whole."""
+        op = REDUCES.get(equation.op)
+        if op is None:
+            raise NotLocal(f"{equation.op} over the examples", equation.source)
+        if equation.op == "scatter-add":
+            inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
+        outputs = tuple(Var(v.type) for v in equation.outputs)
+        self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+        for old, new in zip(equation.outputs, outputs, strict=True):
+            if op == "sum":
+                self.env[old] = new, PARTIAL
+            else:
+                self.env[old] = self.reduce(new, op, equation), None
+                self.reduced.add(old)
+
+    # --- loops and branches ---
+
+    def _nested(self, equation: Equation) -> None:
+        if equation.op == "scan":
+            self._scan(equation)
+        elif equation.op in ("remat", "cond"):
+            self._branches(equation)
+        else:
+            self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
+            for atom in equation.inputs:
+                self._make_whole(atom, equation)
+            self.copy(equation)
+
+    def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Walk, list[Var]]:
+        """A nested block rewritten, and its new inputs."""
+        inner = Walk(self.shared, self)
+        inputs = [inner.define(v, s) for v, s in zip(body.inputs, states, strict=True)]
+        inner.reduced.update(v for v, a in zip(body.inputs, operands, strict=True) if a in self.reduced)
+        for equation in body.equations:
+            inner.add(equation)
+        return inner, inputs
+
+    def _scan(self, equation: Equation) -> None:
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        (body,) = equation.bodies
+        given = [self.state(a) for a in equation.inputs]
+        xs: list[State] = []
+        for k, atom in enumerate(equation.inputs[consts + carry :], consts + carry):
+            state = given[k]
+            if isinstance(state, Spread) and state.axis == 0:
+                self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
+                self._make_whole(atom, equation)
+                state = None
+            xs.append(Spread(state.axis - 1, state.owner) if isinstance(state, Spread) else state)
+        carries = given[consts : consts + carry]
+        while True:
+            mark = len(self.shared.reductions), self.shared.inside
+            inner, inputs = self.body(body, equation.inputs, [*given[:consts], *carries, *xs])
+            returned = [inner.state(a) for a in body.outputs]
+            joined = [_join(a, b) for a, b in zip(carries, returned, strict=False)]
+            if joined == carries:
+                break
+            del self.shared.reductions[mark[0] :]
+            self.shared.inside = mark[1]
+            carries = joined
+        results = [*carries, *returned[carry:]]
+        atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
+        outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
+        operands = (*map(self.read, equation.inputs[:consts]), *outer, *map(self.read, equation.inputs[consts + carry :]))
+        outputs = []
+        for k, var in enumerate(equation.outputs):
+            state = results[k]
+            if k >= carry and isinstance(state, Spread):
+                state = Spread(state.axis + 1, state.owner)
+            outputs.append(self.define(var, state))
+        block = Block(tuple(inputs), tuple(inner.equations), atoms)
+        self.emit(
+            dataclasses.replace(equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), original=None)
+        )
+        if inner.reduced:
+            self.reduced.update(equation.outputs)
+
+    def _branches(self, equation: Equation) -> None:
+        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
+        for atom in equation.inputs[:skipped]:
+            self.whole(atom, equation)
+        states = [self.state(a) for a in equation.inputs[skipped:]]
+        walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
+        returned = [[inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)]
+        wanted = returned[0]
+        for other in returned[1:]:
+            wanted = [_join(a, b) for a, b in zip(wanted, other, strict=True)]
+        bodies = []
+        for (inner, inputs), body in zip(walked, equation.bodies, strict=True):
+            atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, wanted, strict=True))
+            bodies.append(Block(tuple(inputs), tuple(inner.equations), atoms))
+        inputs = tuple(self.read(a) for a in equation.inputs)
+        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, wanted, strict=True))
+        self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
+        if any(inner.reduced for inner, _ in walked):
+            self.reduced.update(equation.outputs)
+
+
+def _join(a: State, b: State) -> State:
+    """What two values that must have one form are made."""
+    if a == b or b is None:
+        return a
+    if isinstance(b, Spread) or a is None:
+        return b if not isinstance(a, Spread) else a
+    return a
+
+
+def _is_batching(equation: Equation, axis: int) -> bool:
+    return axis in equation.params["dimension_numbers"].operand_batching_dims
