@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -266,6 +267,7 @@ def check_explain_and_verify() -> None:
 def check_rates_are_the_first_ones() -> None:
     """Each rank would measure something else, and reads another cache."""
     calibrate._known.clear()
+    os.environ["XDG_CACHE_HOME"] += "/new"
     mine = Rates.of_dict({**RATES.as_dict(), "fixed": {**RATES.fixed, "ps": 0.001 * (RANK + 1)}})
     calibrate.calibrate, kept = (lambda devices, plan: mine), calibrate.calibrate
     try:
