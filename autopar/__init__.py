@@ -6,6 +6,7 @@ from autopar.errors import (
     AutoparError,
     CapacityWarning,
     DonatedStateError,
+    HostMemoryError,
     LaunchError,
     RecompileWarning,
     StateError,
@@ -14,6 +15,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.explain import Explanation, explain
+from autopar.host_table import HostTable
 from autopar.init import init
 from autopar.mpi.start import start as _start
 from autopar.mpi.start import watchdog
@@ -30,6 +32,8 @@ __all__ = [
     "CapacityWarning",
     "DonatedStateError",
     "Explanation",
+    "HostMemoryError",
+    "HostTable",
     "LaunchError",
     "ParallelStep",
     "RecompileWarning",
