@@ -20,5 +20,5 @@ WORLDS = {
 def test_global(world: tuple[int, int], tmp_path: Path) -> None:
     ranks, devices = world
     arguments = ["tests.mpi.global_cases", str(devices), str(tmp_path), *WORLDS[world]]
-    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=280)
+    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=500)
     assert "check_growth" in text
