@@ -11,7 +11,13 @@ from tests.mpi.ranks import run_ranks
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
     (2, 1): (),
-    (2, 2): ("check_methods", "check_results_can_be_read", "check_growth", "check_tables", "check_init"),
+    (2, 2): (
+        "check_methods",
+        "check_results_can_be_read",
+        "check_growth",
+        "check_tables",
+        "check_a_mesh_with_two_axes",
+    ),
     (3, 1): ("check_methods", "check_growth", "check_what_differs_between_processes"),
 }
 
