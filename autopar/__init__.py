@@ -1,12 +1,15 @@
 """autopar: automatic parallel training for JAX. See `parallelize`."""
 
 from autopar.api import parallelize
+from autopar.checkpoint import Restored, restore, save
 from autopar.errors import (
     ArgumentsError,
     AutoparError,
     CapacityWarning,
+    CheckpointError,
     DonatedStateError,
     LaunchError,
+    MissingCheckpointError,
     RecompileWarning,
     StateError,
     StepError,
@@ -26,11 +29,14 @@ __all__ = [
     "ArgumentsError",
     "AutoparError",
     "CapacityWarning",
+    "CheckpointError",
     "DonatedStateError",
     "Explanation",
     "LaunchError",
+    "MissingCheckpointError",
     "ParallelStep",
     "RecompileWarning",
+    "Restored",
     "StateError",
     "StepError",
     "StrategyError",
@@ -41,6 +47,8 @@ __all__ = [
     "init",
     "materialize",
     "parallelize",
+    "restore",
+    "save",
     "shard",
     "verify",
 ]
