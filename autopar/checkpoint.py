@@ -23,7 +23,7 @@ from autopar.files.manifest import FileRecord, Manifest
 from autopar.files.rows import FOLDER as ROWS
 from autopar.files.rows import write_rows
 from autopar.files.structure import describe, rebuild
-from autopar.mpi.agreement import together
+from autopar.mpi.together import together
 from autopar.mpi.world import World, world
 from autopar.restoring import Place, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
 from autopar.saving import SavedLeaf, check_same, leaves_of
