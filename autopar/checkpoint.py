@@ -23,7 +23,7 @@ from autopar.files.manifest import FileRecord, Manifest
 from autopar.files.rows import FOLDER as ROWS
 from autopar.files.rows import write_rows
 from autopar.files.structure import describe, rebuild
-from autopar.mpi.together import together
+from autopar.mpi.together import led, together
 from autopar.mpi.world import World, world
 from autopar.restoring import Place, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
 from autopar.saving import SavedLeaf, check_same, leaves_of
@@ -83,11 +83,11 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
 
     check_same(together(ranks, CheckpointError, look))
     folder = Folder.of(path)
-    version = Path(together(ranks, CheckpointError, lambda: str(folder.begin()) if ranks.rank == 0 else "")[0])
+    version = led(ranks, CheckpointError, folder.begin)
     try:
         written = together(ranks, CheckpointError, lambda: _write(version, known, ranks))
         found = _manifest(state, known, written, position, ranks)
-        together(ranks, CheckpointError, lambda: _finish(folder, version, found) if ranks.rank == 0 else None)
+        led(ranks, CheckpointError, lambda: _finish(folder, version, found))
     finally:  # of what was there before, or of what was written in vain
         if ranks.rank == 0:
             folder.clean()
@@ -140,8 +140,8 @@ def restore(
     if step is not None and not isinstance(step, ParallelStep):
         raise ArgumentsError(f"restore takes a step that parallelize returned, not a {type(step).__name__}")
     ranks = _ranks()
-    version, text = together(ranks, CheckpointError, lambda: _read_manifest(path) if ranks.rank == 0 else ("", ""))[0]
-    manifest = Manifest.parse(text, Path(version))
+    version, text = led(ranks, CheckpointError, lambda: _read_manifest(path))
+    manifest = Manifest.parse(text, version)
 
     template: Any = like
     numbers = list(range(len(manifest.leaves)))
@@ -163,7 +163,7 @@ def restore(
         places = _planned(step, template, [shapes_of(manifest)[k] for k in numbers], places, batch, call)
     leaves: list[Any] = []
     chosen = dataclasses.replace(manifest, leaves=tuple(records))
-    together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(Path(version), chosen, places, ranks)))
+    together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(version, chosen, places, ranks)))
     state = jax.tree.unflatten(jax.tree.structure(template), leaves)
     return Restored(state, None if manifest.position is None else dict(manifest.position))
 
@@ -234,10 +234,10 @@ def _finish(folder: Folder, version: Path, manifest: Manifest) -> None:
     folder.commit(version)
 
 
-def _read_manifest(path: str | os.PathLike[str]) -> tuple[str, str]:
+def _read_manifest(path: str | os.PathLike[str]) -> tuple[Path, str]:
     version = Folder.of(path).current()
     try:
         text = (version / manifests.NAME).read_text()
     except OSError as error:
         raise CheckpointError(f"{version / manifests.NAME} can't be read: {error}") from error
-    return str(version), text
+    return version, text

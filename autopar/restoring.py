@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.arguments import path_name
+from autopar.backends import across
 from autopar.backends.host.storage import HostRows
 from autopar.errors import CheckpointError, StateError
 from autopar.files.dense import read_dense
@@ -263,7 +264,7 @@ def _as_jax(source: _Whole, record: LeafRecord, place: Place) -> jax.Array:
         )
     if record.key is not None:
         keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=record.key)
-        return keys if place.sharding is None else jax.device_put(keys, place.sharding)
+        return keys if place.sharding is None else across.place(keys, place.sharding)
     if place.sharding is None:
         found = jnp.asarray(source.whole())
     else:

@@ -98,9 +98,9 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
         value = np.asarray(leaf, leaf.dtype.newbyteorder("=") if leaf.dtype.kind in "iufc" else None)
         kind = "dense" if value.size else "empty"
         return SavedLeaf(LeafRecord(path, name, kind, "numpy", value.shape, str(value.dtype)), value)
-    shown = f"{leaf.dtype} array" if isinstance(leaf, np.ndarray) else type(leaf).__name__
+    shown = f"array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
     raise CheckpointError(
-        f"{path or 'the state'} is a {shown}, which can't be saved: a state holds arrays and numbers. Save the rest "
+        f"{path or 'the state'} is of type {shown}, which can't be saved: a state holds arrays and numbers. Save the rest "
         "by itself, or say what is static where the state's class is registered"
     )
 

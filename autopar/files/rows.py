@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 from autopar.files.manifest import FileRecord, LeafRecord
+from autopar.mpi.together import go_on
 
 FOLDER = "rows"
 
@@ -59,6 +60,7 @@ def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
             block = np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8)
             file.write(block.data)
             crc = zlib.crc32(block.data, crc)
+            go_on("writing a checkpoint")
         file.flush()
         os.fsync(file.fileno())
         nbytes = file.tell()
@@ -98,6 +100,7 @@ def check_content(version: Path, record: FileRecord) -> None:
     with (version / record.name).open("rb") as file:
         while block := file.read(BLOCK):
             crc = zlib.crc32(block, crc)
+            go_on("reading a checkpoint")
     if crc != record.crc32:
         raise CheckpointError(f"{version / record.name} isn't what was written (its checksum differs): it is damaged")
 
@@ -135,6 +138,7 @@ class RowFiles:
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         """[n, ...]: a copy of rows by their numbers, row axis first."""
+        go_on("reading a checkpoint")
         found = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
         owners, places = places // self.layout.share, places % self.layout.share

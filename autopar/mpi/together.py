@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from autopar.errors import AutoparError
 from autopar.mpi.limits import machine_name
+from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.world import World
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
     """
     own: Exception | None = None
     result: Any = None
+    before = PROGRESS.last
     try:
         result = work()
     except Exception as error:
@@ -42,9 +44,11 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
         if own is None:
             return [result]
         raise own if isinstance(own, AutoparError) else kind(_text(own)) from own
+    mark(before.step, "waiting for the others' files", "waits")
     _wait_for_all(ranks.comm)
     failure = None if own is None else (_class(own, kind), _text(own), machine_name())
     told = ranks.comm.allgather((failure, result))
+    mark(before.step, before.what, before.kind)
     failed = [(rank, *failure) for rank, (failure, _) in enumerate(told) if failure is not None]
     if not failed:
         return [value for _, value in told]
@@ -54,6 +58,34 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
     where = "" if machine == machine_name() else f" (on machine {machine})"
     others = f" Ranks {', '.join(str(rank) for rank, *_ in failed)} failed." if len(failed) > 1 else ""
     raise raised(f"rank {first}{where}: {text}{others}") from own
+
+
+def led(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> T:
+    """What `work()` returns on rank 0, on all ranks; only rank 0 does it. Collective.
+
+    Raises:
+      AutoparError: as of `together`, on every rank; one of autopar's own as rank 0 raised it.
+    """
+    failure: AutoparError | None = None
+
+    def lead() -> T | None:
+        nonlocal failure
+        try:
+            return work() if ranks.rank == 0 else None
+        except AutoparError as error:
+            failure = error
+            return None
+
+    found = together(ranks, kind, lambda: (lead(), failure and (type(failure), str(failure))))[0]
+    if found[1] is not None:
+        raised, text = found[1]
+        raise raised(text) from failure
+    return cast(T, found[0])
+
+
+def go_on(what: str) -> None:
+    """Tell the watchdog that long work makes progress."""
+    mark(PROGRESS.last.step, what)
 
 
 def _class(error: Exception, kind: type[AutoparError]) -> type[AutoparError]:
