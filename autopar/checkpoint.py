@@ -78,7 +78,7 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
         if any(leaf.record.kind == "dense" for leaf in known):
             require_orbax()
         lines = [f"position {json.dumps(_position(position), sort_keys=True)}"]
-        lines += [f"{r.path}: {r.dtype}{list(r.shape)} ({r.type})" for r in (leaf.record for leaf in known)]
+        lines += [leaf.record.told for leaf in known]
         return "\n".join(lines)
 
     check_same(together(ranks, CheckpointError, look))
@@ -139,6 +139,11 @@ def restore(
         raise ArgumentsError("restore takes batch= and call= together with step=, to know the step's plan")
     if step is not None and not isinstance(step, ParallelStep):
         raise ArgumentsError(f"restore takes a step that parallelize returned, not a {type(step).__name__}")
+    if step is not None and (batch is None) == (call is None):
+        raise ArgumentsError(
+            f"restore needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
+            "than a state and a batch, call=lambda state: (state, ...)"
+        )
     ranks = _ranks()
     version, text = led(ranks, CheckpointError, lambda: _read_manifest(path))
     manifest = Manifest.parse(text, version)

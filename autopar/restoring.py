@@ -192,13 +192,13 @@ def _key_data(record: LeafRecord) -> Any:
 
 def _read(version: Path, record: LeafRecord, place: Place, array: Any, rank: int) -> Any:
     if record.kind == "value":
-        return NUMBERS[record.type](record.value)
+        return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
     if record.kind == "rows":
         return _placed(_Rows(RowFiles(version, record)), record, place, rank)
     if record.kind == "empty":
         array = np.empty(record.shape if record.key is None else _key_data(record).shape, record.numpy_dtype)
     if isinstance(array, jax.Array):
-        return array
+        return jax_compat.weak(array) if record.weak else array
     return _placed(_Whole(np.asarray(array)), record, place, rank)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from autopar.ir.layout import RowLayout
 from autopar.table import Table
 
 #: Types of Python numbers that a state may hold.
-NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
+NUMBERS: Mapping[Any, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,18 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
     if isinstance(leaf, jax.Array):
         return _jax_leaf(path, name, leaf)
     if type(leaf) in NUMBERS.values():
-        text = repr(leaf)
-        return SavedLeaf(LeafRecord(path, name, "value", _number(leaf), (), "", value=text), leaf)
+        return SavedLeaf(
+            LeafRecord(path, name, "value", cast(Any, type(leaf).__name__), (), "", value=repr(leaf)), leaf
+        )
     if isinstance(leaf, (np.ndarray, np.generic)) and (leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2):
         value = np.asarray(leaf, leaf.dtype.newbyteorder("=") if leaf.dtype.kind in "iufc" else None)
         kind = "dense" if value.size else "empty"
         return SavedLeaf(LeafRecord(path, name, kind, "numpy", value.shape, str(value.dtype)), value)
     shown = f"array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
     raise CheckpointError(
-        f"{path or 'the state'} is of type {shown}, which can't be saved: a state holds arrays and numbers. Save the rest "
-        "by itself, or say what is static where the state's class is registered"
+        f"{path or 'the state'} is of type {shown}, which can't be saved: a state holds arrays and numbers. Save the "
+        "rest by itself, or say what is static where the state's class is registered"
     )
-
-
-def _number(leaf: Any) -> Any:
-    return type(leaf).__name__
 
 
 def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:

@@ -68,6 +68,12 @@ class LeafRecord:
     files: tuple[FileRecord, ...] = ()
 
     @property
+    def told(self) -> str:
+        """The leaf in one line."""
+        what = f"{self.type} {self.value}" if self.kind == "value" else f"{self.dtype}{list(self.shape)} ({self.type})"
+        return f"{self.path}: {what}"
+
+    @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """The dtype, bfloat16 and its like included."""
         return np.dtype(self.dtype)

@@ -2,8 +2,8 @@
 `test_checkpoint` run.
 
 Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; DIE, "where:rank:step": the rank
-kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before what
-was written becomes the checkpoint, "clean": right after).
+kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before
+what was written becomes the checkpoint, "clean": right after).
 """
 
 from __future__ import annotations

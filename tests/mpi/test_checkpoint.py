@@ -108,6 +108,34 @@ CASES = """
     fails("rank 1: the state has another structure", lambda: autopar.restore("it", like=like))
     whole()
 
+    # Tables, and ordinary arrays, that are spread over the devices of all ranks.
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    step = autopar.parallelize(train_step.fun, strategy={"params/emb": "ps"}, mesh=mesh)
+    spread = autopar.init(make_state, jax.random.key(0), step=step, batch=batch)
+    assert isinstance(spread["params"]["emb"], autopar.Table)
+    columns = np.arange(8.0).reshape(2, 4)
+    both = {"state": spread, "columns": jax.make_array_from_callback(columns.shape, sharding, lambda k: columns[k])}
+    autopar.save("spread", both)
+    found = autopar.restore("spread").state
+    np.testing.assert_array_equal(found["columns"], columns)
+    for a, b in zip(jax.tree.leaves(found["state"]), values, strict=True):
+        np.testing.assert_array_equal(a, b)
+    found = autopar.restore("spread", like=both).state
+    assert found["columns"].sharding == sharding
+    for shard in found["columns"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, columns[shard.index])
+    autopar.save("spread", found["state"])
+    found = autopar.restore("spread", step=step, batch=batch).state
+    table = found["params"]["emb"]
+    assert isinstance(table, autopar.Table) and table.stored.sharding == spread["params"]["emb"].stored.sharding
+    assert found["params"]["w"].sharding.is_fully_replicated and not found["params"]["w"].is_fully_addressable
+    for a, b in zip(jax.tree.leaves(found), values, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    found = autopar.restore("spread", step=train_step, batch=batch).state  # onto hosts
+    for a, b in zip(jax.tree.leaves(found), values, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
     # One file was cut short.
     (cut,) = Path("it").glob("version-*/rows/*params_emb*.00001-of-00002.npy")
     world().comm.Barrier()
