@@ -1,13 +1,16 @@
 """autopar: automatic parallel training for JAX. See `parallelize`."""
 
 from autopar.api import parallelize
+from autopar.checkpoint import Restored, restore, save
 from autopar.errors import (
     ArgumentsError,
     AutoparError,
     CapacityWarning,
+    CheckpointError,
     DonatedStateError,
     HostMemoryError,
     LaunchError,
+    MissingCheckpointError,
     RecompileWarning,
     StateError,
     StepError,
@@ -30,13 +33,16 @@ __all__ = [
     "ArgumentsError",
     "AutoparError",
     "CapacityWarning",
+    "CheckpointError",
     "DonatedStateError",
     "Explanation",
     "HostMemoryError",
     "HostTable",
     "LaunchError",
+    "MissingCheckpointError",
     "ParallelStep",
     "RecompileWarning",
+    "Restored",
     "StateError",
     "StepError",
     "StrategyError",
@@ -47,6 +53,8 @@ __all__ = [
     "init",
     "materialize",
     "parallelize",
+    "restore",
+    "save",
     "shard",
     "verify",
     "watchdog",
