@@ -95,8 +95,9 @@ class HostTable:
 
     def handed_on(self) -> HostTable:
         """The same rows under a new handle; this one is deleted."""
-        self._storage.generation += 1
-        return HostTable(self._storage)
+        storage = self.storage
+        storage.generation += 1
+        return HostTable(storage)
 
     def read_rows(self, rows: np.ndarray) -> np.ndarray:
         """[n, ...]: rows by number, first axis first. Collective."""

@@ -88,6 +88,8 @@ class HostRunner:
             except Outgrown as more:
                 self._grow(more.sizes)
                 staged = self._compile()
+        # Only now, so that a step that fails before it has written anything leaves the state as it was.
+        tables = {k: table.handed_on() if k in self._new.values() else table for k, table in tables.items()}
         return [self._result(out, value, tables) for out, value in enumerate(results)]
 
     # --- programs ---
@@ -137,7 +139,7 @@ class HostRunner:
             return HostTable(HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path))
         if k not in self._new.values():
             return leaf
-        return leaf.handed_on() if self._donate else HostTable(leaf.storage.copy())
+        return leaf if self._donate else HostTable(leaf.storage.copy())
 
     def _placed(self, k: int, leaf: Any) -> Any:
         """An argument as the device programs take it."""

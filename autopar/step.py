@@ -32,6 +32,8 @@ from autopar.placing import check_not_donated, is_shared_buffer, is_traced, sepa
 from autopar.planned import Entry
 from autopar.table import layout_of, materialize
 
+#: Why a table is on hosts that the user has left to autopar.
+_LEFT = "the state takes too much of the {:.1f} GiB of a device"
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
 
@@ -207,6 +209,7 @@ class ParallelStep:
                 options = _hosted(options, leaving)
                 inputs, outputs = describe(call, states, traced.out_info, options.devices)
                 compiled = self._compile(dataclasses.replace(program, inputs=inputs, outputs=outputs), options)
+                compiled = dataclasses.replace(compiled, plan=compiled.plan.told(leaving, _LEFT.format(memory / 2**30)))
         return Entry(
             call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
         )

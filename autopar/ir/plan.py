@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal as Choice
 
@@ -161,6 +161,14 @@ class Plan:
     def lifts(self) -> bool:
         """Whether anything is lifted."""
         return bool(self.families)
+
+    def told(self, paths: Iterable[str], reason: str) -> Plan:
+        """The plan with one more reason for some parameters."""
+        among = set(paths)
+        parameters = tuple(
+            dataclasses.replace(p, reason=f"{p.reason}; {reason}") if p.path in among else p for p in self.parameters
+        )
+        return dataclasses.replace(self, parameters=parameters)
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> Plan:
         """The plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks for)."""
