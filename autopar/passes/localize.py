@@ -337,6 +337,8 @@ class Walk:
             if len(sides) > 1:
                 raise NotLocal(f"{equation.op} of examples and of an owner's rows", equation.source)
             placed = place_spread(equation, spread, self.shared.devices)
+            if placed.axis == SUMMED and equation.op not in REDUCES:
+                raise NotLocal(f"{equation.op} over the examples", equation.source)
         except NotLocal as error:
             self._without_some(equation, spread, error)
             return
@@ -369,9 +371,7 @@ class Walk:
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
         """A reduction over the examples (or rows): of a sum the addends, of anything else the whole."""
-        op = REDUCES.get(equation.op)
-        if op is None:
-            raise NotLocal(f"{equation.op} over the examples", equation.source)
+        op = REDUCES[equation.op]
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
         outputs = tuple(Var(v.type) for v in equation.outputs)
