@@ -14,10 +14,10 @@ from autopar.arguments import Argument
 from autopar.backends.across import is_global, place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
+from autopar.backends.watched import watched
 from autopar.compile import Compiled
 from autopar.errors import DonatedStateError
 from autopar.ir.program import ArrayType, Atom, Program, Var
-from autopar.mpi.progress import PROGRESS
 from autopar.table import Table, is_table
 
 
@@ -112,13 +112,13 @@ class SpreadRunner:
         self._count = len(analysed.outputs)  # and perhaps a flag
         self._flags: collections.deque[Any] = collections.deque()
         self._across = devices.processes.several
-        self._compiled = False
         self._run = jax.jit(
             lambda *leaves: tuple(run(*leaves)),
             in_shardings=self._shardings,
             out_shardings=self._returned(analysed, bool(plan.fallback)),
             donate_argnums=self._states if donate else (),
         )
+        self._call = watched(self._run) if self._across else self._run
 
     def _returned(self, analysed: Program, flag: bool) -> tuple[NamedSharding | None, ...]:
         """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
@@ -150,25 +150,11 @@ class SpreadRunner:
                 if id(placed[k]) in held:
                     placed[k] = _copy(placed[k])
                 held.add(id(placed[k]))
-        results = self._dispatched(placed)
+        results = list(self._call(*placed))
         if len(results) > self._count:
             self._flags.append(results.pop())
         for out, (layout, axis) in self._tables.items():
             results[out] = Table(results[out], layout, axis)
-        return results
-
-    def _dispatched(self, placed: Sequence[Any]) -> list[Any]:
-        """The program's results, under way; across processes the watchdog is told."""
-        if not self._across:
-            return list(self._run(*placed))
-        if not self._compiled:  # by itself first: then it waits for nobody
-            with PROGRESS.during("compiling", "compiles"):
-                self._run.lower(*placed).compile()
-            self._compiled = True
-        with PROGRESS.during("on the devices", "waits"):  # some programs run, and wait, within the call
-            results = list(self._run(*placed))
-        if results:
-            PROGRESS.dispatched(results[-1])
         return results
 
     def was_exceeded(self) -> bool:
