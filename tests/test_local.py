@@ -85,7 +85,12 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray:
     return ints(*shape, seed=seed).astype(np.float32)
 
 
-x, y, w, ids = floats(A, D), floats(A, D, seed=1), floats(D, B, seed=2), np.array([[2, 0], [5, 2], [1, 1], [0, 3]], np.int32)
+x, y, w, ids = (
+    floats(A, D),
+    floats(A, D, seed=1),
+    floats(D, B, seed=2),
+    np.array([[2, 0], [5, 2], [1, 1], [0, 3]], np.int32),
+)
 v, m = floats(D, seed=3), floats(A, A, seed=4)
 P = PARTIAL
 CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray], State]] = {
@@ -129,8 +134,18 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "lookup": (lambda t, i: t[i], [None, E], [floats(B, D), ids], E),
     "lookup in rows": (lambda a, i: jnp.take_along_axis(a, i, 1), [E, E], [x, ids % D], E),
     "gradient of a lookup": (lambda i, g: jnp.zeros((B, 2)).at[i].add(g), [E, E], [ids[:, 0], floats(A, 2)], P),
-    "onto a base": (lambda t, i, g: jnp.asarray(t).at[i].add(g), [None, E, E], [floats(B, 2), ids[:, 0], floats(A, 2)], P),
-    "set by examples": (lambda t, i, g: jnp.asarray(t).at[i].set(g), [None, E, E], [floats(B, 2), np.arange(A), floats(A, 2)], None),
+    "onto a base": (
+        lambda t, i, g: jnp.asarray(t).at[i].add(g),
+        [None, E, E],
+        [floats(B, 2), ids[:, 0], floats(A, 2)],
+        P,
+    ),
+    "set by examples": (
+        lambda t, i, g: jnp.asarray(t).at[i].set(g),
+        [None, E, E],
+        [floats(B, 2), np.arange(A), floats(A, 2)],
+        None,
+    ),
     "random bits": (lambda a: a + jax.random.bernoulli(jax.random.key(0), 0.5, (A, D)), [E], [x], E),
     "integers": (lambda a: (a > 0).sum(), [E], [x], P),
     # addends
