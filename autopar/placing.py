@@ -14,6 +14,7 @@ from autopar.arguments import Argument
 from autopar.backends.across import is_global, place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
+from autopar.backends.watched import watched
 from autopar.compile import Compiled
 from autopar.errors import DonatedStateError
 from autopar.ir.program import ArrayType, Atom, Program, Var
@@ -117,6 +118,7 @@ class SpreadRunner:
             out_shardings=self._returned(analysed, bool(plan.fallback)),
             donate_argnums=self._states if donate else (),
         )
+        self._call = watched(self._run) if self._across else self._run
 
     def _returned(self, analysed: Program, flag: bool) -> tuple[NamedSharding | None, ...]:
         """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
@@ -148,7 +150,7 @@ class SpreadRunner:
                 if id(placed[k]) in held:
                     placed[k] = _copy(placed[k])
                 held.add(id(placed[k]))
-        results = list(self._run(*placed))
+        results = list(self._call(*placed))
         if len(results) > self._count:
             self._flags.append(results.pop())
         for out, (layout, axis) in self._tables.items():

@@ -82,7 +82,8 @@ class Processes:
         store.key_value_set_bytes(self._key(number, self.rank), about.encode() + b"\0" + value)
         found = []
         for k, member in enumerate(self.members):
-            theirs, _, data = self._wait(store, self._key(number, k), member, about).partition(b"\0")
+            with PROGRESS.during(about, "waits"):
+                theirs, _, data = self._wait(store, self._key(number, k), member, about).partition(b"\0")
             if theirs != about.encode():
                 raise AutoparError(
                     f"process {member} is at '{theirs.decode()}' where this one, process {jax.process_index()}, is at "

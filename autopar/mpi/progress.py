@@ -2,7 +2,10 @@
 
 The step's runner marks each step, and each wait for other ranks before it begins. A mark is a store and a copy of a
 few bytes (half a microsecond); it is read by the hooks that report a fault, by the watchdog's thread, and, from a
-page of memory that outlives a killed process, by its supervisor (`supervise.py`, which documents the page).
+page of memory that outlives a killed process, by its supervisor (`supervise.py`).
+
+A program with collectives runs on while Python does other things, or waits for its result inside JAX, unmarked. So the
+runner also leaves one of the program's results here (`dispatched`): as long as it isn't ready, the process waits.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ import mmap
 import os
 import struct
 import time
-from dataclasses import dataclass
-from typing import Literal
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 #: What a process does: it computes (or runs the user's code), it waits for other ranks, or it compiles a program,
 #: for which no time can be foreseen.
@@ -27,6 +32,9 @@ PAGE = struct.Struct("<qqq")
 PAGE_BYTES = 4096
 #: Flags: autopar was imported; the fault was reported by the rank itself; all ranks have left in good order.
 STARTED, REPORTED, LEFT = 1, 2, 4
+
+#: Results up to this size are kept until the next step's; larger ones are only looked at while somebody has them.
+KEPT_BYTES = 1 << 16
 
 #: Longer texts are cut.
 TEXT_BYTES = 64
@@ -68,6 +76,9 @@ class Progress:
         self._texts: dict[str, bytes] = {}
         self._page: mmap.mmap | None = None
         self._flags = 0
+        self._result: Callable[[], Any] | None = None
+        #: Whether there is a watchdog, which asks what is `seen`.
+        self.watched = False
 
     def mark(self, step: int, what: str, kind: Kind = "computes") -> None:
         """Say where this process is.
@@ -96,6 +107,19 @@ class Progress:
         """The last mark."""
         return Mark(*self._last, self._count)
 
+    def dispatched(self, result: Any) -> None:
+        """Say that a program is under way that needs all ranks; `result`: a `jax.Array` that it makes, a small one."""
+        if self.watched:
+            self._result = (lambda: result) if result.nbytes <= KEPT_BYTES else weakref.ref(result)
+
+    @property
+    def seen(self) -> Mark:
+        """The last mark; a wait, as long as a dispatched program is under way."""
+        last = self.last
+        if last.kind != "computes" or self._result is None or _is_ready(self._result()):
+            return last
+        return replace(last, what=f"{last.what}, on the devices", kind="waits")
+
     def share(self, descriptor: int) -> None:
         """Write marks to a supervisor's page from now on, too."""
         os.set_inheritable(descriptor, False)
@@ -110,6 +134,14 @@ class Progress:
             if self._count == 0:
                 step, what, kind, _ = self._last
                 self.mark(step, what, kind)
+
+
+def _is_ready(result: Any) -> bool:
+    """Whether an array is there. One that is gone counts: a later program has taken it."""
+    try:
+        return result is None or result.is_ready()
+    except RuntimeError:
+        return True
 
 
 class During:

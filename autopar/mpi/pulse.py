@@ -103,6 +103,7 @@ class Pulse:
     def start(self) -> None:
         """Start the thread."""
         self._listen_to_interrupts()
+        PROGRESS.watched = True
         self._thread = threading.Thread(target=self._run, name="autopar-pulse", daemon=True)
         self._thread.start()
 
@@ -155,7 +156,7 @@ class Pulse:
         return min(max(known / BEATS, SHORTEST_BEAT_S), LONGEST_BEAT_S)
 
     def _tell(self, beat: int, now_s: float) -> None:
-        mark = PROGRESS.last
+        mark = PROGRESS.seen
         code = _UNKNOWN_CODE if self._code is None else self._code
         kind, what = KINDS.index(mark.kind), mark.what.encode()[:TEXT_BYTES]
         self._states[self._world.rank] = (

@@ -180,6 +180,32 @@ def test_a_rank_that_is_stopped_is_named(run_ranks: Run) -> None:
     assert "rank 2 (" not in job.output
 
 
+def test_a_rank_that_a_program_waits_for_is_named(run_ranks: Run) -> None:
+    script = """
+    import os, time
+    import autopar, jax, jax.numpy as jnp, numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+
+    @autopar.parallelize(strategy="allreduce", mesh=mesh)
+    def train_step(state, batch):
+        loss, slope = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+        return state - 0.1 * slope, {"loss": loss}
+
+    state = jnp.ones(3)
+    for step in range(8):
+        if step == 5 and jax.process_index() == 1:
+            os.write(1, b"fault\\n")
+            time.sleep(60)
+        state, metrics = train_step(state, np.ones((8, 3), np.float32))
+        float(metrics["loss"])
+    """
+    job = run_ranks(2, script, AUTOPAR_WATCHDOG="3")
+    check_ended(job, 15)
+    assert re.search(r"rank 1 .*no progress for \d+ s, in step 4 \(train_step\); rank 0 waits for it", job.ranks[0])
+
+
 def test_a_rank_may_take_its_time(run_ranks: Run) -> None:
     fault = """
     if mark.__self__.last.step == 5:

@@ -30,6 +30,36 @@ def test_a_fault_is_told_where_it_was() -> None:
     assert str(here.last) == "in step 3 (row exchange)"
 
 
+class Result:
+    """A result of a program that is under way."""
+
+    nbytes = 4
+    ready = False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+def test_a_program_under_way_is_a_wait() -> None:
+    here, result = Progress(), Result()
+    here.dispatched(result)
+    assert here.seen.kind == "computes"  # Nobody watches.
+    here.watched = True
+    here.mark(4, "train_step")
+    here.dispatched(result)
+    assert (here.seen.kind, str(here.seen)) == ("waits", "in step 4 (train_step, on the devices)")
+    with here.during("compiling", "compiles"):
+        assert here.seen.kind == "compiles"
+    result.ready = True
+    assert here.seen == here.last and here.last.kind == "computes"
+    large = Result()
+    large.nbytes = 1 << 30
+    here.dispatched(large)
+    assert here.seen.kind == "waits"
+    del large
+    assert here.seen.kind == "computes"
+
+
 def test_the_page_of_the_supervisor() -> None:
     with tempfile.TemporaryFile() as file:
         file.truncate(PAGE_BYTES)

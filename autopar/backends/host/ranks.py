@@ -20,6 +20,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.host.view import RankView
 from autopar.backends.protocol import RowBackend
 from autopar.backends.spread import backends
+from autopar.backends.watched import watched
 from autopar.ir.plan import Plan
 from autopar.ir.stages import Side
 from autopar.mpi.buffers import Buffers
@@ -98,7 +99,8 @@ class Ranks:
         if side == "device" and not self.is_single:
             everywhere = self.sharding(None)
             shardings = tuple(everywhere if w else None for w in whole)
-            return jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), out_shardings=shardings)
+            program = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), out_shardings=shardings)
+            return watched(program) if self.is_global and self.exchange.size > 1 else program
         compiled = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated))
         if side == "owner" and self._host is not None:
             return self._on_host(compiled)
