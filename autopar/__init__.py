@@ -8,6 +8,7 @@ from autopar.errors import (
     CapacityWarning,
     CheckpointError,
     DonatedStateError,
+    HostMemoryError,
     LaunchError,
     MissingCheckpointError,
     RecompileWarning,
@@ -17,6 +18,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.explain import Explanation, explain
+from autopar.host_table import HostTable
 from autopar.init import init
 from autopar.mpi.start import start as _start
 from autopar.mpi.start import watchdog
@@ -34,6 +36,8 @@ __all__ = [
     "CheckpointError",
     "DonatedStateError",
     "Explanation",
+    "HostMemoryError",
+    "HostTable",
     "LaunchError",
     "MissingCheckpointError",
     "ParallelStep",

@@ -46,6 +46,8 @@ class Options:
     emit: Emit = "pjit"
     #: Tables on hosts are asked for; `devices` are ranks then.
     hosts: bool = False
+    #: Bytes of memory of each device, None where that doesn't limit anything.
+    memory: Callable[[], int | None] | None = None
     #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
@@ -87,9 +89,7 @@ def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tupl
 
 
 def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_batch(
-        program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts
-    )
+    program, note = analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts)
     return program, plan, note
 
 

@@ -1,0 +1,29 @@
+"""Steps with tables in host memory: the cases of `host_cases.py`, once per shape of the world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.ranks import run_ranks
+
+#: Ranks and devices of each -> cases.
+WORLDS = {
+    (1, 1): (),
+    (2, 1): (),
+    (3, 1): ("check_contract", "check_results", "check_init", "check_nonfinite"),
+    (4, 1): ("check_contract", "check_growth"),
+    (1, 2): ("check_contract", "check_results"),
+    (2, 2): ("check_contract", "check_results", "check_init"),
+    (3, 2): ("check_contract",),
+    (4, 2): ("check_contract",),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
+def test_hosts(world: tuple[int, int], tmp_path: Path) -> None:
+    ranks, devices = world
+    arguments = ["tests.mpi.host_cases", str(devices), str(tmp_path), *WORLDS[world]]
+    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=400)
+    assert "check_contract" in text
