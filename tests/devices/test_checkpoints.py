@@ -86,7 +86,7 @@ def test_autopar_saves_tables_share_by_share(rows: int, tmp_path: Path) -> None:
     expected = trained(planned, state, rows, range(3, 6))
     ordinary = autopar.restore(tmp_path / "three", jax.eval_shape(lambda: expected_at_save)).state
     jax.tree.map(np.testing.assert_array_equal, ordinary, expected_at_save)
-    for devices in (4, 3, 1):
+    for devices in {40: (2,), 41: (3, 1)}[rows]:
         fresh, planned = fresh_on(devices, rows)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fresh)
         for how in ({"like": fresh}, {"like": shapes, "step": planned, "batch": ids_in(0, rows)}):
