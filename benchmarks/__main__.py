@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import choice, contract, devices, one_device
+from benchmarks import choice, contract, devices, hosts, one_device
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -13,6 +13,7 @@ BENCHMARKS = {
     "crossover": one_device.crossover,
     "devices": devices.devices,
     "choice": choice.choice,
+    "hosts": hosts.hosts,
     "contract": contract.product,
 }
 
