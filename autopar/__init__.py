@@ -15,6 +15,8 @@ from autopar.errors import (
 )
 from autopar.explain import Explanation, explain
 from autopar.init import init
+from autopar.mpi.start import start as _start
+from autopar.mpi.start import watchdog
 from autopar.shard import shard
 from autopar.step import ParallelStep
 from autopar.table import Table, materialize
@@ -43,4 +45,8 @@ __all__ = [
     "parallelize",
     "shard",
     "verify",
+    "watchdog",
 ]
+
+# Under an MPI launcher JAX's processes must be connected before its first use. Otherwise this does nothing.
+_start()

@@ -19,7 +19,7 @@ from autopar.errors import ArgumentsError, StateError
 from autopar.ir.flow import carried
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Block, Input, Output
-from autopar.table import Table, layout_of
+from autopar.table import is_table, layout_of
 
 #: A layout and its row axis.
 Layout = tuple[RowLayout, int]
@@ -72,7 +72,7 @@ def shape_of(leaf: Any) -> Any:
     """What JAX needs to trace a leaf: its shape, dtype and weak type."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
-    if isinstance(leaf, Table):
+    if is_table(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     try:
         aval = jax.typeof(leaf)

@@ -172,7 +172,7 @@ def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Progr
     if plan is None or not plan.on_hosts:
         return program, plan, "one program"
     try:
-        stages = split_stages(program)
+        stages = split_stages(program, plan.devices)
     except NotLocal as error:
         raise StrategyError(
             f"strategy: {program.name} can't be trained with tables on hosts: {error}. Leave them on the devices"

@@ -78,6 +78,7 @@ class Explanation:
     sparse: str
     devices: int = 1
     updates: bool = True
+    processes: int = 1
 
     @property
     def dense_bytes(self) -> int:
@@ -119,7 +120,11 @@ class Explanation:
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
     def _table(self, narrow: bool) -> Table:
-        table = Table(title=f"Plan of {self.name} ({_count(self.devices)})", title_justify="left", title_style="bold")
+        table = Table(
+            title=f"Plan of {self.name} ({_count(self.devices, self.processes)})",
+            title_justify="left",
+            title_style="bold",
+        )
         table.add_column("parameter", overflow="fold")
         if not narrow:
             table.add_column("shape", no_wrap=True)
@@ -166,6 +171,8 @@ def explain(step: ParallelStep, *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
       ArgumentsError: no arguments, and the step hasn't been called yet.
+
+    Across processes, all of them ask with arguments together; without arguments each may ask for itself.
     """
     if not isinstance(step, ParallelStep):
         raise ArgumentsError("explain takes a step that parallelize returned")
@@ -194,7 +201,8 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
             rows.append(_dense_row(entry, k, told.get(given.path)))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(given.role == "state" for given in program.inputs)
-    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices, updates)
+    processes = 1 if entry.devices is None else len(entry.devices.processes.members)
+    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices, updates, processes)
 
 
 def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
@@ -281,8 +289,9 @@ def _reason(row: Row) -> Text:
     return text
 
 
-def _count(devices: int) -> str:
-    return "one device" if devices == 1 else f"{devices} devices"
+def _count(devices: int, processes: int) -> str:
+    several = f" of {processes} processes" if processes > 1 else ""
+    return "one device" if devices == 1 else f"{devices} devices{several}"
 
 
 def format_bytes(size: float) -> str:

@@ -16,6 +16,7 @@ from autopar.errors import ArgumentsError
 from autopar.host_table import HostTable, exchange
 from autopar.ir.local import Spread
 from autopar.ir.program import ArrayType, Program
+from autopar.mpi.progress import PROGRESS, mark
 from autopar.table import Table
 
 #: Room for more rows than a step was found to need, and what it is rounded up to.
@@ -71,6 +72,7 @@ class HostRunner:
         tables = {k: self._table(k, leaf) for k, leaf in enumerate(leaves) if k in self._tables}
         inputs = [tables[k].storage if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         step = Step({})
+        self._ranks.step = PROGRESS.last.step
         staged = self._staged or self._compile()
         while True:
             try:
@@ -88,6 +90,7 @@ class HostRunner:
         program: Program = follow(self._program, plan, self._options)
         donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
         self.compilations += 1
+        mark(self._ranks.step, "compiling", "compiles")
         self._staged = StagedProgram(program, plan, self._ranks, donated)
         return self._staged
 

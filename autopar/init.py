@@ -10,10 +10,14 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
+from autopar.agreement import check_same_maker
+from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import arranger, even_shares
 from autopar.errors import ArgumentsError, AutoparError, StateError
+from autopar.host_init import HostMaker
 from autopar.ir.layout import RowLayout
+from autopar.ir.trace import block_of
 from autopar.planned import Entry
 from autopar.step import ParallelStep
 from autopar.table import Table
@@ -33,7 +37,8 @@ def init(
 
     A table whose rows are spread over the devices is never whole on any of them, however large it is, and the first
     call of the step takes it as it is, without a copy. The numbers are those of `jax.jit(make_state)(*args)`, to the
-    bit; of an initializer that sums over a table's rows, up to the order of the sum.
+    bit; of an initializer that sums over a table's rows, up to the order of the sum. Across processes all of them call
+    it, with the same arguments.
 
     Args:
       make_state: Makes the state of the step's first argument (of the one that its `state_argnums` names, if it names
@@ -46,7 +51,8 @@ def init(
         returns, as in `call=lambda made: (made["params"], made["opt"], batch, key)`.
 
     Returns:
-      What `make_state` returns, with a `Table` for each leaf that is stored in a layout.
+      What `make_state` returns, with a `Table` for each leaf that is stored in a layout, and a `HostTable` for each
+      one in the memory of the hosts.
 
     Raises:
       ArgumentsError: a step that `parallelize` didn't make; not one of `batch` and `call`; a `make_state` that
@@ -80,6 +86,8 @@ def init(
             "init(lambda key: make_state(model, key), key, ...)"
         ) from error
     maker = Maker.of(step, name, traced, batch, call)
+    if step.devices is not None and step.devices.processes.several:
+        check_same_maker(step.devices.processes, name, block_of(traced.jaxpr), jax.tree.leaves(args))
     leaves = maker.run(*(maker.everywhere(x) for x in jax.tree.leaves(args)))
     return jax.tree.unflatten(traced.out_tree, maker.as_tables(leaves))
 
@@ -102,7 +110,7 @@ class Maker:
     @staticmethod
     def of(
         step: ParallelStep, name: str, traced: Any, batch: Any, call: Callable[[Any], Sequence[Any]] | None
-    ) -> Maker:
+    ) -> Maker | HostMaker:
         """The maker of what a traced `make_state` returns."""
         # A leaf is found again, among the step's arguments, by being the same object.
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
@@ -117,6 +125,8 @@ class Maker:
                 "to it. Name the state with parallelize(step, state_argnums=...)"
             )
         make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.plan, step.devices
+        if plan.on_hosts:
+            return HostMaker.of_plan(make, entry, found)
         if devices is None:
             return Maker(make, None, None, [None] * len(found))
         shardings = [devices.sharding(None if k is None else plan.placements[k]) for k in found]
@@ -140,7 +150,7 @@ class Maker:
         """An argument on all devices."""
         if self.devices is None or not isinstance(leaf, jax.Array):
             return leaf
-        return jax.device_put(leaf, self.devices.sharding(None))
+        return place(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with Tables in place of even shares."""

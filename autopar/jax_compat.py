@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax._src import config as _config
+from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.lax import lax as _lax
 from jax.extend import core as jex_core
 
@@ -142,3 +144,39 @@ def weak(value: Any) -> Any:
 def strong(value: Any) -> Any:
     """The value with a dtype that doesn't yield to others."""
     return jax.lax.convert_element_type(value, value.dtype) if is_weak(value) else value
+
+
+def backend_is_up() -> bool:
+    """Whether JAX has been used, so that its processes can't be connected any more."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def process() -> tuple[int, int]:
+    """(number of this process, number of processes) as given to `jax.distributed.initialize`; starts no backend."""
+    return _distributed.global_state.process_id, _distributed.global_state.num_processes
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value stands for one that is to come."""
+    return isinstance(value, Tracer)
+
+
+class KeyValueStore(Protocol):
+    """What is used of the store that `jax.distributed` keeps for its processes."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """Once a key."""
+        ...
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """Waits for the key; JaxRuntimeError with DEADLINE_EXCEEDED if it doesn't come in time."""
+        ...
+
+    def key_value_delete(self, key: str) -> None:
+        """Forget it."""
+        ...
+
+
+def key_value_store() -> KeyValueStore | None:
+    """The store of `jax.distributed`; None where that isn't initialised."""
+    return _distributed.global_state.client

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.arguments import Argument
+from autopar.backends.across import is_global, place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
+from autopar.compile import Compiled
 from autopar.errors import DonatedStateError
-from autopar.ir.plan import Plan
-from autopar.ir.program import Program
-from autopar.table import Table
+from autopar.ir.program import ArrayType, Atom, Program, Var
+from autopar.table import Table, is_table
 
 
 def separate_buffers(
@@ -43,7 +45,7 @@ def separate_buffers(
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
     """Raise DonatedStateError if a leaf of the arguments is gone."""
     leaves = jax.tree_util.tree_leaves_with_path((args, dict(kwargs)))
-    gone = [p for p, x in leaves if isinstance(x, (jax.Array, Table)) and not is_traced(x) and x.is_deleted()]
+    gone = [p for p, x in leaves if (isinstance(x, jax.Array) or is_table(x)) and not is_traced(x) and x.is_deleted()]
     if gone:
         raise DonatedStateError(
             f"{name} got a state that it was given before ({_path_of(gone[0])}): a step updates its state in "
@@ -64,7 +66,7 @@ def _path_of(path: Sequence[Any]) -> str:
 
 
 def is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax_compat.Tracer)
+    return jax_compat.is_tracer(leaf)
 
 
 def _buffers(tree: Any) -> list[Any]:
@@ -92,30 +94,44 @@ class SpreadRunner:
 
     Args:
       run: The planned step on flat arrays as they are stored.
-      plan, program: What says where they are.
+      compiled: What says where they are.
       devices: The mesh.
       donate: Whether states are updated in place.
     """
 
-    def __init__(
-        self, run: Callable[..., Sequence[Any]], plan: Plan, program: Program, devices: Devices, donate: bool
-    ) -> None:
+    def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
+        plan, analysed = compiled.plan, compiled.analysed
         self._devices = devices
         self._layouts = plan.layouts
         self._shardings = [devices.sharding(along) for along in plan.placements]
-        self._states = [k for k, given in enumerate(program.inputs) if given.role == "state"]
-        self._tables = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}
-        self._types = [v.type for v in program.block.inputs]
+        self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
+        self._tables = {out: plan.layouts[k] for k, out in analysed.new_states.items() if k in plan.layouts}
+        self._types = [v.type for v in compiled.program.block.inputs]
         self._donate = donate
-        self._count = len(program.outputs) - bool(plan.fallback)  # the last one is a flag
+        self._count = len(analysed.outputs)  # and perhaps a flag
         self._flags: collections.deque[Any] = collections.deque()
-        states = [out.state for out in program.outputs]
+        self._across = devices.processes.several
         self._run = jax.jit(
             lambda *leaves: tuple(run(*leaves)),
             in_shardings=self._shardings,
-            out_shardings=tuple(None if k is None else self._shardings[k] for k in states),
+            out_shardings=self._returned(analysed, bool(plan.fallback)),
             donate_argnums=self._states if donate else (),
         )
+
+    def _returned(self, analysed: Program, flag: bool) -> tuple[NamedSharding | None, ...]:
+        """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
+        the batch are spread, and the rest is on every device, so that every process can read it."""
+
+        def of(atom: Atom, state: int | None) -> NamedSharding | None:
+            if state is not None:
+                return self._shardings[state]
+            if not self._across or not isinstance(atom.type, ArrayType):
+                return None
+            return self._devices.sharding(analysed.batch.get(atom) if isinstance(atom, Var) else None)
+
+        pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
+        found = [of(atom, out.state) for atom, out in pairs]
+        return (*found, *([self._devices.sharding(None) if self._across else None] if flag else []))
 
     def lower(self) -> Any:
         """`jax.jit(...).lower` at the plan's shapes."""
@@ -140,8 +156,12 @@ class SpreadRunner:
         return results
 
     def was_exceeded(self) -> bool:
-        """Whether an earlier call is known to have exceeded a measured capacity; waits for nothing."""
-        while self._flags and self._flags[0].is_ready():
+        """Whether an earlier call is known to have exceeded a measured capacity.
+
+        In one process it waits for nothing. Processes must all know it after the same call, so there it is the call
+        before the latest one, which is waited for while the latest one runs.
+        """
+        while len(self._flags) > 1 if self._across else self._flags and self._flags[0].is_ready():
             if bool(self._flags.popleft()):
                 self._flags.clear()
                 return True
@@ -157,6 +177,8 @@ class SpreadRunner:
             return leaf
         if layout is not None:
             return placed(leaf, *layout, self._devices)
-        if self._donate and k in self._states and isinstance(leaf, jax.Array):
-            leaf = _copy(leaf)  # the user's own array stays as it is, whatever is done to this one
-        return jax.device_put(leaf, self._shardings[k])
+        # The user's own array stays as it is, whatever is done to this one.
+        own = self._donate and k in self._states
+        if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
+            leaf = _copy(leaf)
+        return place(leaf, self._shardings[k], own=own)

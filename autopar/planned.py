@@ -96,8 +96,10 @@ class Entry:
         """Calls the planned step on several devices, or with tables on hosts."""
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.donate)
-        assert self.devices is not None, "one device needs no placing"
-        return SpreadRunner(self.run_stored, self.compiled.plan, self.compiled.program, self.devices, self.donate)
+        if self.devices is None:  # of a step whose tables can't be on hosts
+            one = Devices(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), "data")
+            return SpreadRunner(self.run, self.compiled, one, self.donate)
+        return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
 
     def run_hosted(self, *leaves: Any) -> list[Any]:
         """The planned step with tables on hosts, on flat ordinary arrays; collective, and slow."""

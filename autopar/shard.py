@@ -1,125 +1,296 @@
-"""`shard`: batches from any source, placed over the devices, one ahead of the step."""
+"""`shard`: global batches from any source, placed over the devices ahead of the step; and where one is among them."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.arguments import path_name
+from autopar.backends.across import place
 from autopar.backends.devices import Devices
+from autopar.backends.processes import Processes
+from autopar.batches.agreed import agreed
+from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
+from autopar.batches.readers import reader_of
+from autopar.batches.sources import Examples, Last, Stream, shuffled
 from autopar.errors import ArgumentsError
-from autopar.ir.examples import BatchAxis, check_batch_axis, example_axes
+from autopar.ir.examples import BatchAxis, check_batch_axis
 
 
 def shard(
-    source: Iterable[Any],
+    source: Iterable[Any] | Any,
     *,
+    batch_size: int | None = None,
+    epochs: int | None = 1,
+    shuffle: int | None = None,
+    per_process: bool = False,
+    last: Last = "error",
+    mask: str = "mask",
+    ahead: int = 1,
     mesh: Mesh | None = None,
     data_axis: str | None = None,
     batch_axis: BatchAxis = 0,
-    last: Literal["error", "drop", "pad"] = "error",
-    mask: str = "mask",
-    ahead: int = 1,
-) -> Iterator[Any]:
+) -> Batches:
     """Global batches from a source, each spread over the devices along its examples.
 
     Args:
-      source: Gives batches: pytrees of arrays, or of anything that NumPy makes arrays of (torch tensors). Leaves that
-        aren't of the batch's size along their batch axis (scalars, shared ids) every device gets.
-      mesh, data_axis: As for `parallelize`.
-      batch_axis: As for `parallelize`; the paths are those of a step whose argument is called `batch`.
-      last: What is done with a batch that is smaller than the first one. "error"; "drop"; "pad": its last example is
-        repeated, and every batch, which must be a dict, gets float32 [batch] weights under `mask`, 1 for an example and
-        0 for padding, for the step's loss to use.
+      source: An iterable of batches: pytrees of arrays, or of anything that NumPy makes arrays of (torch tensors).
+        Leaves that aren't of the batch's size along their batch axis (scalars, shared ids) every device gets. Or, with
+        `batch_size=`, examples that can be indexed: a pytree of arrays, or an object with `len(source)` and an example
+        at `source[k]`; each process then reads only what its own devices hold.
+      batch_size: How many examples a global batch is made of.
+      epochs: How often the source is gone through; None: without end.
+      shuffle: A seed: the examples come in another order each epoch, the same for the same seed. Needs `batch_size=`.
+      per_process: Whether each process's source gives another part of the data. A global batch is then the
+        concatenation of what the processes give, in their order, as much of each.
+      last: What is done with a batch that is smaller than the first one, and, under `per_process`, with sources that
+        don't end together. "error". "drop": such a batch is left out, and the epoch ends with the first source that
+        does. "pad": its last example is repeated, and every batch, which must be a dict, gets float32 [batch] weights
+        under `mask`, 1 for an example and 0 for padding, for the step's loss to use; the epoch ends with the last
+        source that does.
       mask: The name of the weights.
       ahead: How many batches are placed before they are asked for.
+      mesh, data_axis: As for `parallelize`.
+      batch_axis: As for `parallelize`; the paths are those of a step whose argument is called `batch`.
 
-    Yields:
-      Batches of `jax.Array`s.
+    Returns:
+      An iterator over batches of `jax.Array`s. Its `state()` is the position, to be saved in a checkpoint; `restore`
+      goes on from there. Across processes every one must ask for each batch.
 
     Raises:
-      ArgumentsError: a batch without an array, a smaller batch under "error", or one that is no dict under "pad".
+      ArgumentsError: options that don't fit the source. While iterating: a batch without an array, a smaller batch
+        under "error", or one that is no dict under "pad"; sources that differ between processes, or under
+        `per_process` that don't fit each other.
+
+    Example:
+      >>> import numpy as np, autopar
+      >>> data = {"ids": np.arange(1000), "label": np.arange(1000) % 2}
+      >>> batches = autopar.shard(data, batch_size=64, epochs=2, shuffle=0, last="drop")
+      >>> next(batches)["ids"].shape
+      (64,)
+      >>> batches.state()
+      {'epoch': 0, 'batch': 1, 'seed': 0, 'sources': 1}
     """
     if last not in ("error", "drop", "pad"):
         raise ArgumentsError(f"last={last!r}: there are 'error', 'drop' and 'pad'")
-    devices = Devices.of(mesh, data_axis)
+    if shuffle is not None and batch_size is None:
+        raise ArgumentsError("shuffle= needs examples that can be indexed: give them, and batch_size=")
+    if shuffle is not None and shuffle < 0:
+        raise ArgumentsError(f"shuffle={shuffle}: a seed is not negative")
     check_batch_axis(batch_axis)
-    waiting: collections.deque[Any] = collections.deque()
-    full: int | None = None
-    for number, batch in enumerate(source):
-        batch = jax.tree.map(_as_array, batch)
-        axes = _axes(batch, batch_axis, added=[mask] if last == "pad" else [])
-        size = _size(batch, axes, number)
-        full = size if full is None else full
-        if size != full and last == "drop":
-            continue
-        if size > full or (size != full and last == "error"):
+    devices = Devices.of(mesh, data_axis)
+    options = _Options(devices, batch_axis, last, mask, per_process, epochs, -1 if shuffle is None else shuffle)
+    added = [mask] if last == "pad" else []
+    if batch_size is None:
+        return Batches(Stream(source, batch_axis, added, epochs), options, ahead)
+    return Batches(_examples(source, batch_size, shuffle, options, added), options, ahead)
+
+
+@dataclass(frozen=True)
+class _Options:
+    devices: Devices
+    batch_axis: BatchAxis
+    last: Last
+    mask: str
+    per_process: bool
+    epochs: int | None
+    seed: int
+
+    @property
+    def sources(self) -> int:
+        """How many sources a global batch is made of."""
+        return len(self.devices.processes.members) if self.per_process else 1
+
+    @property
+    def member(self) -> int:
+        """Which of them is this process's."""
+        return self.devices.processes.rank if self.per_process else 0
+
+
+def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Options, added: list[str]) -> Examples:
+    size, rest = divmod(batch_size, options.sources)
+    if batch_size < 1 or rest:
+        raise ArgumentsError(
+            f"batch_size={batch_size}: a global batch, of which each of {options.sources} processes gives as much"
+        )
+    reader = reader_of(source, options.batch_axis, added)
+    about = json.dumps([reader.count, batch_size, shuffle, options.last, options.epochs])
+    all_ = [json.loads(x) for x in options.devices.processes.gather(about.encode(), "shard")]
+    for k, other in enumerate(all_):
+        if other[1:] != all_[0][1:] or (not options.per_process and other != all_[0]):
+            here, there = options.devices.processes.members[0], options.devices.processes.members[k]
             raise ArgumentsError(
-                f"batch {number} has {size} examples, the first one had {full}. "
-                "shard(source, last='drop') leaves smaller ones out, last='pad' fills them up"
+                f"shard: [examples, batch_size, shuffle, last, epochs] are {other} on process {there} and {all_[0]} on "
+                f"process {here}. If each process has a part of the data, say shard(source, per_process=True)"
             )
-        if last == "pad":
-            batch = _padded(batch, axes, size, full, mask)
-            axes = _axes(batch, batch_axis)
-        waiting.append(_placed(batch, axes, full, devices))
-        if len(waiting) > ahead:
-            yield waiting.popleft()
-    yield from waiting
+    first = options.member * size
+    counts = [n for n, *_ in all_] if options.per_process else [reader.count]
+    held = Held(((0, size),)) if options.per_process else Held.by(options.devices, batch_size)
+    return Examples(reader, size, counts, shuffled(shuffle, options.member), options.last, held, first)
 
 
-def _as_array(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
+class Batches(Iterator[Any]):
+    """What `shard` returns: an iterator over global batches that knows where it is."""
+
+    def __init__(self, source: Stream | Examples, options: _Options, ahead: int) -> None:
+        self._source = source
+        self._options = options
+        self._ahead = ahead
+        self._compared = False
+        self._go_to(0, 0)
+
+    def __next__(self) -> Any:
+        while len(self._waiting) <= self._ahead:
+            found = next(self._coming, None)
+            if found is None:
+                break
+            self._waiting.append(found)
+        if not self._waiting:
+            raise StopIteration
+        (self._epoch, self._batch), batch = self._waiting.popleft()
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """The position: of the next batch that wasn't given out yet, whatever was read ahead.
+
+        Returns:
+          epoch, batch: Epochs gone through, and batches of the source in this one.
+          seed: That of `shuffle=`, -1 without it.
+          sources: How many sources a batch is made of: processes under `per_process`, else 1. A position in a source
+            that is the same on all processes is good for any number of processes.
+        """
+        o = self._options
+        return {"epoch": self._epoch, "batch": self._batch, "seed": o.seed, "sources": o.sources}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from a position. Examples that can be indexed are found at once; of other sources the batches of the
+        epoch before it are read and left out, so they must come in the same order.
+
+        Args:
+          state: What `state()` gave, of a `shard` with the same source, batch size, seed and `per_process`.
+
+        Raises:
+          ArgumentsError: it is of another seed, or of another number of sources.
+        """
+        mine = self.state()
+        state = {name: int(state[name]) for name in mine}
+        for name, option, also in (("seed", "shuffle", ""), ("sources", "per_process", ", on as many processes")):
+            if state[name] != mine[name]:
+                raise ArgumentsError(
+                    f"the position is one with {name}={state[name]}, and here it is {mine[name]}: it means other "
+                    f"examples. Give shard the same {option}= as before{also}"
+                )
+        self._go_to(state["epoch"], state["batch"])
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch, self._batch = epoch, batch
+        self._waiting: collections.deque[tuple[tuple[int, int], Any]] = collections.deque()
+        self._coming = self._placed(epoch, batch)
+
+    def _placed(self, epoch: int, start: int) -> Iterator[tuple[tuple[int, int], Any]]:
+        """All batches from a position on, each with the position after it."""
+        while self._options.epochs is None or epoch < self._options.epochs:
+            number = None
+            for part in self._parts(epoch, start):
+                number = part.number
+                yield (epoch, number + 1), self._place(part)
+            if number is None and start == 0:
+                return  # a source without any batch, which may be gone through without end
+            epoch, start = epoch + 1, 0
+
+    def _parts(self, epoch: int, start: int) -> Iterator[Part]:
+        options, source = self._options, self._source
+        if isinstance(source, Examples):
+            return source.read(epoch, start)
+        if options.sources > 1:
+            return agreed(source, options.devices.processes, options.last, epoch, start)
+        return self._whole(source, epoch, start)
+
+    def _whole(self, source: Stream, epoch: int, start: int) -> Iterator[Part]:
+        """Batches that each process has whole."""
+        for part in source.read(epoch, start):
+            full = source.full
+            assert full is not None, "a batch was read"
+            if not self._compared and self._options.devices.processes.several:
+                _check_same(part, self._options.devices.processes)
+            self._compared = True
+            if part.size != full and self._options.last == "drop":
+                continue
+            if part.size > full or (part.size != full and self._options.last == "error"):
+                raise ArgumentsError(
+                    f"batch {part.number} has {part.size} examples, the first one had {full}. "
+                    "shard(source, last='drop') leaves smaller ones out, last='pad' fills them up"
+                )
+            yield filled(part, full)
+
+    def _place(self, part: Part) -> Any:
+        """Put what this process has of a batch on its devices."""
+        options, count = self._options, self._options.devices.count
+        if part.total % count and options.sources > 1:
+            raise ArgumentsError(
+                f"a global batch of {part.total} examples can't be spread over {count} devices, and no process has all "
+                "of it: under per_process=True the devices must divide it"
+            )
+
+        def put(leaf: Any, axis: int | None) -> jax.Array:
+            return _put(leaf, axis, part, options.devices)
+
+        batch = map_axes(put, part.batch, part.axes)
+        return batch if options.last != "pad" else self._with_weights(batch, part)
+
+    def _with_weights(self, batch: Any, part: Part) -> dict[str, Any]:
+        mask, devices = self._options.mask, self._options.devices
+        if not isinstance(batch, dict):
+            kind = type(batch).__name__
+            raise ArgumentsError(f"last='pad' adds weights to each batch, which must be a dict, not a {kind}")
+        if mask in batch:
+            raise ArgumentsError(f"the batch has a {mask!r} of its own; name the weights with shard(source, mask=...)")
+        each = part.total // len(part.reals)
+        weights = np.concatenate([np.arange(each) < real for real in part.reals]).astype(np.float32)
+        whole = {**batch, mask: weights}
+        axis = jax.tree.unflatten(jax.tree.structure(whole), axes_of(whole, self._options.batch_axis))[mask]
+        return {**batch, mask: place(weights, devices.sharding(None if part.total % devices.count else axis))}
 
 
-def _axes(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
-    """The batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
-    leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})
-    known = [(path_name(path), leaf.shape) for path, leaf in leaves]
-    return example_axes(batch_axis, [*known, *((f"batch/{name}", (1,)) for name in added)])[: len(known)]
+def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array:
+    if axis is None or leaf.shape[axis] != part.size:
+        return place(leaf, devices.sharding(None))
+    sharding = devices.sharding(None if part.total % devices.count else axis)
+    if part.held.runs == ((0, part.total),):
+        return place(leaf, sharding)
+    shape = (*leaf.shape[:axis], part.total, *leaf.shape[axis + 1 :])
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+    def own(index: Any) -> np.ndarray:
+        found = part.held.find(index[axis], part.total)
+        if found is None:
+            raise ArgumentsError(
+                "per_process=True: a device of this process is to hold examples of another one's source. The mesh's "
+                "devices must be ordered by process along the data axis, and be as many of each"
+            )
+        return np.asarray(leaf)[(*index[:axis], found)].astype(dtype, copy=False)
+
+    return jax.make_array_from_callback(shape, sharding, own)
 
 
-def _map(fun: Callable[[Any, int | None], Any], batch: Any, axes: Sequence[int | None]) -> Any:
-    """A function of leaves and their batch axes over a batch."""
-    leaves, tree = jax.tree.flatten(batch)
-    return jax.tree.unflatten(tree, [fun(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
-
-
-def _size(batch: Any, axes: Sequence[int | None], number: int) -> int:
-    """Examples in a batch: the most frequent size along the batch axes, the larger one of equally frequent ones."""
-    pairs = zip(jax.tree.leaves(batch), axes, strict=True)
-    sizes = collections.Counter(leaf.shape[axis] for leaf, axis in pairs if axis is not None)
-    if not sizes:
-        raise ArgumentsError(f"batch {number} has no array with an axis for its examples")
-    return max(sizes, key=lambda n: (sizes[n], n))
-
-
-def _padded(batch: Any, axes: Sequence[int | None], size: int, full: int, mask: str) -> dict[str, Any]:
-    if not isinstance(batch, dict):
-        kind = type(batch).__name__
-        raise ArgumentsError(f"last='pad' adds weights to each batch, which must be a dict, not a {kind}")
-    if mask in batch:
-        raise ArgumentsError(f"the batch has a {mask!r} of its own; name the weights with shard(source, mask=...)")
-
-    def fill(leaf: Any, axis: int | None) -> Any:
-        if axis is None or leaf.shape[axis] != size or size == full:
-            return leaf
-        last = np.take(np.asarray(leaf), [-1], axis)
-        return np.concatenate([leaf, np.repeat(last, full - size, axis)], axis)
-
-    weights = (np.arange(full) < size).astype(np.float32)
-    return {**_map(fill, batch, axes), mask: weights}
-
-
-def _placed(batch: Any, axes: Sequence[int | None], size: int, devices: Devices) -> Any:
-    spread = size % devices.count == 0
-
-    def place(leaf: Any, axis: int | None) -> jax.Array:
-        along = axis if spread and axis is not None and leaf.shape[axis] == size else None
-        return jax.device_put(leaf, devices.sharding(along))
-
-    return _map(place, batch, axes)
+def _check_same(part: Part, processes: Processes) -> None:
+    """That the first batch is the same one on all processes."""
+    digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
+    for leaf in jax.tree.leaves(part.batch):
+        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    found = processes.gather(digest.digest(), "the first batch of shard")
+    k = next((k for k, other in enumerate(found) if other != found[0]), None)
+    if k is not None:
+        raise ArgumentsError(
+            f"shard: the first batch isn't the same on process {processes.members[k]} as on process "
+            f"{processes.members[0]}. If each process has a part of the data, say shard(source, per_process=True); if "
+            "not, give the source the same seed everywhere"
+        )

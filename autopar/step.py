@@ -13,14 +13,20 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
+from autopar.agreement import check_same_call, check_same_plan
 from autopar.arguments import Call, describe, find_states, read_call, static_keywords
+from autopar.backends.across import local
 from autopar.backends.devices import Devices
-from autopar.compile import Options, compile_program
+from autopar.backends.processes import Processes
+from autopar.compile import Compiled, Options, compile_program
 from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
-from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.host_table import HostTable
+from autopar.ir.plan import Method, Plan, without_hosts
+from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import example_ids, id_inputs
+from autopar.mpi.progress import mark
+from autopar.mpi.world import world
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 from autopar.table import layout_of, materialize
@@ -48,6 +54,8 @@ class ParallelStep:
     _runners: dict[Any, Any] = field(default_factory=dict)
     _known: dict[Any, Entry] = field(default_factory=dict)
     latest: Entry | None = None
+    _takes_hosted: bool = False
+    _calls: int = 0
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.fun)
@@ -63,10 +71,13 @@ class ParallelStep:
         return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.devices is not None or self.options.hosts:
+        if self.devices is not None or self.options.hosts or self._takes_hosted:
             return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
+            if any(isinstance(x, HostTable) for x in self.leaves(args, kwargs)):
+                self._takes_hosted = True
+                return self._call_spread(args, kwargs)
             runner = self._first_call(args, kwargs)
             return self._run(runner, *self._place(args, kwargs))
         try:
@@ -75,6 +86,11 @@ class ParallelStep:
             return self._run(self._first_call(args, kwargs), *self._place(args, kwargs))
         except (RuntimeError, ValueError) as error:
             return self._recover(error, runner, args, kwargs)
+        except TypeError:
+            if not any(isinstance(x, HostTable) for x in self.leaves(args, kwargs)):
+                raise
+            self._takes_hosted = True
+            return self._call_spread(args, kwargs)
 
     def _run(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -99,6 +115,8 @@ class ParallelStep:
         if any(is_traced(x) for x in leaves):
             self._check_not_hosted(entry)
             return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
+        mark(self._calls, self.name)
+        self._calls += 1
         try:
             results = entry.runner(leaves)
         except (RuntimeError, ValueError) as error:
@@ -110,7 +128,7 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
-        if self.devices is not None or self.options.hosts:
+        if self.devices is not None or self.options.hosts or self._takes_hosted:
             entry = self.entry(*args, **kwargs)
             self._check_not_hosted(entry)
             return entry.runner.lower()
@@ -167,20 +185,56 @@ class ParallelStep:
         states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None:
             states = states.confirmed(call, block, _tops(traced.out_tree))
-        inputs, outputs = describe(call, states, traced.out_info, self.options.devices)
+        ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
+        inputs, outputs = describe(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
-        options = dataclasses.replace(self.options, example=_measuring(leaves))
-        compiled = compile_program(program, options)
+        if self._processes is not None:
+            check_same_call(self._processes, program, self._wishes, leaves)
+        mark(self._calls, f"planning {self.name}"[:64], "compiles")
+        options = dataclasses.replace(self._options_of(inputs, leaves), example=_measuring(leaves))
+        compiled = self._compile(program, options)
+        if options.hosts and not compiled.plan.on_hosts:  # nothing can be there
+            count = 1 if self.devices is None else self.devices.count
+            options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
+            compiled = self._compile(program, options)
         return Entry(
             call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
         )
+
+    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
+        """The user's; tables that come in the memory of the hosts stay there."""
+        found = self.options
+        paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
+        if not paths or found.hosts:
+            return found
+        rest = found.strategy if isinstance(found.strategy, Mapping) else {"**": found.strategy}
+        hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
+        return dataclasses.replace(found, hosts=True, devices=world().size, strategy={**hosted, **rest})
+
+    def _compile(self, program: Program, options: Options) -> Compiled:
+        compiled = compile_program(program, options)
+        if self._processes is not None:
+            check_same_plan(self._processes, compiled)
+        return compiled
+
+    @functools.cached_property
+    def _processes(self) -> Processes | None:
+        """Those that run the step together; None if it is this one alone."""
+        return self.devices.processes if self.devices is not None and self.devices.processes.several else None
+
+    @property
+    def _wishes(self) -> str:
+        """What the user asked for, as text."""
+        o = self.options
+        strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
+        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}"
 
     def _grow(self, entry: Entry) -> None:
         """Plan once more with larger capacities, after batches that exceeded those of the plan."""
         old = entry.compiled
         headroom = 2 * entry.headroom
         options = dataclasses.replace(self.options, example=_measuring(entry.example), headroom=headroom)
-        compiled = compile_program(
+        compiled = self._compile(
             Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
         )
         grown = dataclasses.replace(entry, compiled=compiled, headroom=headroom)
@@ -289,10 +343,13 @@ def _tops(tree: Any) -> frozenset[tuple[int, Any]]:
 
 
 def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
-    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none."""
+    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
+
+    Global arrays are kept whole, so that measuring once more needs no other process.
+    """
     program = entry.compiled.analysed
     kept = [
-        leaf if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
+        local(leaf) if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
         for leaf, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
     ]
     return kept if any(x is not None for x in kept) else None

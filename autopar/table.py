@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
 from autopar.host_table import HostTable
@@ -22,6 +23,8 @@ class Table:
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
     Reading it (`np.asarray`, `jnp.asarray`, indexing) gives the true rows. Other JAX functions refuse it:
     `autopar.materialize(state)` makes ordinary arrays.
+
+    Where its devices are of several processes, all of them have to read it together, and each gets what is read.
 
     Attributes:
       stored: The rows as they are stored, [..., N ceil(V/N), ...].
@@ -83,10 +86,16 @@ class Table:
         simple = all(x is None or x is ... or isinstance(x, (int, slice)) for x in others)
         places = self._places(rows, simple)
         if places is None:
-            return self.materialize()[index]
+            return self._readable(self.materialize()[index])
         if isinstance(places, int) and simple:  # XLA gathers rows where they are, but slices a table that it brought
-            return self.stored[(np.array([places]), *others)][0]
-        return self.stored[(places, *others)]
+            return self._readable(self.stored[(np.array([places]), *others)])[0]
+        return self._readable(self.stored[(places, *others)])
+
+    def _readable(self, read: jax.Array) -> jax.Array:
+        """What was read, on every process."""
+        if not is_global(read) or read.is_fully_replicated:
+            return read
+        return jax.device_put(read, Devices.of_array(self.stored, self.axis).sharding(None))
 
     def _places(self, rows: Any, simple: bool) -> Any:
         """Where picked rows are stored; None if they are to be picked from the whole table."""

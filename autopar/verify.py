@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.arguments import read_call
+from autopar.backends.across import local, place
 from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
@@ -73,6 +74,8 @@ class Verification:
 
 def verify(step: ParallelStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
     """Run the plain and the planned step on copies of the arguments and compare.
+
+    Across processes, all of them verify together; each runs the plain step whole by itself.
 
     Args:
       step: What `parallelize` returned.
@@ -141,9 +144,11 @@ def compare(
     """
     program = entry.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
-    first = [jnp.asarray(x) for x in batches[0]]
+    first = [_here(x) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: entry.plain(*xs))
-    run_planned = entry.run_hosted if entry.compiled.plan.on_hosts else jax.jit(lambda *xs: (planned or entry.run)(*xs))
+    run_planned = _on_devices(entry, jax.jit(lambda *xs: (planned or entry.run)(*xs)))
+    if entry.compiled.plan.on_hosts:
+        run_planned = entry.run_hosted
     keep = jax.jit(_lazy(entry)) if lazy else None
     block = block_of(entry.jaxpr)
     with jax_compat.enable_x64():
@@ -154,7 +159,7 @@ def compare(
     for batch in batches:
         for k, x in enumerate(batch):
             if k not in states:
-                plain[k] = mine[k] = truth32[k] = jnp.asarray(x)
+                plain[k] = mine[k] = truth32[k] = _here(x)
                 truth64[k] = _wide(plain[k])
         with jax_compat.enable_x64():
             low, high = run_oracle(truth32, truth64)
@@ -168,8 +173,22 @@ def compare(
     for k, output in enumerate(program.outputs):
         start = first[output.state] if output.state is not None else None
         path = program.inputs[output.state].path if output.state is not None else output.path
-        checks.append(_check(path, start, *(o[k] for o in outs)))
+        checks.append(_check(path, start, *(local(o[k]) for o in outs)))
     return Verification(tuple(checks), len(batches))
+
+
+def _here(x: Any) -> Any:
+    """The whole array on this process: plain steps are run by each process for itself."""
+    return jnp.asarray(local(x))
+
+
+def _on_devices(entry: Entry, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """A planned step that takes plain arrays where its devices are of several processes."""
+    devices = entry.devices
+    if devices is None or not devices.processes.several:
+        return run
+    everywhere = devices.sharding(None)
+    return lambda *leaves: run(*(place(x, everywhere) for x in leaves))
 
 
 def _wide(x: Any) -> Any:

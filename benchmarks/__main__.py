@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import choice, contract, devices, hosts, one_device
+from benchmarks import choice, contract, devices, exchange, hosts, one_device, soak
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -13,7 +13,9 @@ BENCHMARKS = {
     "crossover": one_device.crossover,
     "devices": devices.devices,
     "choice": choice.choice,
+    "exchange": exchange.exchange,
     "hosts": hosts.hosts,
+    "soak": soak.soak,
     "contract": contract.product,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.backends.processes import Processes
 from autopar.backends.reductions import reduce_across
 
 Array = Any
@@ -58,6 +60,11 @@ class Devices:
     def position(self) -> Array:
         """In the program of one device its number, int32[]."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
+
+    @functools.cached_property
+    def processes(self) -> Processes:
+        """Those that own the devices."""
+        return Processes.of(self.mesh)
 
     def spec(self, along: int | None) -> P:
         """Spread along an axis of the array, or replicated."""

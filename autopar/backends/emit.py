@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices, OwnPart
-from autopar.backends.indices import flat_ids
+from autopar.backends.indices import along, flat_ids
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.single import SingleDevice
@@ -44,7 +44,7 @@ def emit(
 
 #: Operations that need more than their operands and parameters.
 _METHODS = frozenset(
-    {"push", "aggregate", "sweep", "replicate", "spread", "store", "whole", "reduce", "share", "once"}
+    {"push", "aggregate", "sweep", "changes", "replicate", "spread", "store", "whole", "reduce", "share", "once"}
 )
 
 
@@ -172,16 +172,31 @@ class _Emitter:
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
         n, m = len(p["axes"]), p["frontier"]
-        old, new, leaves = operands[:n], operands[n : 2 * n], operands[2 * n : 3 * n]
-        rest = operands[3 * n :]
+        leaves, frontier = operands[2 * n : 3 * n], operands[3 * n : 3 * n + m]
+        needed = self._needed(equation, [*operands[: 2 * n], *operands[3 * n :]])
+        backend = self._backend(equation)
+        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
+
+    def _padding(self, rows: Array, axis: int, equation: Equation) -> Array:
+        if equation.op == "changes":  # of one rank's own rows
+            return rows[along(axis, slice(-1, None))]
+        return self._backend(equation).padding(rows, axis)
+
+    def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        return [self._needed(equation, operands)]
+
+    def _needed(self, equation: Equation, operands: list[Array]) -> Array:
+        """Whether rows change that the step doesn't touch."""
+        p = equation.params
+        n, m = len(p["axes"]), p["frontier"]
+        old, new, rest = operands[:n], operands[n : 2 * n], operands[2 * n :]
         frontier, rest = rest[:m], rest[m:]
         finite, rest = rest[: p["finite"]], rest[p["finite"] :]
         nonzero, rest = rest[: p["nonzero"]], rest[p["nonzero"] :]
         guard, first = (rest[0], rest[1:]) if p.get("guarded") else (None, rest)
-        backend = self._backend(equation)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(old, new, p["axes"], strict=True):
-            needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
+            needed = needed | jnp.any(self._padding(a, axis, equation) != self._padding(b, axis, equation))
         for value in (*frontier, *finite):  # where the padding row may hide what they do by a predicate of its own
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
@@ -191,7 +206,7 @@ class _Emitter:
             needed = needed | _rarely(value)
         if guard is not None:
             needed = needed & ~guard
-        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
+        return needed
 
 
 def _rarely(value: Array) -> Array:

@@ -11,17 +11,21 @@ parts: `ordinary` gives an array that is spread along another axis then, or, if 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
+
+#: Bytes that are brought to every device at a time while a table is read.
+_PART = 1 << 26
 
 
 # --- in a compiled program ---
@@ -133,7 +137,13 @@ def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array]
 
 
 def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:
-    """A table from wherever it is, as it is stored. An array on the host, or elsewhere, is taken share by share."""
+    """A table from wherever it is, as it is stored. An array on the host, or elsewhere, is taken share by share.
+
+    Where the devices are of several processes, that is collective for global arrays; of an array that is the same on
+    all processes each takes its own shares.
+    """
+    if is_global(rows):
+        rows = jax.device_put(rows, devices.sharding(even_axis(rows.shape, axis, devices.count)))
     if isinstance(rows, jax.Array):
         for along in (axis, *(d for d in range(rows.ndim) if d != axis), None):
             if rows.sharding.is_equivalent_to(devices.sharding(along), rows.ndim):
@@ -172,15 +182,43 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
 
 
 def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
-    """The table as a NumPy array, put together from the devices' shares."""
+    """The table as a NumPy array, put together from the devices' shares; collective if processes share them."""
     table = np.empty(_with_rows(stored.shape, axis, layout.extent), stored.dtype)
     rows = np.moveaxis(table, axis, 0)
-    for shard in stored.addressable_shards:
-        if shard.replica_id == 0:
-            number = layout.row(np.arange(layout.stored)[shard.index[axis]])
-            kept = number < layout.extent
-            rows[number[kept]] = np.moveaxis(np.asarray(shard.data), axis, 0)[kept]
+    for places, part in _parts_on_host(stored, layout, axis):
+        number = layout.row(places)
+        kept = number < layout.extent
+        rows[number[kept]] = np.moveaxis(part, axis, 0)[kept]
     return table
+
+
+def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Places in a stored table and what is there, until all is read."""
+    if not is_global(stored):
+        for shard in stored.addressable_shards:
+            if shard.replica_id == 0:
+                yield np.arange(layout.stored)[shard.index[axis]], np.asarray(shard.data)
+        return
+    # Some rows of each share at a time, so that no device has the whole table.
+    devices = Devices.of_array(stored, axis)
+    size = max(1, min(layout.share, layout.stored * _PART // max(1, stored.nbytes) // layout.devices))
+    first = np.arange(layout.devices)[:, None] * layout.share
+    for start in range(0, layout.share, size):
+        start = min(start, layout.share - size)
+        part = _some_of_each(axis, size, devices)(stored, start)
+        yield (first + start + np.arange(size)).reshape(-1), np.asarray(part.addressable_data(0))
+
+
+@functools.cache
+def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, int], jax.Array]:
+    """`size` rows of each share from a number on, on every device."""
+
+    def some(rows: Array, start: Array) -> Array:
+        return jax.lax.all_gather(
+            jax.lax.dynamic_slice_in_dim(rows, start, size, axis), devices.axis, axis=axis, tiled=True
+        )
+
+    return jax.jit(lambda stored, start: devices.local(some, (axis, None), None, stored, start))
 
 
 def _with_rows(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
         raise NotLocal(f"{op} of examples with other examples", equation.source)
     (at,) = places
     out = equation.outputs[0]
-    if at != SUMMED and (out.shape[at] % devices or op == "reshape" and not _equal_shares(equation, spread[0], at)):
+    if at != SUMMED and (out.shape[at] % devices or (op == "reshape" and not _equal_shares(equation, spread[0], at))):
         raise NotLocal(f"{op} takes the examples apart", equation.source)
     return _agreed(equation, spread, needed, at)
 

@@ -51,6 +51,15 @@ def asks_for_hosts(strategy: Strategy) -> bool:
     return any(split_method(method)[1] == "hosts" for method in given)
 
 
+def without_hosts(strategy: Strategy) -> Strategy:
+    """The same for a step whose tables can't be on hosts: they are trained where they are."""
+
+    def of(given: Method) -> Method:
+        return "auto" if split_method(given)[1] == "hosts" else given
+
+    return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
+
+
 @dataclass(frozen=True, slots=True)
 class FamilyPlan:
     """A lifted family.

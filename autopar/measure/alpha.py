@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.ir.program import Block, Program
 from autopar.ir.row_ids import RowIds, collect_ids
@@ -67,7 +68,7 @@ def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | Non
 
 
 def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> list[np.ndarray] | None:
-    """The flat ids of a family in an example, int32; None where they aren't known.
+    """The flat ids of a family in an example, int32; None where they aren't known. Collective for global leaves.
 
     Args:
       program: An analysed program.
@@ -83,7 +84,7 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> 
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
     with jax.ensure_compile_time_eval():  # the step may be called while JAX traces another one
-        return [np.asarray(x) for x in run(*materialize(needed))]
+        return [np.asarray(x) for x in run(*map(local, materialize(needed)))]
 
 
 def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Curve, Rates, RowRate
@@ -53,25 +54,44 @@ _known: dict[Devices, Rates] = {}
 def rates_of(devices: Devices, plan: Planner) -> Rates:
     """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
 
+    Where the devices are of several processes, these measure together, and take the first one's figures.
+
     Args:
       devices: Those to measure.
       plan: Gives the planned form of a step by a method.
     """
     if devices not in _known:
         file = cache_file(devices)
-        try:
-            _known[devices] = Rates.of_dict(json.loads(file.read_text()))
-        except (OSError, ValueError, KeyError, TypeError):
+        found = _of_first(devices, _read(file))
+        if found is None:
             _logger.info("measuring what exchanges cost on %d devices, for %s", devices.count, file)
             # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
             with ThreadPoolExecutor(1) as thread:
-                _known[devices] = found = thread.submit(calibrate, devices, plan).result()
-            _write(file, json.dumps(found.as_dict()))
+                measured = thread.submit(calibrate, devices, plan).result()
+            found = _of_first(devices, measured)
+            assert found is not None, "the first process has measured, too"
+            if devices.processes.rank == 0:
+                _write(file, json.dumps(found.as_dict()))
+        _known[devices] = found
     return _known[devices]
 
 
+def _of_first(devices: Devices, found: Rates | None) -> Rates | None:
+    """What the first process of the mesh has found: all must choose by the same figures."""
+    text = json.dumps(None if found is None else found.as_dict()).encode()
+    first = json.loads(devices.processes.gather(text, "rates of the devices")[0])
+    return None if first is None else Rates.of_dict(first)
+
+
+def _read(file: Path) -> Rates | None:
+    try:
+        return Rates.of_dict(json.loads(file.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def cache_file(devices: Devices) -> Path:
-    """Where the rates are kept: by machine, kind and number of devices, mesh and JAX version."""
+    """Where the rates are kept: by machine, kind and number of devices, mesh, processes and JAX version."""
     first = devices.mesh.devices.flat[0]
     about = (
         _VERSION,
@@ -81,6 +101,7 @@ def cache_file(devices: Devices) -> Path:
         first.device_kind,
         tuple(devices.mesh.shape.items()),
         devices.axis,
+        len(devices.processes.members),
         jax.__version__,
     )
     name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
@@ -182,7 +203,7 @@ def _loop_seconds(devices: Devices, step: Callable[..., Array], start: Array, *c
 
     given = (None, 0, *(0 for _ in constant))
     run = jax.jit(lambda turns, x, *constant: devices.local(looped, given, 0, turns, x, *constant))
-    operands = jax.device_put((start, *constant), devices.sharding(0))
+    operands = [place(x, devices.sharding(0)) for x in (start, *constant)]
 
     def seconds(turns: int) -> float:
         begin = time.perf_counter()
@@ -190,7 +211,9 @@ def _loop_seconds(devices: Devices, step: Callable[..., Array], start: Array, *c
         return time.perf_counter() - begin
 
     seconds(1)
-    turns = int(np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
+    wanted = int(np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
+    # As many on every process: each turn may wait for all.
+    turns = int(devices.processes.gather(str(wanted).encode(), "measuring rates")[0])
     runs = 3 if turns == 2 else 6
     # The fastest runs: what disturbs a run makes it longer.
     many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))

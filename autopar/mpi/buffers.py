@@ -91,7 +91,7 @@ def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> n
     try:
         table = aligned(shape, dtype)
     except MemoryError:
-        raise _refusal(path, f"{shape} of {dtype}", wanted, available_bytes()) from None
+        raise refusal(path, f"{shape} of {dtype}", wanted, available_bytes()) from None
     table.reshape(-1).view(np.uint8).fill(0)
     return table
 
@@ -100,13 +100,14 @@ def require_memory(wanted: int, path: str, what: str) -> None:
     """Raises `HostMemoryError` where `wanted` bytes aren't to be had on this machine now."""
     available = available_bytes() - RESERVE
     if wanted > _PAGE and wanted > available:
-        raise _refusal(path, what, wanted, max(available, 0))
+        raise refusal(path, what, wanted, max(available, 0))
 
 
-def _refusal(path: str, what: str, wanted: int, available: int) -> HostMemoryError:
+def refusal(path: str, what: str, wanted: int, available: int, where: str = "here") -> HostMemoryError:
+    """The error that says so."""
     return HostMemoryError(
         f"{path}: {what} takes {wanted / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are available "
-        f"here ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on one "
+        f"{where} ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on one "
         "machine share its memory), keep fewer slots (plain SGD has none, Adagrad one, Adam two), store it in "
         "bfloat16, or raise the container's limit of memory."
     )

@@ -113,6 +113,8 @@ class Exchange:
             rows = places.astype(dtype, copy=False)
             n = rows.size
             return Asked(rows, (0, n), (np.arange(n),))
+        if share * self.size > np.iinfo(places.dtype).max:
+            places = places.astype(np.int64)  # that the shares' ends fit
         bounds = self._bounds(places, share)
         wanted = self._swap_ids(places, bounds, share, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes
@@ -245,9 +247,8 @@ class Exchange:
 
     def _bounds(self, places: np.ndarray, share: int) -> tuple[int, ...]:
         """Where each owner's places begin, and the end."""
-        kind = np.int64 if share * self.size > np.iinfo(places.dtype).max else places.dtype
-        edges = np.arange(self.size + 1, dtype=kind) * share
-        bounds = tuple(np.searchsorted(places.astype(kind, copy=False), edges).tolist())
+        edges = np.arange(self.size + 1, dtype=places.dtype) * share
+        bounds = tuple(np.searchsorted(places, edges).tolist())
         assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shares of {share} rows"
         return bounds
 

@@ -15,20 +15,31 @@ _UNLIMITED = 1 << 60
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that can be taken without anything being swapped out or killed.
+    """Bytes of memory that the process can take without anything being swapped out or killed.
 
     Args:
       root: Where `proc` and `sys` are.
     """
-    found = _meminfo(root / "proc/meminfo")
+    return min(memory_levels(root).values())
+
+
+def memory_levels(root: Path = Path("/")) -> dict[str, int]:
+    """Bytes of memory that can still be taken from each thing that has some: the machine, and each cgroup with a limit.
+
+    Processes that share one see it by the same name, whatever their namespaces.
+    The machine comes first.
+    """
+    machine = machine_name()
+    found = {machine: _meminfo(root / "proc/meminfo")}
     for version, folder in _cgroups(root, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(folder / name) for name in names)
         if limit is not None and used is not None:
             # Pages of files that nobody has used lately are given up before anything else.
             files = _statistic(folder / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file")
-            found = min(found, limit - max(used - files, 0))
-    return max(found, 0)
+            at = folder.stat()
+            found[f"{machine}/{at.st_dev}:{at.st_ino}"] = max(limit - max(used - files, 0), 0)
+    return found
 
 
 def cores(root: Path = Path("/")) -> int:

@@ -101,13 +101,10 @@ def packing(specs: tuple[Spec, ...], op: str) -> Packing:
 
 def pack(segment: Segment, arrays: Sequence[np.ndarray], flat: np.ndarray) -> None:
     """Writes a segment's arrays to where it wants them; `flat` is its part of the buffer."""
-    end = 0
     floats = flat if segment.ordered is None else flat.view(segment.ordered)
     for k, start in zip(segment.members, segment.starts, strict=True):
         array = arrays[k]
-        flat[end:start] = 0
-        end = start + array.size
-        np.copyto(floats[start:end].reshape(array.shape), array, casting="unsafe")
+        np.copyto(floats[start : start + array.size].reshape(array.shape), array, casting="unsafe")
     if segment.ordered is not None:
         _order(floats, -1.0 if segment.op == "MIN" else 1.0)
 

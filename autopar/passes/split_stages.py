@@ -3,37 +3,64 @@
 The stage of a value is the longest path to it, counted in exchanges. An equation is the owner's if it reads an owner's
 rows, else the devices'; constants are made where they are read. What nobody needs earlier is computed in the latest
 stage that it may be in: the first one holds what ids depend on and nothing else. One exchange of each kind a stage.
+With one rank only tables are outside of compiled programs: fetching, delivering and reducing is nothing then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from autopar.ir.local import NotLocal
-from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.stages import Exchange, Segment, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
 EXCHANGES = ("route", "pull", "fetch", "deliver", "reduce", "sweep", "densify", "commit")
+#: Those that one rank has, too.
+_ALONE = ("route", "pull", "sweep", "densify", "commit")
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset({"pull", "deliver", "sweep", "densify", "commit"})
 
 
-def split_stages(program: Program) -> Stages:
+def split_stages(program: Program, ranks: int) -> Stages:
     """The stages of a localized program.
+
+    Args:
+      program: The program of one rank.
+      ranks: How many there are.
 
     Raises:
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
-    return _Split(program.block, program.local.owned).run()
+    found = [part for e in program.block.equations for part in _parts(e)]
+    block = dataclasses.replace(program.block, equations=tuple(found))
+    return _Split(block, program.local.owned if ranks > 1 else None).run()
+
+
+def _parts(equation: Equation) -> tuple[Equation, ...]:
+    """A sweep without what tells whether it is needed; the rest by themselves."""
+    if equation.op != "sweep":
+        return (equation,)
+    n = len(equation.params["axes"])
+    needed = Var(ArrayType((), np.dtype(bool)))
+    told = (*equation.inputs[: 2 * n], *equation.inputs[3 * n :])
+    changes = Equation("changes", told, (needed,), equation.params, info=equation.info)
+    leaves = equation.inputs[2 * n : 3 * n]
+    frontier = equation.inputs[3 * n : 3 * n + equation.params["frontier"]]
+    return changes, dataclasses.replace(equation, inputs=(needed, *leaves, *frontier))
 
 
 class _Split:
-    def __init__(self, block: Block, owned: frozenset[Var]) -> None:
+    def __init__(self, block: Block, owned: frozenset[Var] | None) -> None:
         self.block = block
-        self.owned = owned
-        self.free = _free(block)
+        self.owned = owned or frozenset()
+        self.sides: tuple[Side, ...] = ("device",) if owned is None else ("device", "owner")
+        self.exchanges = _ALONE if owned is None else EXCHANGES
+        self.free = _free(block, self.exchanges)
         self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
         self.side: dict[Atom, Side] = {}
         self.stage: dict[Equation, int] = {}
@@ -42,14 +69,14 @@ class _Split:
         for equation in self.block.equations:
             self._place(equation)
         last = max([0, *self.stage.values()])
-        self._sink(last)
+        self._sink(max([0, *(stage for e, stage in self.stage.items() if e.op not in self.exchanges)]))
         items: list[Segment | Exchange] = []
         for level in range(last + 1):
-            for side in ("device", "owner"):
+            for side in self.sides:
                 segment = self._segment(level, side)
                 if segment is not None:
                     items.append(segment)
-            for op in EXCHANGES:
+            for op in self.exchanges:
                 found = tuple(e for e in self.block.equations if e.op == op and self.stage.get(e) == level)
                 if found:
                     items.append(Exchange(op, level, found))
@@ -60,8 +87,8 @@ class _Split:
         if equation in self.free:
             return
         level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)
-        exchanged = equation.op in EXCHANGES
-        if not exchanged and any(e.op in EXCHANGES for body in equation.bodies for e in body.walk()):
+        exchanged = equation.op in self.exchanges
+        if not exchanged and any(e.op in self.exchanges for body in equation.bodies for e in body.walk()):
             raise NotLocal("rows are exchanged within a loop or branch", equation.source)
         owner = any(self.side.get(a) == "owner" or a in self.owned for a in (*equation.inputs, *equation.outputs))
         if exchanged:
@@ -69,7 +96,7 @@ class _Split:
         self.stage[equation] = level
         for var in equation.outputs:
             self.level[var] = level + exchanged
-            if owner:
+            if owner and len(self.sides) > 1:
                 self.side[var] = "owner"
 
     def _side(self, equation: Equation) -> Side:
@@ -81,7 +108,7 @@ class _Split:
         for equation in reversed(self.block.equations):
             if equation in self.free:
                 continue
-            if equation.op not in EXCHANGES and not equation.effects:
+            if equation.op not in self.exchanges and not equation.effects:
                 self.stage[equation] = min(first.get(v, last) for v in equation.outputs)
             stage = self.stage[equation]
             for atom in equation.inputs:
@@ -89,7 +116,9 @@ class _Split:
 
     def _segment(self, level: int, side: Side) -> Segment | None:
         mine = [
-            e for e, stage in self.stage.items() if stage == level and e.op not in EXCHANGES and self._side(e) == side
+            e
+            for e, stage in self.stage.items()
+            if stage == level and e.op not in self.exchanges and self._side(e) == side
         ]
         if not mine:
             return None
@@ -115,17 +144,17 @@ class _Split:
         return found[::-1]
 
 
-def _free(block: Block) -> Mapping[Equation, None]:
+def _free(block: Block, exchanges: Sequence[str]) -> Mapping[Equation, None]:
     """Equations that depend on no input: constants, made anew wherever they are read. In order."""
     made: set[Atom] = set()
     found: dict[Equation, None] = {}
     needed: set[Atom] = set(block.outputs)
     for equation in block.equations:
-        if equation.op in EXCHANGES:
+        if equation.op in exchanges:
             needed.update(equation.inputs)
     for equation in block.equations:
         variables = [a for a in equation.inputs if isinstance(a, Var)]
-        plain = not equation.effects and equation.op not in EXCHANGES
+        plain = not equation.effects and equation.op not in exchanges
         if plain and all(v in made for v in variables) and not any(v in needed for v in equation.outputs):
             found[equation] = None
             made.update(equation.outputs)

@@ -92,3 +92,96 @@ def test_a_step_takes_what_shard_yields() -> None:
         (mine, a), (theirs, b) = planned(mine, given), jax.jit(step)(theirs, batch)
         same((mine, a), (theirs, b))
     assert jnp.isfinite(a["loss"])
+
+
+def batches_of(shards: Any) -> list[Any]:
+    return [jax.tree.map(np.asarray, b) for b in shards]
+
+
+def test_examples_in_arrays_come_in_another_order_each_epoch() -> None:
+    data = {"ids": np.arange(24), "rows": np.arange(48).reshape(24, 2), "rate": 0.5}
+    found = batches_of(autopar.shard(data, batch_size=8, epochs=2, shuffle=1, mesh=mesh_of(4)))
+    assert len(found) == 6
+    orders = [np.concatenate([b["ids"] for b in found[k : k + 3]]) for k in (0, 3)]
+    assert all(np.array_equal(np.sort(order), np.arange(24)) for order in orders)
+    assert not np.array_equal(*orders)
+    for batch in found:
+        np.testing.assert_array_equal(batch["rows"][:, 0], 2 * batch["ids"])
+        assert batch["rate"] == 0.5
+    again = batches_of(autopar.shard(data, batch_size=8, epochs=2, shuffle=1, mesh=mesh_of(2)))
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+
+
+def test_examples_one_by_one() -> None:
+    """Stacked along the batch axis of each leaf."""
+    items = [{"x": np.full(3, k), "y": k} for k in range(8)]
+    first, second = autopar.shard(items, batch_size=4, mesh=mesh_of(4), batch_axis={"batch/x": 1})
+    assert first["x"].shape == (3, 4) and [s.data.shape for s in first["x"].addressable_shards] == [(3, 1)] * 4
+    np.testing.assert_array_equal(second["x"][0], [4, 5, 6, 7])
+    np.testing.assert_array_equal(second["y"], [4, 5, 6, 7])
+    with pytest.raises(autopar.ArgumentsError, match=r"no leaf that all of a batch share"):
+        next(autopar.shard(items, batch_size=4, mesh=mesh_of(4), batch_axis={"batch/y": None}))
+
+
+def test_examples_that_batches_do_not_use_up() -> None:
+    options: Any = {"batch_size": 4, "mesh": mesh_of(4)}
+    with pytest.raises(autopar.ArgumentsError, match="the source has 10 examples, which batches of 4 don't use up"):
+        autopar.shard(np.arange(10), **options)
+    assert len(list(autopar.shard(np.arange(10), last="drop", **options))) == 2
+    *_, padded = autopar.shard({"ids": np.arange(10)}, last="pad", **options)
+    np.testing.assert_array_equal(padded["ids"], [8, 9, 9, 9])
+    np.testing.assert_array_equal(padded["mask"], [1, 1, 0, 0])
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("given", [0, 1, 3, 5, 6])
+def test_a_position_is_that_of_the_next_batch(given: int, ahead: int) -> None:
+    makers = (
+        lambda: autopar.shard(np.arange(24), batch_size=8, epochs=2, shuffle=1, mesh=mesh_of(4), ahead=ahead),
+        lambda: autopar.shard([np.arange(8) + k for k in range(3)], epochs=2, mesh=mesh_of(4), ahead=ahead),
+    )
+    for make in makers:
+        reference, first, second = batches_of(make()), make(), make()
+        for _ in range(given):
+            next(first)
+        next(second)
+        second.restore(first.state())
+        jax.tree.map(np.testing.assert_array_equal, batches_of(second), reference[given:])
+        assert second.state()["epoch"] == 1
+
+
+def test_a_position_behind_the_full_batches() -> None:
+    """What a full batch is, the ones that are left out tell."""
+    rest = autopar.shard(source([8, 8, 5]), mesh=mesh_of(4), last="pad")
+    rest.restore({"epoch": 0, "batch": 2, "seed": -1, "sources": 1})
+    (padded,) = rest
+    np.testing.assert_array_equal(padded["mask"], [1, 1, 1, 1, 1, 0, 0, 0])
+
+
+def test_a_generator_is_gone_through_once() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="epochs=2: a generator can be read once only"):
+        autopar.shard(source([8]), epochs=2, mesh=mesh_of(4))
+    batches = autopar.shard(source([8, 8]), mesh=mesh_of(4))
+    next(batches)
+    batches.restore({"epoch": 0, "batch": 1, "seed": -1, "sources": 1})
+    with pytest.raises(autopar.ArgumentsError, match="restore a position before the first batch is asked for"):
+        next(batches)
+    endless = autopar.shard([np.arange(8)], epochs=None, mesh=mesh_of(4))
+    assert [next(endless).shape for _ in range(5)] == [(8,)] * 5
+    assert list(autopar.shard([], epochs=None, mesh=mesh_of(4))) == []
+
+
+def test_what_does_not_fit_the_source() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="shuffle= needs examples that can be indexed"):
+        autopar.shard(source([8]), shuffle=0)
+    with pytest.raises(autopar.ArgumentsError, match="A generator can't; without batch_size= it gives batches"):
+        autopar.shard(source([8]), batch_size=8)
+    with pytest.raises(autopar.ArgumentsError, match="a list, has no examples"):
+        autopar.shard([], batch_size=8)
+    with pytest.raises(autopar.ArgumentsError, match="a seed is not negative"):
+        autopar.shard(np.arange(8), batch_size=8, shuffle=-1)
+    with pytest.raises(autopar.ArgumentsError, match="batch_size=0"):
+        autopar.shard(np.arange(8), batch_size=0)
+    one, other = (autopar.shard(np.arange(8), batch_size=8, shuffle=seed, mesh=mesh_of(4)) for seed in (1, 2))
+    with pytest.raises(autopar.ArgumentsError, match="the position is one with seed=1, and here it is 2"):
+        other.restore(one.state())

@@ -14,7 +14,8 @@ from functools import reduce as fold
 import ml_dtypes
 import numpy as np
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, HostMemoryError
+from autopar.mpi import room
 from autopar.mpi.buffers import Buffers, aligned
 from autopar.mpi.exchange import FIRST_IDS, Asked, Exchange
 
@@ -173,6 +174,10 @@ def shares_beyond_int32(exchange: Exchange) -> None:
     mine = np.sort(np.concatenate([o * share + np.array([0, 7 + exchange.rank]) for o in range(exchange.size)]))
     asked = exchange.ask(mine, share)
     assert asked.rows.tolist() == [0, *range(7, 7 + exchange.size)] and asked.rows.dtype == np.int32
+    # Places that fit into int32, where the ends of the shares don't.
+    asked = exchange.ask(np.array([5, (1 << 30) * min(exchange.size - 1, 1) + 6], np.int32), 1 << 30)
+    expected = {0: [5, 6] if exchange.size == 1 else [5], 1: [6]}.get(exchange.rank, [])
+    assert asked.rows.tolist() == expected and len(asked.sources) == exchange.size
     asked = exchange.ask(np.array([exchange.rank]) + 2 * share * exchange.rank, 2 * share)
     assert asked.rows.tolist() == [exchange.rank] and asked.rows.dtype == np.int64
 
@@ -180,7 +185,7 @@ def shares_beyond_int32(exchange: Exchange) -> None:
 @case
 def messages_in_pieces(exchange: Exchange) -> None:
     usual = exchange.limit
-    for limit in (1, 7, 64, 1000):
+    for limit in (5, 64, 1000):
         exchange.limit = limit
         places = [wanted(limit, r, 40, 30) for r in range(exchange.size)]
         check_step(exchange, places, -(-40 // exchange.size), np.dtype(np.float32), (3,))
@@ -223,12 +228,13 @@ def reductions(exchange: Exchange) -> None:
                 error = np.abs(found[k].astype(np.complex128) - expected)
                 assert (error <= bound).all(), (op, dtype, error.max())
             else:
-                assert np.array_equal(found[k], expected.astype(dtype)), (op, dtype)
+                assert found[k].tobytes() == expected.astype(dtype).tobytes(), (op, dtype)
             assert found[k].tobytes() == again[k].tobytes()
             if exchange.size > 1 and dtype == wide and dtype.kind != "b" and found[k].size:
                 assert found[k].ctypes.data % 64 == 0 and np.shares_memory(again[k], memory)
-            for other in exchange.gather(np.frombuffer(found[k].tobytes(), np.uint8)):
-                assert other.tobytes() == found[k].tobytes(), "not the same bits on every rank"
+        bits = b"".join(x.tobytes() for x in found)
+        for other in exchange.gather(np.frombuffer(bits, np.uint8)):
+            assert other.tobytes() == bits, f"{op}: not the same bits on every rank"
 
 
 def _reduces(dtype: np.dtype, op: str) -> bool:
@@ -338,8 +344,8 @@ def buffers_that_take_turns(exchange: Exchange) -> None:
 
 @case
 def many_steps_that_grow(exchange: Exchange) -> None:
-    for k in range(40):
-        extent = 20 + 11 * k * k
+    for k in range(25):
+        extent = 20 + 25 * k * k
         places = [wanted(k, r, extent, 1 + 13 * k * (r + 1) % (17 * k + 1)) for r in range(exchange.size)]
         check_step(exchange, places, -(-extent // exchange.size), np.dtype(np.float32), (1 + k % 5,), k)
 
@@ -388,6 +394,36 @@ def gathering(exchange: Exchange) -> None:
         assert len(found) == exchange.size
         for got, expected in zip(found, whole, strict=True):
             assert got.dtype == dtype and got.shape == expected.shape and np.array_equal(got, expected)
+
+
+@case
+def room_for_the_tables_of_all(exchange: Exchange) -> None:
+    """What each rank has room for by itself, and all together haven't: refused by all, before memory is taken."""
+    room.require_room(exchange, {"params/emb": ((1000, 8), np.float32), "opt/emb": ((1000, 8), np.float32)})
+    usual, rank, size = room.memory_levels, exchange.rank, exchange.size
+    levels = {"machine": room.RESERVE + 10**9, f"machine/{rank}": room.RESERVE + 2 * 10**9}
+    room.memory_levels = lambda: levels
+    try:
+        tables = {"params/emb": ((10**8 // size,), np.float64), "opt/emb": ((10**8 // size,), np.int8)}
+        room.require_room(exchange, tables)
+        share = (10**8 // size, 3)
+        try:
+            room.require_room(exchange, {"params/emb": (share, np.float32), "opt/emb": ((4,), np.int8)})
+        except HostMemoryError as error:
+            ranks = f"for rank{'s' * (size > 1)} {', '.join(map(str, range(size)))} "
+            assert "params/emb: with 1 more (it alone 1.20 GB) takes 1.20 GB" in str(error), error
+            assert "1.00 GB are available on " in str(error) and ranks in str(error), error
+        else:
+            raise AssertionError("there was room")
+        levels[f"machine/{rank}"] = room.RESERVE + (5 if rank == 0 else 100)
+        try:
+            room.require_room(exchange, {"params/emb": ((10,), np.int8)})
+        except HostMemoryError as error:
+            assert "for rank 0 " in str(error), error
+        else:
+            raise AssertionError("there was room in the cgroup")
+    finally:
+        room.memory_levels = usual
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ from autopar.backends.spread import backends
 from autopar.ir.plan import Plan
 from autopar.ir.stages import Side
 from autopar.mpi.buffers import Buffers
-from autopar.mpi.exchange import Exchange
+from autopar.mpi.exchange import Asked, Exchange
+from autopar.mpi.progress import mark
 
 Array = Any
 
@@ -35,6 +36,7 @@ class Ranks:
       exchange: Between ranks.
       device_view, owner_view: How programs of either side see the devices.
       mesh: Of the device programs: the rank's own devices ("mpi"), or all ranks' ("xla").
+      step: The number of the step, for messages.
     """
 
     def __init__(self, exchange: Exchange, road: str) -> None:
@@ -52,6 +54,36 @@ class Ranks:
         self.is_single = not self.is_global and len(local) == 1
         self._host = None if local[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self._buffers = Buffers()
+        self.step = -1
+
+    # --- exchanges ---
+
+    def ask(self, places: np.ndarray, share: int) -> Asked:
+        """See `Exchange.ask`; marked as a wait for others, as the next ones are."""
+        self._wait("asking for rows")
+        found = self.exchange.ask(places, share)
+        self._go_on()
+        return found
+
+    def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+        self._wait("fetching rows")
+        found = self.exchange.fetch(asked, rows, out)
+        self._go_on()
+        return found
+
+    def deliver(self, asked: Asked, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
+        self._wait("delivering gradients")
+        found = self.exchange.deliver(asked, sums, out)
+        self._go_on()
+        return found
+
+    def _wait(self, what: str) -> None:
+        if self.exchange.size > 1:
+            mark(self.step, what, "waits")
+
+    def _go_on(self) -> None:
+        if self.exchange.size > 1:
+            mark(self.step, "computing")
 
     # --- programs ---
 
@@ -120,7 +152,7 @@ class Ranks:
     def spread(self, part: np.ndarray, axis: int) -> Any:
         """This rank's part of an array that is spread over the ranks."""
         if not self.is_global:
-            return jax.device_put(part) if self.is_single else part
+            return part
         sharding = self.sharding(axis, ranks_only=True)
         shape = (*part.shape[:axis], part.shape[axis] * self.exchange.size, *part.shape[axis + 1 :])
         return jax.make_array_from_callback(shape, sharding, lambda index: part)
@@ -141,7 +173,11 @@ class Ranks:
         """Values of all ranks, reduced."""
         if self.exchange.size == 1:
             return values if self._host is None else [np.asarray(v) for v in values]
-        return self.exchange.reduce([np.asarray(v) for v in values], op)
+        given = [np.asarray(v) for v in values]
+        self._wait("reducing")
+        found = self.exchange.reduce(given, op)
+        self._go_on()
+        return found
 
     def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
         """The largest of all ranks' needs, where their programs must have one shape."""

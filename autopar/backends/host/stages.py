@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar import jax_compat
 from autopar.backends.emit import emit
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
@@ -149,7 +148,7 @@ class StagedProgram:
             if family not in step.routes:
                 ids = [self._ranks.own_ids(self._value(step, a)) for a in equation.inputs]
                 places = _places(ids, layout)
-                step.routes[family] = self._ranks.exchange.ask(places, layout.share), places
+                step.routes[family] = self._ranks.ask(places, layout.share), places
             asked, places = step.routes[family]
             rows, room = self._sizes[family]
             needs = self._ranks.agree((len(asked.rows) + 1, places.size))
@@ -173,7 +172,7 @@ class StagedProgram:
             axis, room = equation.params["axis"], len(route.view.asked)
             first = np.moveaxis(np.asarray(rows), axis, 0)[: route.count]
             out = self._buffer(equation, (room, *first.shape[1:]), first.dtype)
-            fetched = self._ranks.exchange.fetch(route.asked, np.ascontiguousarray(first), out)
+            fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
             out[len(fetched) :] = 0
             step.values[equation.outputs[0]] = self._ranks.spread(np.moveaxis(out, 0, axis), axis)
 
@@ -183,7 +182,7 @@ class StagedProgram:
             axis = equation.params["axis"]
             own = np.moveaxis(self._ranks.own_part(sums, axis), axis, 0)[: route.places.size]
             out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
-            total = self._ranks.exchange.deliver(route.asked, np.ascontiguousarray(own), out)
+            total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
             out[len(total) :] = 0
             rows = np.moveaxis(out, 0, axis)
             step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
@@ -213,27 +212,11 @@ class StagedProgram:
 
     def _sweep(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
-            p, n = equation.params, len(equation.params["axes"])
-            operands = [self._value(step, a) for a in equation.inputs]
-            leaves = operands[2 * n : 3 * n]
-            if self._changes(p, operands):
-                frontier = operands[3 * n : 3 * n + p["frontier"]]
-                self._run_sweep(equation, leaves, frontier)
-            step.values.update(zip(equation.outputs, leaves, strict=True))
-
-    def _changes(self, p: Mapping[str, Any], operands: Sequence[Any]) -> bool:
-        """Whether rows change that the step doesn't touch; see `emit`."""
-        n, m = len(p["axes"]), p["frontier"]
-        for old, new, axis in zip(operands[:n], operands[n : 2 * n], p["axes"], strict=True):
-            a, b = (np.moveaxis(np.asarray(x), axis, 0)[-1] for x in (old, new))
-            if np.any(a != b):
-                return True
-        finite = operands[3 * n : 3 * n + m + p["finite"]]
-        nonzero = operands[3 * n + m + p["finite"] : 3 * n + m + p["finite"] + p["nonzero"]]
-        floats = [x for x in map(np.asarray, finite) if jax_compat.is_float(x.dtype)]
-        return any(not np.isfinite(x.astype(np.float32)).all() for x in floats) or any(
-            np.any(np.asarray(x) == 0) for x in nonzero
-        )
+            needed, *operands = (self._value(step, a) for a in equation.inputs)
+            n = len(equation.outputs)
+            if needed:
+                self._run_sweep(equation, operands[:n], operands[n:])
+            step.values.update(zip(equation.outputs, operands[:n], strict=True))
 
     def _run_sweep(self, equation: Equation, leaves: Sequence[HostRows], frontier: Sequence[Any]) -> None:
         """The off-row equations over all rows of this rank's share, block by block."""

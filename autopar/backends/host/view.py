@@ -48,13 +48,32 @@ class RankView(OwnPart):
     def position(self) -> Array:
         return jnp.int32(self.rank)
 
+    def reduce(self, value: Array, op: str) -> Array:
+        assert self.ranks == 1, "values are reduced between programs"
+        return value
+
     def gathered(self, value: Array, along: int) -> Array:
         raise AssertionError("what is gathered from other ranks comes from outside")
 
 
+class RankRows(ShardedRows):
+    """The rows of one rank of `ranks`; what a single rank exchanges with itself it has."""
+
+    def fetch(self, rows: Array, route: Any, axis: int) -> Array:
+        assert self._devices.count == 1, "rows are fetched between programs"
+        return jax.lax.slice_in_dim(rows, 0, route.asked.shape[0], axis=axis)
+
+    def deliver(self, sums: Array, route: Any, axis: int, base: Array | None) -> Array:
+        assert self._devices.count == 1, "sums are delivered between programs"
+        widths = [(0, 0, 0)] * sums.ndim
+        widths[axis] = (0, route.rows.shape[0] - sums.shape[axis], 0)
+        delivered = jax.lax.pad(sums, jnp.zeros((), sums.dtype), widths)
+        return delivered if base is None else base + delivered
+
+
 def host_backends(plan: Plan, view: Devices) -> Mapping[int, RowBackend]:
     """Family on hosts -> its operations within a program."""
-    return {f.family: ShardedRows(view, f.layout, 0) for f in plan.families if f.on_hosts and f.layout is not None}
+    return {f.family: RankRows(view, f.layout, 0) for f in plan.families if f.on_hosts and f.layout is not None}
 
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:

@@ -1,0 +1,27 @@
+"""`python -m autopar COMMAND`."""
+
+from __future__ import annotations
+
+import sys
+
+from autopar import launch
+
+USAGE = """usage: python -m autopar COMMAND ...
+
+commands:
+  launch    start a script as several processes: python -m autopar launch -n 4 train.py"""
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command; returns its exit code."""
+    if arguments[:1] == ["launch"]:
+        return launch.main(arguments[1:])
+    if arguments and arguments[0] not in ("-h", "--help"):
+        print(f"autopar: there is no command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
+        return 2
+    print(USAGE)
+    return 0 if arguments else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Arrays across processes: plain ones placed on devices of which a process has only some, and global ones read whole.
+
+A plain array (NumPy's, or one on devices of this process) is the same on every process of the mesh, as the contract
+says: each puts its own slices of it on its own devices, and nothing travels. Reading a global array whole is
+collective, unless every device has all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar import jax_compat
+
+Array = Any
+
+
+def is_global(value: Any) -> bool:
+    """Whether it is an array of which parts are on other processes."""
+    return isinstance(value, jax.Array) and not jax_compat.is_tracer(value) and not value.is_fully_addressable
+
+
+def place(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
+    """`jax.device_put` to where a process may have some of the devices only.
+
+    Args:
+      value: A plain array, the same on all processes of the mesh, or a global one.
+      sharding: Where to.
+      own: Whether the result must share no memory with a plain `value`.
+    """
+    if sharding.is_fully_addressable or is_global(value):
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
+        data = place(jax.random.key_data(value), sharding, own=own)
+        return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(value)), sharding)
+    host = np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
+
+    def part(index: Any) -> np.ndarray:
+        return np.array(host[index], dtype, copy=True if own else None)
+
+    placed = jax.make_array_from_callback(host.shape, sharding, part)
+    return jax_compat.weak(placed) if jax_compat.is_weak(value) else placed
+
+
+def local(value: Any) -> Any:
+    """The whole of a global array on a device of this process, collectively; anything else as it is."""
+    if not is_global(value):
+        return value
+    if jax_compat.is_key(value.dtype):
+        return jax.random.wrap_key_data(local(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+    if value.is_fully_replicated:
+        return value.addressable_data(0)
+    if not isinstance(value.sharding, NamedSharding):
+        return multihost_utils.process_allgather(value, tiled=True)
+    return replicate(NamedSharding(value.sharding.mesh, P()))(value).addressable_data(0)
+
+
+@functools.cache
+def replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
+    """A program that brings an array to where it is whole on every device."""
+    return jax.jit(lambda x: x, out_shardings=sharding)

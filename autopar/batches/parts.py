@@ -1,0 +1,114 @@
+"""A process's part of a batch: which of the examples it has, and along which axes they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.arguments import path_name
+from autopar.backends.devices import Devices
+from autopar.errors import ArgumentsError
+from autopar.ir.examples import BatchAxis, example_axes
+
+
+@dataclass(frozen=True)
+class Held:
+    """The examples of a global batch that this process has: `runs` of them, one after the other."""
+
+    runs: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def by(devices: Devices, size: int) -> Held:
+        """Those of a batch of some size that this process's devices hold."""
+        if size % devices.count:
+            return Held(((0, size),))
+        indices = devices.sharding(0).addressable_devices_indices_map((size,)).values()
+        runs: list[tuple[int, int]] = []
+        for start, stop, _ in sorted({index[0].indices(size) for index in indices if index is not None}):
+            if runs and runs[-1][1] == start:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+        return Held(tuple(runs))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Their numbers in the batch."""
+        return np.concatenate([np.arange(*run) for run in self.runs])
+
+    def find(self, wanted: slice, size: int) -> slice | None:
+        """Where some of the batch's examples are among those that are held; None if they aren't all."""
+        start, stop, _ = wanted.indices(size)
+        before = 0
+        for a, b in self.runs:
+            if a <= start and stop <= b:
+                return slice(before + start - a, before + stop - a)
+            before += b - a
+        return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a process has read of a batch.
+
+    Attributes:
+      number: Which batch of the epoch.
+      batch: A pytree of arrays.
+      axes: The batch axis of each leaf.
+      size: How many examples it has along them.
+      total: How many the global batch has.
+      reals: How many examples of each source that the batch is made of are no padding.
+      held: Which ones of the global batch are here.
+    """
+
+    number: int
+    batch: Any
+    axes: Sequence[int | None]
+    size: int
+    total: int
+    reals: tuple[int, ...]
+    held: Held
+
+
+def as_array(leaf: Any) -> Any:
+    """JAX's and NumPy's arrays as they are, anything else as a NumPy array."""
+    return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
+
+
+def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
+    """The batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
+    leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})
+    known = [(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]
+    return example_axes(batch_axis, [*known, *((f"batch/{name}", (1,)) for name in added)])[: len(known)]
+
+
+def map_axes(fun: Callable[[Any, int | None], Any], batch: Any, axes: Sequence[int | None]) -> Any:
+    """A function of leaves and their batch axes over a batch."""
+    leaves, tree = jax.tree.flatten(batch)
+    return jax.tree.unflatten(tree, [fun(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
+
+
+def size_of(batch: Any, axes: Sequence[int | None], name: str) -> int:
+    """Examples in a batch: the most frequent size along the batch axes, the larger one of equally frequent ones."""
+    sizes = [leaf.shape[axis] for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True) if axis is not None]
+    if not sizes:
+        raise ArgumentsError(f"{name} has no array with an axis for its examples")
+    return max(sizes, key=lambda n: (sizes.count(n), n))
+
+
+def filled(part: Part, full: int) -> Part:
+    """With its last example repeated until there are `full`."""
+
+    def fill(leaf: Any, axis: int | None) -> Any:
+        if axis is None or leaf.shape[axis] != part.size or part.size == full:
+            return leaf
+        last = np.take(np.asarray(leaf), [-1], axis)
+        return np.concatenate([leaf, np.repeat(last, full - part.size, axis)], axis)
+
+    held = Held(((0, full),))
+    return dataclasses.replace(part, batch=map_axes(fill, part.batch, part.axes), size=full, total=full, held=held)

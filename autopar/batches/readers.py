@@ -1,0 +1,87 @@
+"""Examples by their numbers, out of arrays or of an object that gives one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar.batches.parts import axes_of, map_axes, size_of
+from autopar.errors import ArgumentsError
+from autopar.ir.examples import BatchAxis
+
+
+class Reader(Protocol):
+    """Reads examples by their numbers; has `count` of them."""
+
+    count: int
+
+    def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+        """Some of them as a batch, and its batch axes."""
+        ...
+
+
+def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
+    """What reads examples of a source.
+
+    Raises:
+      ArgumentsError: the source can't be indexed, or has no examples.
+    """
+    is_leaf = jax.tree_util.all_leaves([source])
+    if isinstance(source, list) or (is_leaf and not hasattr(source, "shape")):
+        if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+            raise ArgumentsError(
+                "batch_size= makes batches of examples that can be indexed (arrays, or an object with __len__ and "
+                f"__getitem__). A {type(source).__name__} can't; without batch_size= it gives batches of its own"
+            )
+        reader: Reader = _Items(source, batch_axis, added)
+    else:
+        reader = _Arrays(source, batch_axis, added)
+    if not reader.count:
+        raise ArgumentsError(f"the source, a {type(source).__name__}, has no examples")
+    return reader
+
+
+class _Arrays:
+    """A pytree of arrays with the examples along their batch axes."""
+
+    def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
+        self._source = jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), source)
+        self._axes = axes_of(self._source, batch_axis, added)
+        self.count = size_of(self._source, self._axes, "the source")
+
+    def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+        in_order = bool(np.all(np.diff(numbers) == 1))  # then no copy is needed
+        picked = slice(int(numbers[0]), int(numbers[-1]) + 1) if in_order else numbers
+
+        def of(axis: int | None, leaf: Any) -> int | None:
+            return axis if axis is not None and leaf.shape[axis] == self.count else None
+
+        def rows(leaf: Any, axis: int | None) -> np.ndarray:
+            along = of(axis, leaf)
+            return np.asarray(leaf if along is None else leaf[(slice(None),) * along + (picked,)])
+
+        axes = [of(axis, leaf) for axis, leaf in zip(self._axes, jax.tree.leaves(self._source), strict=True)]
+        return map_axes(rows, self._source, self._axes), axes
+
+
+class _Items:
+    """An object that gives one example at an integer."""
+
+    def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
+        self._source = source
+        self._batch_axis = batch_axis
+        self._added = added
+        self.count = len(source)
+
+    def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+        examples = [jax.tree.map(np.asarray, self._source[int(k)]) for k in numbers]
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), examples[0])
+        axes = axes_of(shapes, self._batch_axis, self._added)
+        if None in axes:
+            raise ArgumentsError("batch_axis: of examples one by one there is no leaf that all of a batch share (None)")
+        columns = zip(*map(jax.tree.leaves, examples), strict=True)
+        leaves = [np.stack(column, axis or 0) for column, axis in zip(columns, axes, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(examples[0]), leaves), axes

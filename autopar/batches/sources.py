@@ -1,0 +1,119 @@
+"""Where batches come from: a stream of batches, or examples that can be indexed.
+
+Of examples that can be indexed a process reads only those that its own devices hold, of a stream whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from autopar.batches.parts import Held, Part, as_array, axes_of, size_of
+from autopar.batches.readers import Reader
+from autopar.errors import ArgumentsError
+from autopar.ir.examples import BatchAxis
+
+#: What is done with a batch that isn't full.
+Last = Literal["error", "drop", "pad"]
+#: The order of a source's examples, by epoch and how many there are; None: as they are.
+Order = Callable[[int, int], np.ndarray | None]
+
+
+class Stream:
+    """An iterable of batches.
+
+    Attributes:
+      full: Examples in its first batch, once that was read.
+      latest: The latest batch, once there is one.
+    """
+
+    def __init__(self, source: Iterable[Any], batch_axis: BatchAxis, added: Sequence[str], epochs: int | None) -> None:
+        self._source = source
+        self._batch_axis = batch_axis
+        self._added = added
+        self._once = isinstance(source, Iterator)
+        self._begun = False
+        self.full: int | None = None
+        self.latest: Part | None = None
+        if self._once and epochs != 1:
+            raise ArgumentsError(
+                f"epochs={epochs}: a {type(source).__name__} can be read once only. Give something that can be read "
+                "again: a list, a data loader, an object with an __iter__"
+            )
+
+    def read(self, epoch: int, start: int) -> Iterator[Part]:
+        """Batches of an epoch from number `start` on; those before are read, too, and left out."""
+        if self._once and self._begun:
+            raise ArgumentsError(
+                f"a {type(self._source).__name__} can be read once only: restore a position before the first batch is "
+                "asked for, with a fresh one"
+            )
+        self._begun = True
+        number, batch = 0, None
+        for number, batch in enumerate(self._source):
+            if number >= start or self.full is None:
+                self.latest = self._part(number, batch)
+                self.full = self.latest.size if self.full is None else self.full
+            if number >= start:
+                assert self.latest is not None, "just read"
+                yield self.latest
+        if batch is not None:
+            self.latest = self._part(number, batch)
+
+    def _part(self, number: int, batch: Any) -> Part:
+        batch = jax.tree.map(as_array, batch)
+        axes = axes_of(batch, self._batch_axis, self._added)
+        size = size_of(batch, axes, f"batch {number}")
+        return Part(number, batch, axes, size, size, (size,), Held(((0, size),)))
+
+
+class Examples:
+    """Batches of examples that can be indexed.
+
+    Args:
+      reader: Reads them by their numbers.
+      size: Examples that this source gives to a batch.
+      counts: Examples in each of the sources that a batch is made of.
+      order: An epoch's order of this source's examples, by epoch and their number.
+      last: What is done with the rest.
+      held: Which examples of its part of a batch this process needs.
+      first: Where that part begins in the global batch.
+    """
+
+    def __init__(
+        self, reader: Reader, size: int, counts: Sequence[int], order: Order, last: Last, held: Held, first: int
+    ) -> None:
+        self._reader, self._size, self._counts, self._order = reader, size, tuple(counts), order
+        self._held, self._first = held, first
+        whole = [n // size for n in counts]
+        self.batches = min(whole) if last == "drop" else max(-(-n // size) for n in counts)
+        if last == "error" and any(n != self.batches * size for n in counts):
+            shown = f"{counts[0]} examples" if len(counts) == 1 else f"{list(counts)} examples on the processes"
+            raise ArgumentsError(
+                f"the source has {shown}, which batches of {size * len(counts)} don't use up equally. "
+                "shard(source, last='drop') leaves the rest out, last='pad' fills the last batch up"
+            )
+
+    def read(self, epoch: int, start: int) -> Iterator[Part]:
+        """Batches of an epoch from number `start` on."""
+        count = self._reader.count
+        order = self._order(epoch, count)
+        mine = self._held.numbers
+        held = Held(tuple((a + self._first, b + self._first) for a, b in self._held.runs))
+        for number in range(start, self.batches):
+            places = np.minimum(number * self._size + mine, count - 1)
+            batch, axes = self._reader.read(places if order is None else order[places])
+            reals = tuple(min(max(n - number * self._size, 0), self._size) for n in self._counts)
+            yield Part(number, batch, axes, len(mine), self._size * len(self._counts), reals, held)
+
+
+def shuffled(seed: int | None, member: int) -> Order:
+    """An order of examples by epoch; None as they are."""
+
+    def order(epoch: int, count: int) -> np.ndarray | None:
+        return None if seed is None else np.random.default_rng((seed, epoch, member)).permutation(count)
+
+    return order

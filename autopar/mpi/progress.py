@@ -1,0 +1,112 @@
+"""`mark`: where this process is in its work, for the messages and the watchdog that need to know.
+
+The step's runner marks each step, and each wait for other ranks before it begins. A mark is a store and a copy of a
+few bytes (about a microsecond); it is read by the hooks that report a fault, by the watchdog's thread, and, from a
+page of memory that outlives a killed process, by its supervisor (`supervise.py`, which documents the page).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+#: What a process does: it computes (or runs the user's code), it waits for other ranks, or it compiles a program,
+#: for which no time can be foreseen.
+Kind = Literal["computes", "waits", "compiles"]
+KINDS: tuple[Kind, ...] = ("computes", "waits", "compiles")
+
+#: The number of the file descriptor of the page that is shared with the supervisor.
+PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
+
+#: The page: flags, step, length of the text; then the text. `supervise.py` reads it.
+PAGE = struct.Struct("<qqq")
+PAGE_BYTES = 4096
+#: Flags: autopar was imported; the fault was reported by the rank itself; all ranks have left in good order.
+STARTED, REPORTED, LEFT = 1, 2, 4
+
+#: Longer texts are cut.
+TEXT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One mark: the step (-1 before the first one), what is done, which kind of work that is, and since when.
+
+    Attributes:
+      time_s: `time.monotonic()` at the mark, in seconds.
+      count: How many marks there were before.
+    """
+
+    step: int
+    what: str
+    kind: Kind
+    time_s: float
+    count: int
+
+    def __str__(self) -> str:
+        return describe(self.step, self.what)
+
+
+def describe(step: int, what: str) -> str:
+    """Where a rank is, in words: "in step 17 (row exchange)", "before the first step"."""
+    return f"in step {step} ({what})" if step >= 0 else what
+
+
+class Progress:
+    """The last mark of this process.
+
+    One a process: marks are made by whoever works, and read by hooks, which belong to the process.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[int, str, Kind, float] = (-1, "before the first step", "computes", time.monotonic())
+        self._count = 0
+        self._texts: dict[str, bytes] = {}
+        self._page: mmap.mmap | None = None
+        self._flags = 0
+
+    def mark(self, step: int, what: str, kind: Kind = "computes") -> None:
+        """Say where this process is.
+
+        Args:
+          step: The number of the step, from 0.
+          what: A few words, from a small number of texts: "row exchange".
+          kind: "waits" before a wait for other ranks (who only waits is not blamed for standing still), "compiles"
+            before a compilation, else "computes".
+        """
+        self._last = (step, what, kind, time.monotonic())
+        self._count += 1
+        if self._page is not None:
+            text = self._texts.get(what)
+            if text is None:
+                text = self._texts[what] = what.encode()[:TEXT_BYTES]
+            PAGE.pack_into(self._page, 0, self._flags, step, len(text))
+            self._page[PAGE.size : PAGE.size + len(text)] = text
+
+    @property
+    def last(self) -> Mark:
+        """The last mark."""
+        return Mark(*self._last, self._count)
+
+    def share(self, descriptor: int) -> None:
+        """Write marks to a supervisor's page from now on, too."""
+        os.set_inheritable(descriptor, False)
+        self._page = mmap.mmap(descriptor, PAGE_BYTES)
+        self.flag(STARTED)
+
+    def flag(self, flag: int) -> None:
+        """Tell the supervisor something, if there is one."""
+        self._flags |= flag
+        if self._page is not None:
+            PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
+            if self._count == 0:
+                self.mark(*self._last[:3])
+
+
+#: The progress of this process.
+PROGRESS = Progress()
+mark = PROGRESS.mark

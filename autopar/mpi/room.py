@@ -1,0 +1,50 @@
+"""Whether the tables of all ranks fit into the memory of their machines, before any of it is taken.
+
+Ranks on one machine share its memory: each by itself would find room for its own tables, and the system would then end
+one of them. So they ask together, and where there is too little, every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.mpi.buffers import RESERVE, refusal
+from autopar.mpi.exchange import Exchange
+from autopar.mpi.limits import memory_levels
+
+
+def require_room(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]]) -> None:
+    """Raises on every rank where the tables of all ranks together don't fit somewhere. Collective.
+
+    Args:
+      exchange: With the other ranks.
+      tables: Path -> shape and dtype of what this rank is about to allocate.
+
+    Raises:
+      HostMemoryError: Naming the host, and the largest table there.
+    """
+    wanted = {path: math.prod(shape) * np.dtype(dtype).itemsize for path, (shape, dtype) in tables.items()}
+    told = json.dumps({"host": os.uname().nodename, "levels": memory_levels(), "wanted": wanted}).encode()
+    ranks = [json.loads(text.tobytes()) for text in exchange.gather(np.frombuffer(told, np.uint8))]
+    for level in dict.fromkeys(name for rank in ranks for name in rank["levels"]):
+        sharing = {r: rank for r, rank in enumerate(ranks) if level in rank["levels"]}
+        available = min(rank["levels"][level] for rank in sharing.values()) - RESERVE
+        sums: dict[str, int] = {}
+        for rank in sharing.values():
+            for path, nbytes in rank["wanted"].items():
+                sums[path] = sums.get(path, 0) + nbytes
+        total = sum(sums.values())
+        if total > max(available, 0):
+            largest = max(sums, key=lambda path: sums[path])
+            hosts = " and ".join(sorted({rank["host"] for rank in sharing.values()}))
+            where = f"on {hosts} for rank{'s' if len(sharing) > 1 else ''} {', '.join(map(str, sharing))}"
+            what = "it"
+            if len(sums) > 1:
+                what = f"with {len(sums) - 1} more (it alone {sums[largest] / 1e9:.2f} GB)"
+            raise refusal(largest, what, total, max(available, 0), where)

@@ -1,0 +1,68 @@
+"""`check_same`: that all ranks are about to do the same.
+
+Ranks that run another plan, other code or another batch size don't fail: they compute something else, or wait for
+each other for ever. So fingerprints are compared before the first step, and the odd rank is named.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import LaunchError
+from autopar.mpi.world import World
+
+#: Values longer than this are shortened in messages, after where they begin to differ.
+SHOWN = 200
+
+
+def check_same(world: World, facts: Mapping[str, str]) -> None:
+    """Compare what ranks say about themselves. Collective.
+
+    Args:
+      world: The ranks.
+      facts: Values that must be equal everywhere, by what they are: {"JAX version": "0.10.2", "batch size": "64"}.
+        Short ones (fingerprints) rather than whole programs: each rank receives all of them.
+
+    Raises:
+      LaunchError: on every rank, naming those that differ from the majority (from rank 0, in a tie), and in what.
+    """
+    if world.size == 1:
+        return
+    told: Sequence[dict[str, str]] = world.comm.allgather(dict(facts))
+    names = list(dict.fromkeys(name for rank in told for name in rank))
+    different = [line for name in names for line in _differences(name, [rank.get(name) for rank in told])]
+    if different:
+        raise LaunchError(
+            f"rank {world.rank}: the ranks of this job don't do the same:\n  "
+            + "\n  ".join(different)
+            + "\nStart all ranks with the same script, arguments and environment"
+        )
+
+
+def _differences(name: str, values: Sequence[str | None]) -> list[str]:
+    """A line for each value that isn't the reference."""
+    counts = collections.Counter(values)
+    reference = max(counts, key=lambda value: (counts[value], value == values[0], -values.index(value)))
+    lines = []
+    for value in (v for v in counts if v != reference):
+        odd = [str(rank) for rank, v in enumerate(values) if v == value]
+        same = [str(rank) for rank, v in enumerate(values) if v == reference]
+        here, there = _shown(value, reference), _shown(reference, value)
+        lines.append(f"{name}: {here} on {_ranks(odd)}, {there} on {_ranks(same)}")
+    return lines
+
+
+def _ranks(ranks: Sequence[str]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+
+
+def _shown(value: str | None, other: str | None) -> str:
+    """A value, from where it begins to differ if it is long."""
+    if value is None:
+        return "(missing)"
+    if len(value) <= SHOWN:
+        return value
+    same = next((i for i, (a, b) in enumerate(zip(value, other or "", strict=False)) if a != b), 0)
+    start = max(same - SHOWN // 4, 0)
+    return ("..." if start else "") + value[start : start + SHOWN] + ("..." if start + SHOWN < len(value) else "")

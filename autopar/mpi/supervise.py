@@ -1,0 +1,108 @@
+"""Runs one rank as a child, and says which rank it was, and where, if it dies without a word.
+
+`python -m autopar launch` starts every rank as `python .../supervise.py train.py args`. A process that is killed by a
+signal (-9, a segmentation fault, the kernel for want of memory) or that leaves by `os._exit` can't say anything
+itself, and MPI launchers name a process id at best. The parent sees how its child ended; the child's last step it
+reads from a page of memory that both have mapped (`progress.PAGE`).
+
+Run as a script and by path: nothing but the standard library is imported, so that it starts in some milliseconds and
+neither JAX nor MPI exists here. The child is in the same process group, which launchers signal as a whole; should
+this process be killed alone, the kernel kills the child with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+# As in progress.py, which can't be imported without autopar.
+PAGE = struct.Struct("<qqq")
+PAGE_BYTES = 4096
+STARTED, REPORTED, LEFT = 1, 2, 4
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "PMIX_RANK")
+PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
+
+#: How long hydra is given to end the job.
+LAST_S = 5.0
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(command: list[str]) -> int:
+    """Run `python command`; returns its exit code, 128 + the signal's number for one that was killed."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(PAGE_BYTES)
+        os.set_inheritable(file.fileno(), True)
+        killed_before = _killed_for_memory()
+        # Descriptors are kept open: some of them are the launcher's, through which MPI finds its peers.
+        child = subprocess.Popen(
+            [sys.executable, *command],
+            close_fds=False,
+            env={**os.environ, PAGE_VARIABLE: str(file.fileno())},
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        )
+        # Ctrl-C reaches the whole group; the child answers it. Handlers, as what is ignored stays so after an exec.
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(signal.SIGTERM))
+        code = child.wait()
+        with mmap.mmap(file.fileno(), PAGE_BYTES) as page:
+            flags, step, length = PAGE.unpack_from(page, 0)
+            what = page[PAGE.size : PAGE.size + length].decode(errors="replace")
+    ended = _how_it_ended(code, flags, _killed_for_memory() - killed_before)
+    if ended:
+        where = f"in step {step} ({what})" if step >= 0 and flags else what or "before autopar was imported"
+        rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+        text = f"autopar: rank {rank} (process {child.pid} on {socket.gethostname()}) {ended}, {where}.\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode())
+    result = 128 - code if code < 0 else code or int(ended is not None)
+    if ended:
+        _abort_job(result)
+    return result
+
+
+def _abort_job(code: int) -> None:
+    """End the job by hydra's own command, through the child's line to it: it takes this exit code then, where it would
+    otherwise report one of the innocent ranks that it kills. Other launchers go by how this process ends."""
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+        time.sleep(LAST_S)  # Its answer is a SIGKILL.
+
+
+def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
+    """How a child ended, in words; None where nothing is amiss, or the child has said it itself."""
+    if flags & REPORTED:
+        return None
+    if code < 0:
+        name = signal.Signals(-code).name
+        if code != -signal.SIGKILL:
+            return f"was killed by {name}"
+        why = "by the kernel, for want of memory" if killed_for_memory > 0 else "by hand, or for want of memory"
+        return f"was killed by {name} ({why})"
+    if flags & STARTED and not flags & LEFT:
+        return f"ended at once with exit code {code} (os._exit, or a library's exit)"
+    return f"ended with exit code {code}" if code and not flags & LEFT else None
+
+
+def _killed_for_memory() -> int:
+    """How many processes of this control group the kernel has killed for want of memory."""
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.events") as events:
+        return sum(int(line.split()[1]) for line in events if line.startswith("oom_kill "))
+    return 0
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

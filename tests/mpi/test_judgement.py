@@ -1,0 +1,51 @@
+"""Who is to blame, from what is known of the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar.mpi.judgement import Seen, judge
+
+#: Rank 0 to 3, all at work in step 7, heard of just now.
+WORKING = [Seen(r, f"rank {r}", 7, "computing", "computes", 0.1, 0.1, 10.0) for r in range(4)]
+
+
+def ranks(**changes: dict) -> list[Seen]:
+    """`WORKING`, with changes: r1={"age_s": 20}."""
+    return [dataclasses.replace(seen, **changes.get(f"r{seen.rank}", {})) for seen in WORKING]
+
+
+WAITS = {"kind": "waits", "what": "row exchange", "age_s": 11.0}
+STUCK = {"age_s": 11.0}
+
+
+@pytest.mark.parametrize(
+    ("seen", "culprits", "words"),
+    [
+        (ranks(), None, ""),
+        (ranks(r1=STUCK), None, ""),  # Nobody needs it.
+        (ranks(r0=WAITS, r1=STUCK, r2=WAITS, r3=WAITS), (1,), "rank 1 has made no progress for 11 s, in step 7"),
+        (ranks(r0=WAITS, r1=STUCK, r2=STUCK, r3=WAITS), (1, 2), "ranks 0, 3 wait for it"),
+        (ranks(r0=WAITS, r1={"age_s": 1.0}, r2=WAITS, r3=WAITS), None, ""),  # Rank 1 goes on, slowly.
+        (ranks(r0=WAITS, r1={"kind": "compiles", "age_s": 999.0}, r2=WAITS), None, ""),
+        (ranks(r0=WAITS, r1={"kind": "compiles", "silent_s": 11.0}, r2=WAITS), (1,), "no sign of life for 11 s"),
+        (ranks(r0=WAITS, r1={"silent_s": 11.0}, r2=STUCK, r3=WAITS), (1,), "no sign of life"),
+        (ranks(r0=WAITS, r1={"silent_s": 11.0, "allowance_s": None}, r2=WAITS, r3=WAITS), None, ""),
+        (ranks(r0=WAITS, r1={**STUCK, "allowance_s": None}, r2=WAITS, r3=WAITS), None, ""),
+        (ranks(r0=WAITS, r1={**WAITS, "step": 6}, r2=WAITS, r3=WAITS), (1,), "All ranks wait for each other"),
+        (ranks(r0=WAITS, r1=WAITS, r2=WAITS, r3=WAITS), (0, 1, 2, 3), "rank 3 has waited for 11 s"),
+        # Ranks that have left:
+        (ranks(r1={"left": True}), None, ""),
+        (ranks(r1={"left": True, "step": 6}, r0={**WAITS, "age_s": 0.5}), None, ""),
+        (ranks(r1={"left": True, "step": 6, "code": 0}, r0={**WAITS, "age_s": 2.0}), (1,), "left with exit code 0"),
+        (ranks(r1={"left": True}, r0=WAITS, r2=WAITS, r3=WAITS), (1,), "ranks 0, 2, 3 wait for it in step 7"),
+        (ranks(r1={"left": True}, r0=WAITS, r2=WAITS, r3={"age_s": 1.0}), None, ""),
+        (ranks(r0={"left": True}, r1={"left": True}, r2={"left": True}, r3={"left": True}), None, ""),
+    ],
+)
+def test_judge(seen: list[Seen], culprits: tuple[int, ...] | None, words: str) -> None:
+    verdict = judge(seen)
+    assert (verdict.culprits if verdict else None) == culprits
+    assert words in (verdict.message if verdict else "")

@@ -1,0 +1,161 @@
+"""What importing autopar does, with and without a launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from autopar.errors import LaunchError
+from autopar.mpi.launchers import Launched, launched
+from autopar.mpi.sameness import check_same
+from autopar.mpi.world import World, world
+from tests.mpi.conftest import Run
+from tests.mpi.jobs import ROOT
+
+
+def test_without_a_launcher_nothing_happens() -> None:
+    script = (
+        "import sys, signal, threading; hook, thread = sys.excepthook, threading.excepthook; "
+        "import autopar, jax; from autopar import jax_compat; from autopar.mpi.world import World, world; "
+        "assert world() == World(0, 1, None); autopar.watchdog(3); "
+        "assert not jax_compat.backend_is_up() and not jax.distributed.is_initialized(); "
+        "assert 'mpi4py' not in sys.modules and sys.excepthook is hook and threading.excepthook is thread; "
+        "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler; "
+        "assert threading.active_count() == 1 and not [n for n in __import__('os').environ if n.startswith('AUTOPAR')]"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-W", "error", "-c", script], env=env, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_RANK": "0"}, (0, 3)),
+        ({"PMIX_RANK": "5", "SLURM_PROCID": "5"}, (5, None)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # The batch script itself, or srun --mpi=none.
+        ({"PMI_RANK": "2", "PMI_SIZE": "4", "AUTOPAR_MPI": "off"}, None),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4", "AUTOPAR_RANK_PID": str(os.getpid())}, (2, 4)),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4", "AUTOPAR_RANK_PID": "1"}, None),  # A child of a rank.
+    ],
+)
+def test_launchers(environment: dict[str, str], expected: tuple[int, int | None] | None) -> None:
+    found = launched(environment)
+    assert (found and (found.rank, found.size)) == expected
+    assert found is None or isinstance(found, Launched)
+
+
+def test_ranks_are_jax_processes(run_ranks: Run) -> None:
+    script = """
+    import autopar, jax, sys, subprocess
+    from autopar.mpi.world import world
+    here = world()
+    assert world() is here and here.size == 2 and here.comm.Get_size() == 2
+    assert (jax.process_index(), jax.process_count()) == (here.rank, 2)
+    assert jax.local_device_count() == 3 and jax.device_count() == 6
+    child = "import autopar, sys; from autopar.mpi.world import world; assert world().size == 1; "
+    child += "assert 'mpi4py' not in sys.modules"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    print("all right")
+    """
+    job = run_ranks(2, script, devices=3)
+    assert job.code == 0 and job.output.count("all right") == 2, job.output
+
+
+def test_one_rank(run_ranks: Run) -> None:
+    script = """
+    import autopar, jax
+    from autopar.mpi.world import world
+    here = world()
+    assert (here.rank, here.size) == (0, 1) and here.comm.allgather(7) == [7]
+    assert not jax.distributed.is_initialized() and jax.device_count() == 2
+    """
+    job = run_ranks(1, script, devices=2)
+    assert job.code == 0 and not job.output, job.output
+
+
+def test_independent_runs_under_a_launcher(run_ranks: Run) -> None:
+    script = """
+    import autopar, jax, sys
+    from autopar.mpi.world import world
+    assert world().size == 1 and jax.process_count() == 1 and "mpi4py" not in sys.modules
+    """
+    job = run_ranks(2, script, AUTOPAR_MPI="off")
+    assert job.code == 0, job.output
+
+
+def test_a_backend_that_is_up_already(run_ranks: Run) -> None:
+    job = run_ranks(2, "import jax\nif __import__('os').environ['PMI_RANK'] == '1':\n    jax.devices()\nimport autopar")
+    assert job.code == 1, job.output
+    message = (
+        r"rank 1 \(.*(.*\n)*.*LaunchError: rank 1: JAX has been used before .* Import autopar before the first use"
+    )
+    assert re.search(message, job.ranks[1]), job.output
+
+
+def test_an_initialisation_of_ones_own(run_ranks: Run) -> None:
+    script = """
+    import jax
+    jax.distributed.initialize(cluster_detection_method="mpi4py")
+    import autopar
+    from autopar.mpi.world import world
+    assert jax.process_index() == world().rank and jax.process_count() == 2
+    """
+    job = run_ranks(2, script)
+    assert job.code == 0 and "autopar:" not in job.output, job.output
+
+
+def test_ranks_that_do_not_do_the_same(run_ranks: Run) -> None:
+    script = """
+    import autopar
+    from autopar.errors import LaunchError
+    from autopar.mpi.sameness import check_same
+    from autopar.mpi.world import world
+    here = world()
+
+    def told(facts):
+        try:
+            check_same(here, facts)
+        except LaunchError as error:
+            return str(error)
+
+    assert told({"plan": "a", "JAX version": "0.10"}) is None
+    text = told({"plan": "b" if here.rank == 2 else "a", "batch size": "64"})
+    assert text.startswith(f"rank {here.rank}: the ranks of this job don't do the same"), text
+    assert "plan: b on rank 2, a on ranks 0, 1" in text and "batch size" not in text, text
+    text = told({"code": str(here.rank)})
+    assert "code: 1 on rank 1, 0 on rank 0" in text and "code: 2 on rank 2, 0 on rank 0" in text, text
+    print("all right")
+    """
+    job = run_ranks(3, script)
+    assert job.code == 0 and job.output.count("all right") == 3, job.output
+
+
+class _Told:
+    """A communicator that has heard this."""
+
+    def __init__(self, *told: dict[str, str]) -> None:
+        self.told = told
+
+    def allgather(self, mine: dict[str, str]) -> list[dict[str, str]]:
+        return [mine, *self.told]
+
+
+def test_differences_are_shown() -> None:
+    long = "x" * 1000
+    with pytest.raises(LaunchError, match=r"code: \.\.\.x{50}b on rank 1, \.\.\.x{50}a on rank 0"):
+        check_same(World(0, 2, _Told({"code": long + "b"})), {"code": long + "a"})
+    with pytest.raises(LaunchError, match=r"plan: a on rank 0, b on ranks 1, 2"):
+        check_same(World(0, 3, _Told({"plan": "b"}, {"plan": "b"})), {"plan": "a"})
+    with pytest.raises(LaunchError, match=r"JAX: \(missing\) on rank 1, 0.10 on rank 0"):
+        check_same(World(0, 2, _Told({})), {"JAX": "0.10"})
+    check_same(World(0, 1, None), {"plan": "a"})
+
+
+def test_a_world_of_one() -> None:
+    assert world() == World(0, 1, None)

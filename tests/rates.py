@@ -1,0 +1,18 @@
+"""What exchanges cost, where tests are not to measure it."""
+
+from __future__ import annotations
+
+from autopar.cost import Rates
+from autopar.cost.rates import Curve, RowRate
+
+#: Of two cores, rounded: what tests choose doesn't depend on how busy the machine is.
+RATES = Rates(
+    all_to_all=Curve(((1e3, 6e-5), (1.3e5, 3e-4), (4.2e6, 5e-3))),
+    all_gather=Curve(((1e3, 4e-5), (1.3e5, 1e-4), (4.2e6, 2e-3))),
+    all_reduce=Curve(((1e3, 5e-5), (1.3e5, 2e-4), (4.2e6, 4e-3))),
+    route=Curve(((256, 3e-5), (8192, 1.5e-3))),
+    walk=Curve(((6.5e4, 3e-6), (1e6, 8e-5), (1.7e7, 1.6e-3))),
+    gather=RowRate(1e-7, 5e-10),
+    scatter=RowRate(3e-8, 6e-10),
+    fixed={"ps": 6e-4, "allgather": 0.0, "allreduce_rows": 1e-4, "allreduce": 2e-4},
+)
