@@ -15,6 +15,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
+from autopar.measure.memory import device_memory
 from autopar.mpi.world import world
 from autopar.step import ParallelStep
 
@@ -137,6 +138,7 @@ def parallelize(
             sparse=sparse,
             devices=world().size if hosts else devices.count,
             hosts=hosts,
+            memory=functools.partial(device_memory, jax.local_devices()),
             batch_axis=batch_axis,
             emit=emit,
             rates=functools.partial(rates_of, devices, functools.partial(_planned_by, devices)),

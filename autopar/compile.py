@@ -46,6 +46,8 @@ class Options:
     emit: Emit = "pjit"
     #: Tables on hosts are asked for; `devices` are ranks then.
     hosts: bool = False
+    #: Bytes of memory of each device, None where that doesn't limit anything.
+    memory: Callable[[], int | None] | None = None
     #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.

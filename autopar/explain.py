@@ -19,7 +19,7 @@ from rich.text import Text
 from autopar.cost.formulas import transfer_bytes
 from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import ParameterPlan
+from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
@@ -69,7 +69,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `explain` returns; `str()` is plain text. `updates`: whether there is a state."""
+    """What `explain` returns; `str()` is plain text.
+
+    Attributes:
+      updates: Whether there is a state.
+      processes: Whose devices they are.
+      hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
+    """
 
     name: str
     rows: tuple[Row, ...]
@@ -79,6 +85,7 @@ class Explanation:
     devices: int = 1
     updates: bool = True
     processes: int = 1
+    hosted: str = ""
 
     @property
     def dense_bytes(self) -> int:
@@ -98,7 +105,9 @@ class Explanation:
             )
             return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}")]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
-        parts += [_reason(r) for r in self.rows if r.reason]
+        parts += [_reason(r, "rank" if self.hosted else "device") for r in self.rows if r.reason]
+        if self.hosted:
+            parts.append(Text(self.hosted))
         parts.append(self._totals())
         for name, note, seconds in self.passes:
             parts.append(Text.assemble(("  " + name.ljust(14), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
@@ -119,9 +128,16 @@ class Explanation:
         assert isinstance(console.file, io.StringIO)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
+    @property
+    def _where(self) -> str:
+        if self.hosted:
+            return "one process" if self.devices == 1 else f"{self.devices} ranks"
+        several = f" of {self.processes} processes" if self.processes > 1 else ""
+        return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
+
     def _table(self, narrow: bool) -> Table:
         table = Table(
-            title=f"Plan of {self.name} ({_count(self.devices, self.processes)})",
+            title=f"Plan of {self.name} ({self._where})",
             title_justify="left",
             title_style="bold",
         )
@@ -189,20 +205,32 @@ def explain(step: ParallelStep, *args: Any, **kwargs: Any) -> Explanation:
 
 def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
-    told = {p.path: p for p in plan.parameters}
+    parameters = {p.path: p for p in plan.parameters}
     rows: list[Row] = []
     members: set[int] = set()
     for space in program.rows.spaces:
         for n, table in enumerate(space.tables):
-            rows.append(_table_row(entry, space, table, n == 0, told[program.inputs[table].path], leaves))
+            rows.append(_table_row(entry, space, table, n == 0, parameters[program.inputs[table].path], leaves))
         members.update(space.leaves)
     for k, given in enumerate(program.inputs):
         if given.role == "state" and k not in members:
-            rows.append(_dense_row(entry, k, told.get(given.path)))
+            rows.append(_dense_row(entry, k, parameters.get(given.path)))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
-    return Explanation(name, tuple(rows), passes, entry.trace_s, plan.sparse, plan.devices, updates, processes)
+    told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
+    return Explanation(name, tuple(rows), passes, *told)
+
+
+def _hosted(plan: Plan) -> str:
+    """What is done between ranks, in words."""
+    road, why = plan.road
+    told = {
+        "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
+        "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
+        "": f"Nothing is reduced: {why}",
+    }[road]
+    return f"{told}.\nStages: {', '.join(plan.stages)}."
 
 
 def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
@@ -235,7 +263,10 @@ def _table_row(
         action, planned = "all rows, in shares", dense // devices
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
-    if (told.sent or is_read) and told.lifted:
+    family = entry.compiled.plan.family(space.family)
+    if family is not None and family.on_hosts:
+        action += ", ps on hosts"
+    elif (told.sent or is_read) and told.lifted:
         action += f", {told.method}"
     details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
     paper = _table_3(var.type.nbytes, devices, alpha.local_share) if sent and alpha else {}
@@ -271,7 +302,7 @@ def _traffic(row: Row) -> str:
     return f"{format_bytes(row.dense_bytes)} -> {format_bytes(row.planned_bytes)}"
 
 
-def _reason(row: Row) -> Text:
+def _reason(row: Row, unit: str) -> Text:
     text = Text.assemble(("  " + row.path, "bold"), f": {row.action}: {row.reason}")
     if row.line:
         text.append(f" ({row.line})")
@@ -279,7 +310,7 @@ def _reason(row: Row) -> Text:
         text.append(f". To change it: {row.remedy}")
     if row.sent:
         shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.sent.items())
-        text.append(f"\n    each device sends in a step: {shown}")
+        text.append(f"\n    each {unit} sends in a step: {shown}")
     if row.table_3:
         shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.table_3.items())
         text.append(f"\n    transferred by Parallax's table 3: {shown}")
@@ -287,11 +318,6 @@ def _reason(row: Row) -> Text:
         shown = ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in row.seconds.items())
         text.append(f"\n    exchanges and updates are predicted to take: {shown}")
     return text
-
-
-def _count(devices: int, processes: int) -> str:
-    several = f" of {processes} processes" if processes > 1 else ""
-    return "one device" if devices == 1 else f"{devices} devices{several}"
 
 
 def format_bytes(size: float) -> str:

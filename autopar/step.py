@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from autopar.backends.across import local
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.compile import Compiled, Options, compile_program
+from autopar.cost.memory import leave_devices
 from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.host_table import HostTable
 from autopar.ir.plan import Method, Plan, without_hosts
@@ -75,7 +76,9 @@ class ParallelStep:
             return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
-            if any(isinstance(x, HostTable) for x in self.leaves(args, kwargs)):
+            leaves = self.leaves(args, kwargs)
+            hosted = any(isinstance(x, HostTable) for x in leaves)
+            if hosted or (not any(map(is_traced, leaves)) and self.entry(*args, **kwargs).compiled.plan.on_hosts):
                 self._takes_hosted = True
                 return self._call_spread(args, kwargs)
             runner = self._first_call(args, kwargs)
@@ -197,6 +200,13 @@ class ParallelStep:
             count = 1 if self.devices is None else self.devices.count
             options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
             compiled = self._compile(program, options)
+        elif not options.hosts:
+            memory = options.memory() if options.memory is not None else None
+            leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory) if memory else {}
+            if leaving:
+                options = _hosted(options, leaving)
+                inputs, outputs = describe(call, states, traced.out_info, options.devices)
+                compiled = self._compile(dataclasses.replace(program, inputs=inputs, outputs=outputs), options)
         return Entry(
             call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
         )
@@ -207,9 +217,7 @@ class ParallelStep:
         paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
         if not paths or found.hosts:
             return found
-        rest = found.strategy if isinstance(found.strategy, Mapping) else {"**": found.strategy}
-        hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
-        return dataclasses.replace(found, hosts=True, devices=world().size, strategy={**hosted, **rest})
+        return _hosted(found, paths)
 
     def _compile(self, program: Program, options: Options) -> Compiled:
         compiled = compile_program(program, options)
@@ -295,6 +303,7 @@ class ParallelStep:
         @functools.wraps(self.fun)
         def planned(*args: Any, **kwargs: Any) -> Any:
             entry = self.entry(*args, **kwargs)
+            self._check_not_hosted(entry)
             if self.donate and donated != _donated(entry):
                 raise _OtherStates
             return jax.tree.unflatten(entry.out_tree, entry.run(*self.leaves(args, kwargs)))
@@ -320,6 +329,13 @@ class ParallelStep:
 
 class _OtherStates(Exception):
     """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
+
+
+def _hosted(options: Options, paths: Iterable[str]) -> Options:
+    """With some tables in the memory of the hosts."""
+    rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
+    hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
+    return dataclasses.replace(options, hosts=True, devices=world().size, strategy={**hosted, **rest})
 
 
 def _donated(entry: Entry) -> frozenset[Any]:

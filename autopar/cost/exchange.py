@@ -60,6 +60,16 @@ def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
     return found if s.spread else {**dict.fromkeys(found, 0), "ps": found["ps"]}
 
 
+def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
+    """The same for a table on hosts: bytes that a rank sends, for itself and as an owner that is asked for its share.
+
+    Messages are as long as they must be. The other methods are those that the devices would use."""
+    s = sizes
+    hosts = (s.devices - 1) * s.asked * (ID_BYTES + 2 * s.row_bytes) // s.devices
+    others = sent_bytes(sizes)
+    return {"ps on hosts": hosts, "allgather": others["allgather"], "allreduce": others["allreduce"]}
+
+
 def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
     """Method -> seconds of a step."""
     s, row = sizes, sizes.row_bytes

@@ -69,6 +69,7 @@ class Exchange:
         'gather' are what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then
         sends (a ring's AllReduce 2(N-1)/N of it).
       own_bytes: What the rank asked of itself, in bytes, by kind.
+      limit: Bytes of one MPI message at most; the same on all ranks.
     """
 
     def __init__(
@@ -211,14 +212,19 @@ class Exchange:
           the dtype isn't the one that travelled. With one rank the arguments.
 
         Raises:
-          ArgumentsError: No such reduction, or not of such elements.
+          ArgumentsError: No such reduction, or not of such elements; or `memory` is too small.
         """
         arrays = [np.asarray(a) for a in arrays]
         specs = tuple((a.shape, a.dtype) for a in arrays)
         plan = packing(specs, op)
         if self.size == 1:
             return arrays
-        memory = aligned(plan.nbytes, np.uint8) if memory is None else memory
+        if memory is None:
+            memory = aligned(plan.nbytes, np.uint8)
+        elif memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < plan.nbytes:
+            raise ArgumentsError(
+                f"memory is {memory.dtype}{list(memory.shape)}: it must be uint8, with at least {plan.nbytes} elements"
+            )
         results: list[np.ndarray] = list(arrays)
         for segment in plan.segments:
             flat = segment.flat(memory)

@@ -91,6 +91,9 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
         return _verdict(stuck, told) if stuck else None
     if len(waiting) < len(running):
         return None
+    left = [r for r in ranks if r.left]
+    if left:
+        return _left(left, waiting)
     first = min(r.step for r in waiting)
     behind = [r for r in waiting if r.step == first]
     told = [f"{r.name} has waited for {r.age_s:.0f} s, {r.where}." for r in waiting]

@@ -27,6 +27,7 @@ def pieces(message: np.ndarray, limit: int = LIMIT) -> Iterator[np.ndarray]:
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
     """The bytes of a contiguous array, `[nbytes]`, without a copy."""
+    assert array.flags.c_contiguous, "what is received into a copy is lost"
     return array.reshape(-1).view(np.uint8)
 
 

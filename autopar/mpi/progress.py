@@ -1,7 +1,7 @@
 """`mark`: where this process is in its work, for the messages and the watchdog that need to know.
 
 The step's runner marks each step, and each wait for other ranks before it begins. A mark is a store and a copy of a
-few bytes (about a microsecond); it is read by the hooks that report a fault, by the watchdog's thread, and, from a
+few bytes (half a microsecond); it is read by the hooks that report a fault, by the watchdog's thread, and, from a
 page of memory that outlives a killed process, by its supervisor (`supervise.py`, which documents the page).
 """
 
@@ -87,6 +87,10 @@ class Progress:
             PAGE.pack_into(self._page, 0, self._flags, step, len(text))
             self._page[PAGE.size : PAGE.size + len(text)] = text
 
+    def during(self, what: str, kind: Kind) -> During:
+        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`."""
+        return During(self, what, kind)
+
     @property
     def last(self) -> Mark:
         """The last mark."""
@@ -104,7 +108,27 @@ class Progress:
         if self._page is not None:
             PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
             if self._count == 0:
-                self.mark(*self._last[:3])
+                step, what, kind, _ = self._last
+                self.mark(step, what, kind)
+
+
+class During:
+    """A mark at a block's beginning, and what was marked before again at its end, as of then."""
+
+    __slots__ = ("_before", "_kind", "_progress", "_what")
+    _before: tuple[int, str, Kind, float]
+
+    def __init__(self, progress: Progress, what: str, kind: Kind) -> None:
+        self._progress, self._what, self._kind = progress, what, kind
+
+    def __enter__(self) -> None:
+        self._before = self._progress._last
+        self._progress.mark(self._before[0], self._what, self._kind)
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:  # Else it is told where it was raised.
+            step, what, kind, _ = self._before
+            self._progress.mark(step, what, kind)
 
 
 #: The progress of this process.

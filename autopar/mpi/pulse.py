@@ -233,6 +233,8 @@ class Pulse:
             os.close(signal.set_wakeup_fd(before))
             reading.close()
             return
+        # A child has a main thread of its own, whose signals are no news here.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self._interrupts = reading
 
     def _check_interrupt(self, now_s: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import platform
 import socket
 
 import jax
@@ -21,6 +22,7 @@ from autopar.mpi.launchers import claim, launched
 from autopar.mpi.leaving import Script, leave
 from autopar.mpi.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.mpi.pulse import ALLOWANCE_S, ALLOWANCE_VARIABLE, Pulse, allowance
+from autopar.mpi.sameness import check_same
 from autopar.mpi.world import World, world
 
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
@@ -35,7 +37,8 @@ def start() -> None:
     """Make this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog.
 
     Raises:
-      LaunchError: a backend of JAX is up already, the ranks can't reach each other, or MPI doesn't work.
+      LaunchError: a backend of JAX is up already, the ranks have different versions of JAX or can't reach each other,
+        or MPI doesn't work.
     """
     if launched() is None:
         return
@@ -55,8 +58,11 @@ def start() -> None:
     pulse = Pulse(here, hooks, _allowance())
     # Registered after JAX's exit handler, and so called before it.
     atexit.register(leave, here, pulse, script)
-    pulse.start()
     _pulses.append(pulse)
+    if _threads_are_safe():
+        pulse.start()
+    elif here.rank == 0:
+        report("warning: MPI was started for calls from one thread only, so there is no watchdog")
 
 
 def watchdog(seconds: float | None) -> None:
@@ -77,6 +83,13 @@ def watchdog(seconds: float | None) -> None:
     allowed = allowance(seconds)
     for pulse in _pulses:
         pulse.allowance_s = allowed
+
+
+def _threads_are_safe() -> bool:
+    """Whether MPI may be called from several threads: the user, or an old library, may have started it otherwise."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def _allowance() -> float | None:
@@ -105,6 +118,8 @@ def _start_jax(here: World) -> None:
             "any more. Import autopar before the first use of JAX (arrays, jax.devices(), jax.random.key, ... at the "
             "top of a module count, too): move `import autopar` to the top of the script"
         )
+    # Different versions of JAX might not even get to the comparison before the first step.
+    check_same(here, {"JAX version": jax.__version__, "Python version": platform.python_version()})
     address = choose_coordinator(here)
     _check_host_name(here, address)
     jax.distributed.initialize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost.exchange import Sizes, sent_bytes, step_seconds
+from autopar.cost.exchange import Sizes, host_sent_bytes, sent_bytes, step_seconds
 from autopar.cost.model import lifting_pays
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
@@ -86,7 +86,8 @@ def decide_family(
         hosted = True  # beside others that are there
     if hosted:
         family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices)
-        return (family, family), _lifted(space, ids, family, paths, source)
+        sent = {} if wishes.devices == 1 else host_sent_bytes(_host_sizes(program, space, ids, family, wishes))
+        return (family, family), _lifted(space, ids, family, paths, source, sent)
     if wishes.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
@@ -186,6 +187,16 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) 
         checks=sharded.tight,
         spread=any(ids.batched),
     )
+
+
+def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, wishes: Wishes) -> Sizes:
+    """The same of a family on hosts, measured on the example where there is one."""
+    sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
+    flat = None if wishes.example is None or space.depends_on else wishes.example(program, space, ids)
+    if flat is None:
+        return sizes
+    loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
+    return dataclasses.replace(sizes, asked=max(rows.size for rows in loads))
 
 
 def _line(space: RowSpace) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -266,6 +267,7 @@ def check_explain_and_verify() -> None:
 def check_rates_are_the_first_ones() -> None:
     """Each rank would measure something else, and reads another cache."""
     calibrate._known.clear()
+    os.environ["XDG_CACHE_HOME"] += "/new"
     mine = Rates.of_dict({**RATES.as_dict(), "fixed": {**RATES.fixed, "ps": 0.001 * (RANK + 1)}})
     calibrate.calibrate, kept = (lambda devices, plan: mine), calibrate.calibrate
     try:
@@ -277,6 +279,18 @@ def check_rates_are_the_first_ones() -> None:
     finally:
         calibrate.calibrate = kept
         calibrate._known.clear()
+
+
+def check_turns_are_measured_together() -> None:
+    """Each process would take another number of turns, in each of which it waits for the others."""
+    kept, calibrate._TARGET_S = calibrate._TARGET_S, 0.002 * (1 + 4 * RANK)
+    try:
+        devices = PS.devices
+        assert devices is not None
+        seconds = calibrate._loop_seconds(devices, lambda x: jax.lax.psum(x, devices.axis) / COUNT, jnp.ones(COUNT))
+        assert 0 < seconds < 1
+    finally:
+        calibrate._TARGET_S = kept
 
 
 def check_what_differs_between_processes() -> None:

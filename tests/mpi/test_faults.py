@@ -166,7 +166,7 @@ def test_ctrl_c_passes_through_the_launcher(launch: Run) -> None:
 
 
 def test_a_rank_that_stands_still_is_named(run_ranks: Run) -> None:
-    job = run_ranks(3, with_fault("time.sleep(60)"), AUTOPAR_WATCHDOG="2")
+    job = run_ranks(3, with_fault("time.sleep(60)"), AUTOPAR_WATCHDOG="3")
     check_ended(job, 15)
     message = r"rank 1 \(.*made no progress for \d+ s, in step 5 \(computing\); ranks 0, 2 wait for it"
     assert re.search(message, job.ranks[0]), job.output
@@ -174,7 +174,7 @@ def test_a_rank_that_stands_still_is_named(run_ranks: Run) -> None:
 
 
 def test_a_rank_that_is_stopped_is_named(run_ranks: Run) -> None:
-    job = run_ranks(3, with_fault("time.sleep(0.5); os.kill(os.getpid(), 19)"), AUTOPAR_WATCHDOG="2")
+    job = run_ranks(3, with_fault("time.sleep(0.5); os.kill(os.getpid(), 19)"), AUTOPAR_WATCHDOG="3")
     check_ended(job, 15)
     assert re.search(r"rank 1 .*no sign of life for \d+ s .*last seen in step 5", job.ranks[0]), job.output
     assert "rank 2 (" not in job.output
@@ -184,12 +184,12 @@ def test_a_rank_may_take_its_time(run_ranks: Run) -> None:
     fault = """
     if mark.__self__.last.step == 5:
         autopar.watchdog(None)
-        time.sleep(3)
-        autopar.watchdog(1)
+        time.sleep(4)
+        autopar.watchdog(2)
     else:
         mark(7, "compiling", "compiles")
-        time.sleep(3)
+        time.sleep(4)
 """
     script = with_fault(fault).replace("step == 5 and", "step in (5, 7) and")
-    job = run_ranks(2, script, AUTOPAR_WATCHDOG="1")
+    job = run_ranks(2, script, AUTOPAR_WATCHDOG="2")
     assert job.code == 0 and "autopar:" not in job.output, job.output

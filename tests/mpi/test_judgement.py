@@ -42,6 +42,11 @@ STUCK = {"age_s": 11.0}
         (ranks(r1={"left": True, "step": 6, "code": 0}, r0={**WAITS, "age_s": 2.0}), (1,), "left with exit code 0"),
         (ranks(r1={"left": True}, r0=WAITS, r2=WAITS, r3=WAITS), (1,), "ranks 0, 2, 3 wait for it in step 7"),
         (ranks(r1={"left": True}, r0=WAITS, r2=WAITS, r3={"age_s": 1.0}), None, ""),
+        (
+            ranks(**{f"r{r}": {**WAITS, "age_s": 3.0, "allowance_s": 2.0, "left": r == 1} for r in range(4)}),
+            (1,),
+            "left",
+        ),
         (ranks(r0={"left": True}, r1={"left": True}, r2={"left": True}, r3={"left": True}), None, ""),
     ],
 )

@@ -98,6 +98,12 @@ def test_a_backend_that_is_up_already(run_ranks: Run) -> None:
     assert re.search(message, job.ranks[1]), job.output
 
 
+def test_another_version_of_jax(run_ranks: Run) -> None:
+    script = "import os, jax\nif os.environ['PMI_RANK'] == '1':\n    jax.__version__ = '0.1'\nimport autopar"
+    job = run_ranks(3, script)
+    assert job.code == 1 and "JAX version: 0.1 on rank 1, " in job.output, job.output
+
+
 def test_an_initialisation_of_ones_own(run_ranks: Run) -> None:
     script = """
     import jax

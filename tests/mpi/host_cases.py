@@ -1,0 +1,236 @@
+"""What every rank runs in `test_hosts.py`: steps with tables in host memory, against the float64 oracle (DESIGN 1)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+from autopar.host_table import HostTable, exchange
+from autopar.verify import compare
+
+from ..pairs import pairwise
+from ..zoo import MODELS, OPTIMIZERS
+from ..zoo.case import Case, concrete, initial_variables, zipf_ids
+
+RANK, RANKS, DEVICES = jax.process_index(), jax.process_count(), jax.local_device_count()
+HOSTS = ("ps", "hosts")
+AXES = {
+    "ranks": ("2", "4", "3", "1"),
+    "devices": ("1", "2"),
+    "model": ("normed", "averaged", "lstm_lm", "transformer_sampled", "two_tower", "multi_hot"),
+    "optimizer": ("clipped", "adagrad", "scheduled", "rowwise_adagrad", "zero_nans"),
+}
+ROWS = pairwise(AXES)
+
+
+class _State(TrainState):
+    batch_stats: Any
+
+
+class _Net(nn.Module):
+    """A table, and a perceptron with or without batch norm."""
+
+    norm: bool
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = nn.Embed(61, 4, name="emb")(ids).mean(1)
+        x = nn.Dense(8, use_bias=not self.norm)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+        return nn.Dense(3)(nn.tanh(x))
+
+
+def net(tx: optax.GradientTransformation, *, norm: bool, batch: int = 24) -> Case:
+    """Regression; a batch that 1 to 4 ranks with one or two devices divide."""
+    module = _Net(norm)
+
+    def batches(i: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(i)
+        return {"ids": zipf_ids(rng, (batch, 5), 61), "y": rng.normal(size=(batch, 3)).astype(np.float32)}
+
+    variables = initial_variables(module, batches(0)["ids"])
+    stats = variables.get("batch_stats", {})
+    state = _State.create(apply_fn=module.apply, params=variables["params"], tx=tx, batch_stats=stats)
+
+    def step(state: _State, batch: Any) -> tuple[_State, Any]:
+        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, changed = state.apply_fn(variables, batch["ids"], mutable=["batch_stats"])
+            return jnp.mean((y - batch["y"]) ** 2), changed.get("batch_stats", {})
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats), (loss, optax.tree.norm(grads))
+
+    return Case(step, concrete(state), batches, ("params/emb/embedding",))
+
+
+def make(model: str, optimizer: str) -> Case:
+    tx = OPTIMIZERS[optimizer].make()
+    if model in ("normed", "averaged"):
+        return net(tx, norm=model == "normed")
+    return MODELS[model].make(tx)
+
+
+def check_contract() -> None:
+    """Pairwise: ranks x devices x models x optimizers."""
+    for row in ROWS:
+        if (row["ranks"], row["devices"]) != (str(RANKS), str(DEVICES)):
+            continue
+        case = make(row["model"], row["optimizer"])
+        step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+        entry = step.entry(case.state, case.batches(0))
+        plan = entry.compiled.plan
+        assert plan.on_hosts and {p.path for p in plan.parameters if p.lifted} == set(case.tables), row
+        road = "" if RANKS == 1 else "xla" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
+        if RANKS == 3 and row["model"] != "normed":  # a batch of 8 isn't spread
+            road = plan.road[0]
+        assert plan.road[0] == road, (row, plan.road)
+        numbers_agree(entry, case, str(row))
+
+
+def numbers_agree(entry: Any, case: Case, told: str, steps: int = 4) -> None:
+    """Planned steps against the oracle, which rank 0 alone runs: the others only take part."""
+    leaves = [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)]
+    if RANK == 0:
+        found = compare(entry, leaves)
+        assert found.ok, f"{told}\n{found}"
+        return
+    new = entry.compiled.analysed.new_states
+    mine = list(leaves[0])
+    for batch in leaves:
+        mine = [x if k in new else batch[k] for k, x in enumerate(mine)]
+        outputs = entry.run_hosted(*mine)
+        for k, out in new.items():
+            mine[k] = outputs[out]
+
+
+def check_results() -> None:
+    """A state that goes round: tables stay where they are, are read by all, and are gone once given away."""
+    case = make("averaged", "clipped")
+    step = autopar.parallelize(case.step, strategy={"params/emb*": HOSTS})
+    plain = jax.jit(case.step)
+    start = jax.tree.map(jnp.copy, case.state)
+    state, wanted = start, case.state
+    for batch in autopar.shard([case.batches(i) for i in range(5)]):
+        old, (state, (loss, _)) = state, step(state, batch)
+    for i in range(5):
+        wanted, (theirs, _) = plain(wanted, case.batches(i))
+    table = state.params["emb"]["embedding"]
+    assert isinstance(table, HostTable) and table.storage.rows.shape == (-(-61 // RANKS), 4)
+    np.testing.assert_allclose(np.asarray(table), wanted.params["emb"]["embedding"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(table[np.array([[3, 60], [-1, 0]])], np.asarray(table)[np.array([[3, 60], [60, 0]])])
+    assert abs(float(loss) - float(theirs)) < 1e-5
+    gone = old.params["emb"]["embedding"]
+    assert gone.is_deleted()
+    try:
+        np.asarray(gone)
+    except autopar.DonatedStateError as error:
+        assert "params/emb/embedding was given to a step" in str(error)
+    else:
+        raise AssertionError("a table that was given away can be read")
+    evaluate = autopar.parallelize(lambda params, ids: params["emb"]["embedding"][ids].sum())
+    ids = case.batches(7)["ids"]
+    found = float(evaluate(state.params, ids))
+    assert abs(found - np.asarray(table)[ids].sum()) < 1e-3
+    ordinary = autopar.materialize(state)
+    assert isinstance(ordinary.params["emb"]["embedding"], jax.Array)
+
+
+def check_init() -> None:
+    """Bit for bit what jax.jit makes, in shares."""
+
+    def make_state(key: jax.Array) -> dict[str, Any]:
+        return {"table": jax.random.normal(key, (1003, 6)), "w": jax.random.uniform(key, (6, 2))}
+
+    def update(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+        loss, grads = jax.value_and_grad(lambda s: ((s["table"][batch["ids"]] @ s["w"]) ** 2).mean())(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    step = autopar.parallelize(update, strategy={"table": HOSTS})
+    batch = {"ids": np.arange(24, dtype=np.int32)}
+    state = autopar.init(make_state, jax.random.key(3), step=step, batch=batch)
+    wanted = jax.jit(make_state)(jax.random.key(3))
+    assert isinstance(state["table"], HostTable) and len(state["table"].storage.rows) == -(-1003 // RANKS)
+    np.testing.assert_array_equal(np.asarray(state["table"]), wanted["table"])
+    np.testing.assert_array_equal(state["w"], wanted["w"])
+    new, loss = step(state, batch)
+    theirs, expected = jax.jit(update)(wanted, batch)
+    np.testing.assert_allclose(np.asarray(new["table"]), theirs["table"], atol=1e-6)
+    assert abs(float(loss) - float(expected)) < 1e-6
+
+
+def _poison() -> tuple[Callable[..., Any], np.ndarray]:
+    def update(table: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda t: (t[batch["ids"]] ** 2).sum() * batch["scale"][0])(table)
+        norm = jnp.sqrt((grad**2).sum())
+        return table - 0.1 * grad / norm, norm
+
+    return update, np.linspace(0.5, 2, 40 * 3, dtype=np.float32).reshape(40, 3)
+
+
+def check_nonfinite() -> None:
+    """A factor that is NaN poisons every row, as in plain JAX, on every rank."""
+    update, table = _poison()
+    step = autopar.parallelize(update, strategy=HOSTS, donate=False, batch_axis={"batch/scale": None})
+    ids = np.arange(24, dtype=np.int32) % 7
+    for scale in (1.0, np.inf, np.nan, 0.0):
+        batch = {"ids": ids, "scale": np.full((1,), scale, np.float32)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            new, _ = step(jnp.asarray(table), batch)
+            wanted, _ = jax.jit(update)(table, batch)
+            np.testing.assert_allclose(np.asarray(new), wanted, rtol=1e-5)
+
+
+def check_growth() -> None:
+    """Batches of more and more rows: few compilations, and the same numbers."""
+    case = net(OPTIMIZERS["clipped"].make(), norm=False, batch=48)
+    step = autopar.parallelize(case.step, strategy=HOSTS)
+    plain = jax.jit(case.step)
+    state, wanted = jax.tree.map(jnp.copy, case.state), case.state
+    for i in range(12):
+        batch = case.batches(i)
+        batch["ids"] = np.minimum(batch["ids"], 5 * i)
+        state, _ = step(state, batch)
+        wanted, _ = plain(wanted, batch)
+    assert step.latest is not None
+    assert step.latest.runner.compilations <= 4
+    mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert exchange().size == RANKS
+
+
+def check_what_cannot_be() -> None:
+    """Tables that can't be lifted, and dense parameters, can't be on hosts: the message says so."""
+
+    def tied(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(t: jax.Array) -> jax.Array:
+            return jax.nn.logsumexp(t[ids] @ t.T, -1).sum()
+
+        value, grad = jax.value_and_grad(loss)(table)
+        return table - 0.1 * grad, value
+
+    ids, table = np.arange(24, dtype=np.int32), jnp.ones((40, 3))
+    for strategy, told in (
+        ({"table": HOSTS}, "the rows of table can't be on hosts: reduce_max over all rows"),
+        ({"table": ("allgather", "hosts")}, "tables on hosts are trained by 'ps' only"),
+        ({"tabel": HOSTS}, "'tabel' matches no parameter"),
+    ):
+        try:
+            autopar.parallelize(tied, strategy=strategy)(table, ids)
+        except autopar.StrategyError as error:
+            assert told in str(error), str(error)
+        else:
+            raise AssertionError(f"{strategy} is taken")

@@ -1,0 +1,26 @@
+"""Steps with tables in host memory: the cases of `host_cases.py`, once per shape of the world."""
+
+from __future__ import annotations
+
+import pytest
+
+from .global_ranks import run_ranks
+
+#: Ranks and devices of each -> cases.
+WORLDS = {
+    (1, 1): (),
+    (2, 1): (),
+    (3, 1): ("check_contract", "check_results", "check_init", "check_nonfinite"),
+    (4, 1): ("check_contract", "check_growth"),
+    (1, 2): ("check_contract", "check_results"),
+    (2, 2): ("check_contract", "check_results", "check_init"),
+    (3, 2): ("check_contract",),
+    (4, 2): ("check_contract",),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
+def test_hosts(world: tuple[int, int]) -> None:
+    ranks, devices = world
+    command = ["tests/mpi/worker.py", "tests.mpi.host_cases", str(devices), *WORLDS[world]]
+    run_ranks(ranks, command, timeout_s=400)

@@ -1,0 +1,56 @@
+"""Marks, and the page of memory in which a supervisor finds the last one."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+
+from autopar.mpi import progress, supervise
+from autopar.mpi.progress import PAGE_BYTES, Progress
+
+
+def test_marks() -> None:
+    here = Progress()
+    assert str(here.last) == "before the first step" and here.last.count == 0
+    here.mark(3, "computing")
+    assert (here.last.step, here.last.kind, str(here.last)) == (3, "computes", "in step 3 (computing)")
+    with here.during("row exchange", "waits"):
+        waiting = here.last
+        assert (waiting.step, waiting.what, waiting.kind) == (3, "row exchange", "waits")
+    assert (here.last.what, here.last.kind, here.last.count) == ("computing", "computes", 3)
+    assert here.last.time_s >= waiting.time_s
+
+
+def test_a_fault_is_told_where_it_was() -> None:
+    here = Progress()
+    here.mark(3, "computing")
+    with pytest.raises(ValueError, match="lost"), here.during("row exchange", "waits"):
+        raise ValueError("lost")
+    assert str(here.last) == "in step 3 (row exchange)"
+
+
+def test_the_page_of_the_supervisor() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(PAGE_BYTES)
+
+        def page() -> tuple[int, int, str]:
+            file.seek(0)
+            told = file.read()
+            flags, step, length = supervise.PAGE.unpack_from(told)
+            return flags, step, told[supervise.PAGE.size :][:length].decode()
+
+        here = Progress()
+        here.share(file.fileno())
+        assert page() == (supervise.STARTED, -1, "before the first step")
+        here.mark(5, "a text that is longer than what is kept of it, which is " + "x" * 100)
+        assert page()[1] == 5 and len(page()[2]) == progress.TEXT_BYTES
+        here.mark(6, "short")
+        here.flag(progress.LEFT)
+        assert page() == (supervise.STARTED | supervise.LEFT, 6, "short")
+
+
+def test_the_supervisor_reads_what_the_rank_writes() -> None:
+    for name in ("PAGE_BYTES", "STARTED", "REPORTED", "LEFT", "PAGE_VARIABLE"):
+        assert getattr(supervise, name) == getattr(progress, name)
+    assert supervise.PAGE.format == progress.PAGE.format
