@@ -82,7 +82,7 @@ def test_bytes_handed_to_mpi(count: int, tmp_path: Path) -> None:
     assert all(phases["step"]["sent"]["rows"] > 0 for phases in found)
 
 
-def test_bytes_at_the_interfaces(tmp_path: Path, record_property: Any) -> None:
+def test_bytes_at_the_interfaces(tmp_path: Path) -> None:
     """Three hosts, one rank each, ring forced; payloads of over 16 MB."""
     count, sizes = 3, Sizes(rows=24_000, dim=1024, width=4096, examples=36, length=600)
     try:
@@ -98,5 +98,5 @@ def test_bytes_at_the_interfaces(tmp_path: Path, record_property: Any) -> None:
             payload = sum(sent.values()) - sent["reduce"] + 2 * (count - 1) * sent["reduce"] / count
             assert payload > LEAST_BYTES, f"{name} sends {payload / 1e6:.1f} MB only"
             ratio = phase["wire"] / payload
-            record_property(f"rank {rank}, {name}", f"{payload / 1e6:.1f} MB, {ratio:.4f} of it on the wire")
+            print(f"rank {rank}, {name}: {payload / 1e6:.1f} MB, {ratio:.4f} of it on the wire")
             assert abs(ratio - 1) <= TOLERATED, f"rank {rank}, {name}: {ratio:.3f} of {payload / 1e6:.1f} MB"
