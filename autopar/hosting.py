@@ -156,11 +156,7 @@ class HostRunner:
             return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), found)
         count = leaf.shape[along] // size
         index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
-        own = (
-            leaf
-            if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else np.asarray(leaf)
-        )[index]
+        own = (leaf if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf))[index]
         devices = ranks.mesh.shape["local"]
         spread = count % devices == 0
         if not ranks.is_global:

@@ -44,8 +44,9 @@ def soak() -> None:
         seconds = time.perf_counter() - start
     grown = [b - a for a, b in zip(resident[FIRST], resident[STEPS], strict=True)]
     print(
-        f"{STEPS:,} steps on {RANKS} ranks in {seconds:.0f} s: memory grew by {max(grown) / 2**20:+.2f} MiB at most from "
-        f"step {FIRST} on ({min(grown) / 2**20:+.2f} at least); {compilations[COMPILED_STEPS]} compilations in "
+        f"{STEPS:,} steps on {RANKS} ranks in {seconds:.0f} s: from step {FIRST} on memory grew by "
+        f"{max(grown) / 2**20:+.2f} MiB at most ({min(grown) / 2**20:+.2f} at least); "
+        f"{compilations[COMPILED_STEPS]} compilations in "
         f"{COMPILED_STEPS:,} steps, {compilations[STEPS]} in all",
         flush=True,
     )

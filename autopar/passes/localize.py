@@ -431,11 +431,7 @@ class Walk:
         results = [*carries, *returned[carry:]]
         atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
         outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
-        operands = (
-            *map(self.read, equation.inputs[:consts]),
-            *outer,
-            *map(self.read, equation.inputs[consts + carry :]),
-        )
+        operands = (*map(self.read, equation.inputs[:consts]), *outer, *map(self.read, equation.inputs[consts + carry :]))
         outputs = []
         for k, var in enumerate(equation.outputs):
             state = results[k]
@@ -455,9 +451,7 @@ class Walk:
             self.whole(atom, equation)
         states = [self.state(a) for a in equation.inputs[skipped:]]
         walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
-        returned = [
-            [inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)
-        ]
+        returned = [[inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)]
         wanted = returned[0]
         for other in returned[1:]:
             wanted = [_join(a, b) for a, b in zip(wanted, other, strict=True)]

@@ -59,7 +59,7 @@ class Counters:
         self.exchange = exchange()
         self.found: dict[str, Any] = {}
 
-    def phase(self, name: str, run: Callable[[], None]) -> None:
+    def phase(self, name: str, run: Callable[[], object]) -> None:
         """Everyone begins together, and nobody's messages of another phase count."""
         self._meet()
         before, wire = dict(self.exchange.sent_bytes), sent_by_interface()
@@ -78,22 +78,29 @@ def main(folder: str, *numbers: str) -> None:
     """A rank."""
     sizes = Sizes(*map(int, numbers))
     counters = Counters()
+    count_exchanges(counters, sizes)
+    count_step(counters, sizes)
+    Path(folder, f"{counters.exchange.rank}.json").write_text(json.dumps(counters.found))
+
+
+def count_exchanges(counters: Counters, sizes: Sizes) -> None:
+    """Each kind by itself, of what the step's own exchanges have."""
     here = counters.exchange
-
     gradients = np.ones((sizes.dim, sizes.width), np.float32)
-    counters.phase("reduce", lambda: here.reduce([gradients]) and None)
-
+    counters.phase("reduce", lambda: here.reduce([gradients]))
     share = -(-sizes.rows // here.size)
     own = np.array_split(sizes.ids(0), here.size)[here.rank]
     # Places as the plan deals rows out: row r is on rank r mod N.
     places = np.unique(own % here.size * share + own // here.size).astype(np.int32)
     asked = here.ask(places, share)
     table = np.ones((asked.rows.size, sizes.dim), np.float32)
-    counters.phase("fetch", lambda: here.fetch(asked, table) is None)
+    counters.phase("fetch", lambda: here.fetch(asked, table))
     sums = np.ones((places.size, sizes.dim), np.float32)
-    counters.phase("deliver", lambda: here.deliver(asked, sums) is None)
-    del table, sums, gradients
+    counters.phase("deliver", lambda: here.deliver(asked, sums))
 
+
+def count_step(counters: Counters, sizes: Sizes) -> None:
+    """A whole step."""
     step = autopar.parallelize(train_step, strategy=("ps", "hosts"))
     state: Any = {"emb": jnp.full((sizes.rows, sizes.dim), 0.1), "w": jnp.full((sizes.dim, sizes.width), 0.1)}
     for seed in range(COUNTED):
@@ -106,7 +113,6 @@ def main(folder: str, *numbers: str) -> None:
 
     counters.phase("step", counted)
     assert step.plan is not None and step.plan.road[0] == "mpi", step.plan and step.plan.road
-    Path(folder, f"{here.rank}.json").write_text(json.dumps(counters.found))
 
 
 if __name__ == "__main__":

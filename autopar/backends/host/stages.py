@@ -23,7 +23,6 @@ from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteTyp
 from autopar.ir.stages import Exchange, Segment
 from autopar.mpi.exchange import Asked
 
-
 class Outgrown(Exception):
     """A step needs more room: family -> (rows of this owner, rows that this rank asks for), as they were found."""
 
