@@ -1,12 +1,16 @@
 """autopar: automatic parallel training for JAX. See `parallelize`."""
 
 from autopar.api import parallelize
+from autopar.checkpoint import Restored, restore, save
 from autopar.errors import (
     ArgumentsError,
     AutoparError,
     CapacityWarning,
+    CheckpointError,
     DonatedStateError,
+    HostMemoryError,
     LaunchError,
+    MissingCheckpointError,
     RecompileWarning,
     StateError,
     StepError,
@@ -14,6 +18,7 @@ from autopar.errors import (
     VerificationError,
 )
 from autopar.explain import Explanation, explain
+from autopar.host_table import HostTable
 from autopar.init import init
 from autopar.mpi.start import start as _start
 from autopar.mpi.start import watchdog
@@ -28,11 +33,16 @@ __all__ = [
     "ArgumentsError",
     "AutoparError",
     "CapacityWarning",
+    "CheckpointError",
     "DonatedStateError",
     "Explanation",
+    "HostMemoryError",
+    "HostTable",
     "LaunchError",
+    "MissingCheckpointError",
     "ParallelStep",
     "RecompileWarning",
+    "Restored",
     "StateError",
     "StepError",
     "StrategyError",
@@ -43,6 +53,8 @@ __all__ = [
     "init",
     "materialize",
     "parallelize",
+    "restore",
+    "save",
     "shard",
     "verify",
     "watchdog",

@@ -89,9 +89,7 @@ def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tupl
 
 
 def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_batch(
-        program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts
-    )
+    program, note = analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts)
     return program, plan, note
 
 

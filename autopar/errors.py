@@ -42,6 +42,14 @@ class LaunchError(AutoparError):
     """The processes of a job can't be started, or can't work together."""
 
 
+class CheckpointError(AutoparError):
+    """A state can't be saved, or a checkpoint can't be restored."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no complete checkpoint: none was saved there, or the first save was interrupted."""
+
+
 class RecompileWarning(UserWarning):
     """A call had other shapes than the calls before, so the step is planned and compiled again."""
 

@@ -17,6 +17,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.backends.layouts import even_shares
 from autopar.host_table import HostTable, exchange
 from autopar.ir.layout import RowLayout
+from autopar.mpi.room import require_room
 from autopar.planned import Entry
 
 
@@ -95,16 +96,23 @@ class HostMaker:
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
-        del leaves
+        require_room(
+            self.ranks.exchange,
+            {t.path: ((t.layout.share, *_others(x.shape, t.axis)), x.dtype) for t, x in self._pairs(made)},
+        )
         for k, table in enumerate(self.tables):
             made[k] = self.ranks.own(made[k]) if table is None else HostTable(self._stored(made[k], table))
         return made
+
+    def _pairs(self, leaves: Sequence[Any]) -> list[tuple[HostLeaf, Any]]:
+        return [(t, x) for t, x in zip(self.tables, leaves, strict=True) if t is not None]
 
     def _stored(self, leaf: Any, table: HostLeaf) -> HostRows:
         ranks = self.ranks.exchange
         if ranks.size == 1:
             return HostRows.of(leaf, table.axis, table.layout, 0, table.path)
-        shape = (*leaf.shape[: table.axis], table.layout.extent, *leaf.shape[table.axis + 1 :])
+        others = _others(leaf.shape, table.axis)
+        shape = (*others[: table.axis], table.layout.extent, *others[table.axis :])
         found = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
         share = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
@@ -115,3 +123,7 @@ class HostMaker:
 
         found.fill(read)
         return found
+
+
+def _others(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.stages import Outgrown, StagedProgram, Step
 from autopar.backends.host.storage import HostRows
 from autopar.compile import Compiled, Options, follow
 from autopar.errors import ArgumentsError
 from autopar.host_table import HostTable, exchange
+from autopar.ir.layout import RowLayout
 from autopar.ir.local import Spread
 from autopar.ir.program import ArrayType, Program
 from autopar.mpi.progress import PROGRESS, mark
+from autopar.mpi.room import require_room
 from autopar.table import Table
 
 #: Room for more rows than a step was found to need, and what it is rounded up to.
@@ -38,9 +41,9 @@ class HostRunner:
         plan, self._program = compiled.plan, compiled.analysed
         self._plan = plan
         self._ranks = Ranks(exchange(), plan.road[0])
-        hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
-        self._tables = {
-            leaf: (space.extent, axis, hosted[space.family])
+        hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
+        self._tables: dict[int, tuple[int, RowLayout]] = {
+            leaf: (axis, hosted[space.family])
             for space in self._program.rows.spaces
             if space.family in hosted
             for leaf, axis in zip(space.leaves, space.axes, strict=True)
@@ -58,6 +61,9 @@ class HostRunner:
         self._staged: StagedProgram | None = None
         self.compilations = 0
 
+    def lower(self) -> Any:
+        raise AssertionError("a step in stages is no single program")
+
     def was_exceeded(self) -> bool:
         """Never: messages are as long as they must be."""
         return False
@@ -69,6 +75,7 @@ class HostRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat arguments (arrays, Tables, HostTables); flat results."""
+        self._make_room(leaves)
         tables = {k: self._table(k, leaf) for k, leaf in enumerate(leaves) if k in self._tables}
         inputs = [tables[k].storage if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         step = Step({})
@@ -102,11 +109,29 @@ class HostRunner:
 
     # --- arguments ---
 
+    def _make_room(self, leaves: Sequence[Any]) -> None:
+        """Make sure that the hosts have memory for the tables that come to them now.
+
+        Raises:
+          HostMemoryError: they haven't.
+        """
+        coming = {k: leaves[k] for k in self._tables if not self._is_placed(k, leaves[k])}
+        if coming:
+            wanted = {}
+            for k, leaf in coming.items():
+                axis, layout = self._tables[k]
+                shape = (layout.share, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
+                wanted[self._program.inputs[k].path] = shape, leaf.dtype
+            require_room(self._ranks.exchange, wanted)
+
+    def _is_placed(self, k: int, leaf: Any) -> bool:
+        return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
+
     def _table(self, k: int, leaf: Any) -> HostTable:
         """The storage that the step works on."""
-        _, axis, layout = self._tables[k]
+        axis, layout = self._tables[k]
         path = self._program.inputs[k].path
-        if not isinstance(leaf, HostTable) or leaf.layout != layout:
+        if not self._is_placed(k, leaf):
             if isinstance(leaf, (HostTable, Table)):
                 leaf = np.asarray(leaf)
             return HostTable(HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path))
@@ -156,7 +181,7 @@ class HostRunner:
             return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), found)
         count = leaf.shape[along] // size
         index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
-        own = (leaf if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf))[index]
+        own = (leaf if jax_compat.is_key(leaf.dtype) else np.asarray(leaf))[index]
         devices = ranks.mesh.shape["local"]
         spread = count % devices == 0
         if not ranks.is_global:
@@ -166,7 +191,7 @@ class HostRunner:
 
     def _result(self, out: int, value: Any, tables: Mapping[int, HostTable]) -> Any:
         k = self._new.get(out)
-        if k in tables:
+        if k is not None and k in tables:
             return tables[k]
         if isinstance(value, np.ndarray):
             return jax.numpy.asarray(value)

@@ -114,8 +114,8 @@ class Maker:
         """The maker of what a traced `make_state` returns."""
         # A leaf is found again, among the step's arguments, by being the same object.
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
-        given = _arguments(step, name, made, batch, call)
-        entry = _plan(step, name, given)
+        given = call_of(step, name, made, batch, call)
+        entry = plan_of(step, name, given)
         order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
         found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
         roles = [given.role for given in entry.compiled.analysed.inputs]
@@ -161,7 +161,7 @@ class Maker:
         return found
 
 
-def _arguments(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
+def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
     """All arguments of the step, of shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0
@@ -177,7 +177,7 @@ def _arguments(step: ParallelStep, name: str, made: Any, batch: Any, call: Call 
     return tuple(given)
 
 
-def _plan(step: ParallelStep, name: str, given: tuple[Any, ...]) -> Entry:
+def plan_of(step: ParallelStep, name: str, given: tuple[Any, ...]) -> Entry:
     try:
         return step.entry(*given)
     except AutoparError:

@@ -141,8 +141,8 @@ class ParallelStep:
     def _check_not_hosted(self, entry: Entry) -> None:
         if entry.compiled.plan.on_hosts:
             raise StepError(
-                f"{self.name} has tables on hosts: it runs in several programs with exchanges between them, and so can't "
-                "be traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
+                f"{self.name} has tables on hosts: it runs in several programs with exchanges between them, and so "
+                "can't be traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
             )
 
     def entry(self, *args: Any, **kwargs: Any) -> Entry:

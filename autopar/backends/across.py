@@ -54,16 +54,17 @@ def local(value: Any) -> Any:
     """The whole of a global array on a device of this process, collectively; anything else as it is."""
     if not is_global(value):
         return value
-    if jax_compat.is_key(value.dtype):
-        return jax.random.wrap_key_data(local(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-    if value.is_fully_replicated:
-        return value.addressable_data(0)
-    if not isinstance(value.sharding, NamedSharding):
-        return multihost_utils.process_allgather(value, tiled=True)
-    return replicate(NamedSharding(value.sharding.mesh, P()))(value).addressable_data(0)
+    with jax.ensure_compile_time_eval():  # something else may be traced around it
+        if jax_compat.is_key(value.dtype):
+            return jax.random.wrap_key_data(local(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+        if value.is_fully_replicated:
+            return value.addressable_data(0)
+        if not isinstance(value.sharding, NamedSharding):
+            return multihost_utils.process_allgather(value, tiled=True)
+        return _replicate(NamedSharding(value.sharding.mesh, P()))(value).addressable_data(0)
 
 
 @functools.cache
-def replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
+def _replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
     """A program that brings an array to where it is whole on every device."""
     return jax.jit(lambda x: x, out_shardings=sharding)

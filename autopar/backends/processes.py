@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from autopar import jax_compat
 from autopar.errors import ArgumentsError, AutoparError
+from autopar.mpi.progress import PROGRESS
 
 _logger = logging.getLogger("autopar")
 
@@ -68,6 +69,14 @@ class Processes:
             return [value]
         store = jax_compat.key_value_store()
         assert store is not None, "a mesh over several processes needs jax.distributed, and so its store"
+        before = PROGRESS.last
+        PROGRESS.mark(before.step, "an agreement of processes", "waits")
+        try:
+            return self._exchange(store, value, about)
+        finally:
+            PROGRESS.mark(before.step, before.what, before.kind)
+
+    def _exchange(self, store: jax_compat.KeyValueStore, value: bytes, about: str) -> list[bytes]:
         number = _exchanges[self.members]
         _exchanges[self.members] += 1
         store.key_value_set_bytes(self._key(number, self.rank), about.encode() + b"\0" + value)

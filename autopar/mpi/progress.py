@@ -117,6 +117,7 @@ class During:
 
     __slots__ = ("_before", "_kind", "_progress", "_what")
     _before: tuple[int, str, Kind, float]
+    _kind: Kind
 
     def __init__(self, progress: Progress, what: str, kind: Kind) -> None:
         self._progress, self._what, self._kind = progress, what, kind

@@ -57,9 +57,10 @@ def _row_ids(walk: Walk, equation: Equation) -> None:
     planned = equation.params.get("batch")
     if isinstance(along, Spread) and planned is None:
         raise NotLocal("ids that every device asks for are examples' own", equation.source)
-    spread = planned is not None and walk.shared.examples
-    inputs = [walk.as_state(index, Spread(planned), equation) if spread else walk.whole(index, equation)]
-    _write(walk, equation, inputs, Spread(0) if spread else None)
+    if planned is None or not walk.shared.examples:
+        _write(walk, equation, [walk.whole(index, equation)], None)
+    else:
+        _write(walk, equation, [walk.as_state(index, Spread(planned), equation)], Spread(0))
 
 
 def _route(walk: Walk, equation: Equation) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar import jax_compat
+from autopar.ir.batch_rules import SUMMED
 from autopar.ir.local import (
     PARTIAL,
     REDUCES,
@@ -29,7 +30,6 @@ from autopar.ir.local import (
     keeps_partial,
     place_spread,
 )
-from autopar.ir.batch_rules import SUMMED
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
 from autopar.ir.rules import RESIZE, resized
@@ -337,6 +337,8 @@ class Walk:
             if len(sides) > 1:
                 raise NotLocal(f"{equation.op} of examples and of an owner's rows", equation.source)
             placed = place_spread(equation, spread, self.shared.devices)
+            if placed.axis == SUMMED and equation.op not in REDUCES:
+                raise NotLocal(f"{equation.op} over the examples", equation.source)
         except NotLocal as error:
             self._without_some(equation, spread, error)
             return
@@ -369,9 +371,7 @@ class Walk:
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
         """A reduction over the examples (or rows): of a sum the addends, of anything else the whole."""
-        op = REDUCES.get(equation.op)
-        if op is None:
-            raise NotLocal(f"{equation.op} over the examples", equation.source)
+        op = REDUCES[equation.op]
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
         outputs = tuple(Var(v.type) for v in equation.outputs)
@@ -431,7 +431,11 @@ class Walk:
         results = [*carries, *returned[carry:]]
         atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
         outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
-        operands = (*map(self.read, equation.inputs[:consts]), *outer, *map(self.read, equation.inputs[consts + carry :]))
+        operands = (
+            *map(self.read, equation.inputs[:consts]),
+            *outer,
+            *map(self.read, equation.inputs[consts + carry :]),
+        )
         outputs = []
         for k, var in enumerate(equation.outputs):
             state = results[k]
@@ -451,7 +455,9 @@ class Walk:
             self.whole(atom, equation)
         states = [self.state(a) for a in equation.inputs[skipped:]]
         walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
-        returned = [[inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)]
+        returned = [
+            [inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)
+        ]
         wanted = returned[0]
         for other in returned[1:]:
             wanted = [_join(a, b) for a, b in zip(wanted, other, strict=True)]

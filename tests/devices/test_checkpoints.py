@@ -71,3 +71,52 @@ def test_what_is_saved_is_spread_over_the_devices(tmp_path: Path) -> None:
     emb = restored["params"]["emb"]
     assert [s.data.shape for s in emb.addressable_shards] == [(41, 1)] * 3
     np.testing.assert_array_equal(emb, ordinary)
+
+
+@pytest.mark.parametrize("rows", [40, 41])
+def test_autopar_saves_tables_share_by_share(rows: int, tmp_path: Path) -> None:
+    """And restores them onto other devices, or as ordinary arrays; a training goes on with the same numbers."""
+    state, planned = fresh_on(4, rows)
+    state, _ = trained(planned, state, rows, range(3))
+    assert isinstance(state["params"]["emb"], autopar.Table) == (rows == 41)
+    expected_at_save = jax.tree.map(np.asarray, state)
+    autopar.save(tmp_path / "three", state)
+    if rows == 41:  # one by each device; 40 rows are an ordinary array, of which Orbax saves the shards
+        assert len(list((tmp_path / "three").glob("version-*/rows/*params_emb*"))) == 4
+    expected = trained(planned, state, rows, range(3, 6))
+    ordinary = autopar.restore(tmp_path / "three", jax.eval_shape(lambda: expected_at_save)).state
+    jax.tree.map(np.testing.assert_array_equal, ordinary, expected_at_save)
+    for devices in (4, 3, 1):
+        fresh, planned = fresh_on(devices, rows)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), fresh)
+        for how in ({"like": fresh}, {"like": shapes, "step": planned, "batch": ids_in(0, rows)}):
+            restored = autopar.restore(tmp_path / "three", **how).state
+            for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(fresh), strict=True):
+                assert type(a) is type(b)
+                assert (
+                    devices == 1
+                    or (a.stored if isinstance(a, autopar.Table) else a).sharding
+                    == (b.stored if isinstance(b, autopar.Table) else b).sharding
+                )
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, restored), expected_at_save)
+        same(trained(planned, restored, rows, range(3, 6)), expected)
+
+
+def test_ordinary_arrays_are_restored_with_their_shardings(tmp_path: Path) -> None:
+    mesh = mesh_of(4)
+    axis = mesh.axis_names[0]
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    state = {
+        "rows": jax.device_put(jnp.arange(24.0).reshape(8, 3), rows),
+        "all": jax.device_put(jnp.asarray(0.5), everywhere),
+        "key": jax.device_put(jax.random.key(3), everywhere),
+        "one": jnp.arange(3),
+    }
+    autopar.save(tmp_path, state)
+    restored = autopar.restore(tmp_path, state).state
+    for name, leaf in state.items():
+        assert restored[name].sharding == leaf.sharding and restored[name].dtype == leaf.dtype
+        assert jax.typeof(restored[name]).weak_type == jax.typeof(leaf).weak_type
+    np.testing.assert_array_equal(jax.random.key_data(restored.pop("key")), jax.random.key_data(state.pop("key")))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)

@@ -104,8 +104,8 @@ def check_dense_parameters_in_shares() -> None:
 
 
 def check_a_model_against_the_oracle() -> None:
-    """Two towers, four tables; a counter, dense layers, an average of them."""
-    case = MODELS["two_tower"].make(OPTIMIZERS["clipped"].make())
+    """Wide and deep: a table of rows and one of numbers, bags of ids, dense layers, clipping over all of them."""
+    case = MODELS["multi_hot"].make(OPTIMIZERS["clipped"].make())
     planned = autopar.parallelize(case.step, strategy="ps", donate=False)
     assert autopar.verify(planned, case.state, case.batches(0), steps=3).ok
     mine, _ = planned(case.state, case.batches(0))
@@ -329,6 +329,29 @@ def check_a_mesh_of_ones_own() -> None:
     for k in range(RANK + 1):
         train(planned, PLAIN, make_state(40 + RANK), [ids_of(40, RANK + k)])
     assert planned.plan is not None and planned.plan.devices == len(own)
+
+
+def check_a_mesh_with_two_axes() -> None:
+    """Of which one is for data: along it devices are of one process, or of all."""
+    if COUNT == RANKS:
+        return
+    devices = np.array(jax.devices()).reshape(RANKS, -1)
+    for grid in (devices, devices.T):
+        mesh = jax.sharding.Mesh(grid, ("model", "batch"), axis_types=(AxisType.Auto,) * 2)
+        planned = autopar.parallelize(step, strategy="ps", mesh=mesh, data_axis="batch")
+        source = [ids_of(ROWS, k) for k in range(2)]
+        batches = [*autopar.shard(source, mesh=mesh, data_axis="batch")]
+        state, wanted = make_state(ROWS), make_state(ROWS)
+        for given, plain in zip(batches, source, strict=True):
+            (state, a), (wanted, b) = planned(state, given), PLAIN(wanted, plain)
+            agree(None, a, b)
+        agree(here(make_state(ROWS)), state, wanted)
+        mine = [{"ids": np.zeros((4, 5), np.int32)}]
+        parts = autopar.shard(mine, mesh=mesh, data_axis="batch", per_process=True)
+        if grid is devices:
+            raises(autopar.ArgumentsError, "ordered by process along the data axis", lambda parts=parts: next(parts))
+        else:
+            assert next(parts)["ids"].shape == (4 * RANKS, 5)
 
 
 def check_inside_another_jit() -> None:

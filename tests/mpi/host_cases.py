@@ -173,7 +173,7 @@ def check_init() -> None:
 
 def _poison() -> tuple[Callable[..., Any], np.ndarray]:
     def update(table: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        loss, grad = jax.value_and_grad(lambda t: (t[batch["ids"]] ** 2).sum() * batch["scale"][0])(table)
+        grad = jax.grad(lambda t: (t[batch["ids"]] ** 2).sum() * batch["scale"][0])(table)
         norm = jnp.sqrt((grad**2).sum())
         return table - 0.1 * grad / norm, norm
 

@@ -11,7 +11,13 @@ from tests.mpi.ranks import run_ranks
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
     (2, 1): (),
-    (2, 2): ("check_methods", "check_results_can_be_read", "check_growth", "check_tables", "check_init"),
+    (2, 2): (
+        "check_methods",
+        "check_results_can_be_read",
+        "check_growth",
+        "check_tables",
+        "check_a_mesh_with_two_axes",
+    ),
     (3, 1): ("check_methods", "check_growth", "check_what_differs_between_processes"),
 }
 
@@ -20,5 +26,5 @@ WORLDS = {
 def test_global(world: tuple[int, int], tmp_path: Path) -> None:
     ranks, devices = world
     arguments = ["tests.mpi.global_cases", str(devices), str(tmp_path), *WORLDS[world]]
-    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=280)
+    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=500)
     assert "check_growth" in text

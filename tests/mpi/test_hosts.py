@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from .global_ranks import run_ranks
+from tests.mpi.ranks import run_ranks
 
 #: Ranks and devices of each -> cases.
 WORLDS = {
@@ -20,7 +22,8 @@ WORLDS = {
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
-def test_hosts(world: tuple[int, int]) -> None:
+def test_hosts(world: tuple[int, int], tmp_path: Path) -> None:
     ranks, devices = world
-    command = ["tests/mpi/worker.py", "tests.mpi.host_cases", str(devices), *WORLDS[world]]
-    run_ranks(ranks, command, timeout_s=400)
+    arguments = ["tests.mpi.host_cases", str(devices), str(tmp_path), *WORLDS[world]]
+    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=400)
+    assert "check_contract" in text

@@ -19,9 +19,10 @@ from autopar.backends.host.storage import HostRows
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
-from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
 from autopar.ir.stages import Exchange, Segment
 from autopar.mpi.exchange import Asked
+
 
 class Outgrown(Exception):
     """A step needs more room: family -> (rows of this owner, rows that this rank asks for), as they were found."""
@@ -244,7 +245,8 @@ class StagedProgram:
         block = Block((chunk, *(e.outputs[0] for e in pulls), *frontier), others, body.outputs)
         view = self._ranks.owner_view
         run = self._ranks.compile(emit(block, host_backends(self._plan, view), view), "owner", [], [])
-        found = run, [inner.index(e.inputs[0]) for e in pulls]
+        places = {v: k for k, v in enumerate(inner)}
+        found = run, [places[e.inputs[0]] for e in pulls if isinstance(e.inputs[0], Var)]
         self._sweeps[equation] = found
         return found
 

@@ -1,0 +1,60 @@
+"""The structure of a state as JSON: dicts, lists, tuples and None as such, other nodes by their names.
+
+Other nodes (named tuples of optimizers, Flax's classes) are not made again from a file: that would run whatever code
+the file names. Their state is restored into a template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from autopar.errors import CheckpointError
+
+Node = dict[str, Any]
+
+
+def describe(tree: Any) -> Node:
+    """The structure, leaves numbered as `jax.tree.leaves` has them."""
+    return _describe(tree, iter(range(1 << 62)))
+
+
+def _describe(tree: Any, numbers: Iterator[int]) -> Node:
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    if tree is None:
+        return {"none": True}
+    if len(children) == 1 and not children[0][0]:
+        return {"leaf": next(numbers)}
+    found = [_describe(child, numbers) for _, child in children]
+    kind = type(tree)
+    if kind in (list, tuple):
+        return {kind.__name__: found}
+    if kind is dict:
+        keys = [path[0].key for path, _ in children]
+        if all(type(key) in (str, int) for key in keys):
+            return {"dict": [[key, node] for key, node in zip(keys, found, strict=True)]}
+    return {"other": f"{kind.__module__}.{kind.__qualname__}", "children": found}
+
+
+def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
+    """The tree of a structure that was described.
+
+    Raises:
+      CheckpointError: it has other nodes than dicts, lists, tuples and None.
+    """
+    if "leaf" in node:
+        return leaves[node["leaf"]]
+    if "none" in node:
+        return None
+    if "list" in node:
+        return [rebuild(child, leaves) for child in node["list"]]
+    if "tuple" in node:
+        return tuple(rebuild(child, leaves) for child in node["tuple"])
+    if "dict" in node:
+        return {key: rebuild(child, leaves) for key, child in node["dict"]}
+    raise CheckpointError(
+        f"the checkpoint holds a {node['other']}, which can't be made from a file. Give a state of the same structure, "
+        "of arrays or of shapes: restore(path, like=jax.eval_shape(make_state, key))"
+    )

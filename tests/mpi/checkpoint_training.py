@@ -1,0 +1,103 @@
+"""A training with tables on hosts that saves every other step, and may be told to die: what the ranks of
+`test_checkpoint` run.
+
+Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; DIE, "where:rank:step": the rank
+kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before
+what was written becomes the checkpoint, "clean": right after).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar import checkpoint
+from autopar.mpi.world import world
+
+ROWS, WIDTH, BATCH = 101, 3, 12
+
+
+def make_state(key: Any) -> Any:
+    params = {"emb": jax.random.normal(key, (ROWS, WIDTH)), "w": jnp.ones((WIDTH,))}
+    return {"params": params, "sums": jax.tree.map(lambda x: jnp.full_like(x, 0.1), params), "step": jnp.int32(0)}
+
+
+@autopar.parallelize(strategy=("ps", "hosts"))
+def train_step(state: Any, batch: Any) -> Any:
+    """Adagrad, clipped by the norm over everything."""
+
+    def loss(params: Any) -> Any:
+        return ((params["emb"][batch["ids"]] @ params["w"] - batch["y"]) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / norm), grads)
+    sums = jax.tree.map(lambda s, g: s + g**2, state["sums"], grads)
+    params = jax.tree.map(lambda p, g, s: p - 0.1 * g / jnp.sqrt(s), state["params"], grads, sums)
+    return {"params": params, "sums": sums, "step": state["step"] + 1}, value
+
+
+class Death:
+    """Where this rank is to die."""
+
+    def __init__(self, told: str) -> None:
+        where, rank, step = told.split(":") if told else ("", "-1", "0")
+        self.where = where if int(rank) == world().rank else ""
+        self.step = int(step)
+        self.now = 0
+
+    def comes(self, where: str) -> None:
+        if self.where == where and self.now == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_in_saving(self) -> None:
+        """Be called where a save is."""
+        write_rows, replace = checkpoint.write_rows, os.replace
+
+        def write(*args: Any) -> Any:
+            written = write_rows(*args)
+            self.comes("rows")  # the rank's first file is there, others aren't
+            return written
+
+        def put(old: Any, new: Any) -> None:
+            self.comes("commit")
+            replace(old, new)
+            self.comes("clean")
+
+        checkpoint.write_rows, os.replace = write, put
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, ROWS, 10 * BATCH).astype(np.int32)
+    data = {"ids": ids, "y": rng.normal(size=ids.size).astype(np.float32)}
+    batches = autopar.shard(data, batch_size=BATCH, epochs=None, shuffle=3)
+    batch = {"ids": jax.ShapeDtypeStruct((BATCH,), np.int32), "y": jax.ShapeDtypeStruct((BATCH,), np.float32)}
+    folder, death = Path(os.environ["FOLDER"]), Death(os.environ.get("DIE", ""))
+    death.wait_in_saving()
+    try:
+        state, position = autopar.restore(folder, step=train_step, batch=batch)
+        batches.restore(position)
+    except autopar.MissingCheckpointError:
+        state = autopar.init(make_state, jax.random.key(0), step=train_step, batch=batch)
+    print(f"begins at {int(state['step'])}")
+    for step in range(int(state["step"]), int(os.environ["STEPS"])):
+        death.now = step
+        death.comes("step")
+        state, _ = train_step(state, next(batches))
+        if (step + 1) % 2 == 0:
+            autopar.save(folder, state, position=batches.state())
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    if world().rank == 0:
+        np.savez(os.environ["RESULT"], *leaves)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Ranks that are killed, and go on from their checkpoint: the numbers are those of a training that nobody disturbed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.mpi.conftest import Run
+
+TRAINING = "from tests.mpi.checkpoint_training import main\n\nmain()\n"
+STEPS = 8
+
+
+@pytest.fixture
+def train(run_ranks: Run, tmp_path: Path) -> Any:
+    """`train(ranks, folder, die="") -> (the step it began at, the state at the end; None of a killed one)`."""
+
+    def run(count: int, folder: Path, die: str = "") -> tuple[int, list[np.ndarray] | None]:
+        result = tmp_path / f"{folder.name}-{count}-{die.replace(':', '-')}.npz"
+        job = run_ranks(
+            count, TRAINING, timeout_s=120, FOLDER=str(folder), STEPS=str(STEPS), DIE=die, RESULT=str(result)
+        )
+        assert (job.code == 0) == (not die), job.output
+        began = {int(line.removeprefix("begins at ")) for r in job.ranks for line in r.splitlines() if "begins" in line}
+        assert len(began) == 1, job.output
+        return began.pop(), None if die else list(np.load(result).values())
+
+    return run
+
+
+def test_a_killed_training_goes_on_with_the_same_numbers(train: Any, tmp_path: Path) -> None:
+    """On as many ranks bit for bit; on others up to the order of sums."""
+    began, expected = train(2, tmp_path / "undisturbed")
+    assert began == 0
+    folder = tmp_path / "checkpoint"
+    assert train(2, folder, "step:1:3")[0] == 0  # killed between saves
+    assert train(2, folder, "rows:1:3")[0] == 2  # while it writes its rows; step 4 is lost
+    assert train(2, folder, "commit:0:5")[0] == 2  # saved 4; all is written for 6, but not yet the checkpoint
+    assert train(2, folder, "clean:0:5")[0] == 4  # 6 is the checkpoint; 4 is still there, too
+    assert len(list(folder.glob("version-*"))) == 2
+    copies = {count: shutil.copytree(folder, tmp_path / f"copy{count}") for count in (3, 1)}
+    began, found = train(2, folder)
+    assert began == 6
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+    assert len(list(folder.glob("version-*"))) == 1
+    for count, copy in copies.items():
+        began, found = train(count, copy)
+        assert began == 6
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, strict=True)
+
+
+CASES = """
+    import resource, signal
+    from pathlib import Path
+    import jax, numpy as np
+    import autopar
+    from autopar.mpi.world import world
+    from tests.mpi.checkpoint_training import make_state, train_step
+
+    rank = world().rank
+    batch = {"ids": jax.ShapeDtypeStruct((12,), np.int32), "y": jax.ShapeDtypeStruct((12,), np.float32)}
+    state = autopar.init(make_state, jax.random.key(0), step=train_step, batch=batch)
+    values = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+    def fails(text, work, kind=autopar.CheckpointError):
+        try:
+            work()
+        except kind as error:
+            assert text in str(error), str(error)
+        else:
+            raise AssertionError(f"no error: {text}")
+
+    def whole():
+        found = autopar.restore("it", step=train_step, batch=batch)
+        for a, b in zip(jax.tree.leaves(found.state), values, strict=True):
+            np.testing.assert_array_equal(np.asarray(a), b)
+        assert found.position == {"batch": 7}
+
+    fails("there is no checkpoint", lambda: autopar.restore("it"), autopar.MissingCheckpointError)
+    autopar.save("it", state, position={"batch": 7})
+    whole()
+    plain = autopar.restore("it").state  # every rank reads all of it
+    for a, b in zip(jax.tree.leaves(plain), values, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+    # A rank's disk is full (to the system: its files mustn't be longer).
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    fails("rank 1: OSError: [Errno 27] File too large", lambda: autopar.save("it", state, position={"batch": 8}))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    world().comm.Barrier()  # rank 0 removes what it wrote
+    assert len(list(Path("it").glob("version-*"))) == 1
+    whole()
+
+    # Ranks that don't save the same.
+    fails("rank 1 saves another state than rank 0: position", lambda: autopar.save("it", state, position={"a": rank}))
+    other = {**state, "step": np.float32(1)} if rank else state
+    fails("rank 1 saves another state than rank 0: step: float32", lambda: autopar.save("it", other))
+    fails("rank 1: step is of type object", lambda: autopar.save("it", {**state, "step": object()} if rank else state))
+    like = other["params"] if rank else state
+    fails("rank 1: the state has another structure", lambda: autopar.restore("it", like=like))
+    whole()
+
+    # Tables, and ordinary arrays, that are spread over the devices of all ranks.
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    step = autopar.parallelize(train_step.fun, strategy={"params/emb": "ps"}, mesh=mesh)
+    spread = autopar.init(make_state, jax.random.key(0), step=step, batch=batch)
+    assert isinstance(spread["params"]["emb"], autopar.Table)
+    columns = np.arange(8.0).reshape(2, 4)
+    both = {"state": spread, "columns": jax.make_array_from_callback(columns.shape, sharding, lambda k: columns[k])}
+    autopar.save("spread", both)
+    found = autopar.restore("spread").state
+    np.testing.assert_array_equal(found["columns"], columns)
+    for a, b in zip(jax.tree.leaves(found["state"]), values, strict=True):
+        np.testing.assert_array_equal(a, b)
+    found = autopar.restore("spread", like=both).state
+    assert found["columns"].sharding == sharding
+    for shard in found["columns"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, columns[shard.index])
+    autopar.save("spread", found["state"])
+    found = autopar.restore("spread", step=step, batch=batch).state
+    table = found["params"]["emb"]
+    assert isinstance(table, autopar.Table) and table.stored.sharding == spread["params"]["emb"].stored.sharding
+    assert found["params"]["w"].sharding.is_fully_replicated and not found["params"]["w"].is_fully_addressable
+    for a, b in zip(jax.tree.leaves(found), values, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+    found = autopar.restore("spread", step=train_step, batch=batch).state  # onto hosts
+    for a, b in zip(jax.tree.leaves(found), values, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), b)
+
+    # One file was cut short.
+    (cut,) = Path("it").glob("version-*/rows/*params_emb*.00001-of-00002.npy")
+    world().comm.Barrier()
+    if rank == 0:
+        with cut.open("r+b") as file:
+            file.truncate(300)
+    world().comm.Barrier()
+    fails(f"{cut} has 300 bytes instead of", lambda: autopar.restore(Path("it"), step=train_step, batch=batch))
+    print("done")
+"""
+
+
+def test_what_fails_on_one_rank_is_an_error_on_all(run_ranks: Run) -> None:
+    job = run_ranks(2, CASES, timeout_s=120)
+    assert job.code == 0 and all("done" in printed for printed in job.ranks), job.output
