@@ -1,6 +1,7 @@
 # Everything runs from a virtual environment that is made from pyproject.toml; only Python >= 3.11 is needed.
 #
 #   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
+#   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
 #   make test            the tests           (ARGS="-k rules" passes flags on)
 #   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
 #   make bench           the benchmarks
@@ -10,12 +11,16 @@ SHELL  := /bin/bash
 PYTHON ?= $(shell .ci/find-python 3.11 3)
 VENV   ?= .venv
 ARGS   ?=
+RANKS  ?= 4
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-versions bench lint clean
+.PHONY: demo demo-mpi test test-versions bench lint clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
+
+demo-mpi: $(VENV)/.installed-demo $(VENV)/.installed-mpi
+	$(BIN)/python -m autopar launch -n $(RANKS) examples/language_model_mpi.py $(ARGS)
 
 # The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there.
 test: $(VENV)/.installed-test

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import choice, contract, devices, exchange, one_device
+from benchmarks import choice, contract, devices, exchange, hosts, one_device, soak
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -14,6 +14,8 @@ BENCHMARKS = {
     "devices": devices.devices,
     "choice": choice.choice,
     "exchange": exchange.exchange,
+    "hosts": hosts.hosts,
+    "soak": soak.soak,
     "contract": contract.product,
 }
 

@@ -22,20 +22,24 @@ def transformation() -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(CLIP), optax.adagrad(RATE, eps=EPS))
 
 
-def make_state(rows: int, dim: int = D) -> dict[str, Any]:
+def make_state(rows: int, dim: int = D, hidden: int = HIDDEN) -> dict[str, Any]:
     key = jax.random.key(0)
     params = {
         "emb": jax.random.normal(key, (rows, dim)) * 0.01,
-        "w1": jax.random.normal(jax.random.fold_in(key, 1), (dim, HIDDEN)) * 0.05,
-        "w2": jax.random.normal(jax.random.fold_in(key, 2), (HIDDEN, dim)) * 0.05,
+        "w1": jax.random.normal(jax.random.fold_in(key, 1), (dim, hidden)) * 0.05,
+        "w2": jax.random.normal(jax.random.fold_in(key, 2), (hidden, dim)) * 0.05,
     }
     return {"params": params, "opt": transformation().init(params)}
 
 
+def zipf_ids(rows: int, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """int32 ids: few rows are most of them."""
+    return (np.random.default_rng(seed).zipf(1.3, size=shape).clip(max=rows) - 1).astype(np.int32)
+
+
 def zipf_batches(rows: int, shape: tuple[int, ...] = IDS) -> Callable[[int], dict[str, Any]]:
     def batch(k: int) -> dict[str, Any]:
-        rng = np.random.default_rng(k)
-        return {"ids": jnp.asarray(rng.zipf(1.3, size=shape).clip(max=rows) - 1, jnp.int32)}
+        return {"ids": jnp.asarray(zipf_ids(rows, shape, k))}
 
     return batch
 

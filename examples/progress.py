@@ -12,12 +12,18 @@ Update = Callable[[int, float, float], None]  # step, words per second, loss
 
 
 class Screen:
-    """Where the demo writes. `print` may be called while a bar is shown: the text then goes above it."""
+    """Where the demo writes. `print` may be called while a bar is shown: the text then goes above it.
 
-    def __init__(self) -> None:
-        self.console = Console()
+    Of several processes that do the same, one shows it.
+    """
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self.shown = shown
+        self.console = Console(quiet=not shown)
 
     def print(self, thing: object = "") -> None:
+        if not self.shown:
+            return
         if not self.console.is_terminal:
             print(thing, flush=True)  # a log's lines are not to be wrapped at 80 columns
         elif hasattr(thing, "__rich__") or hasattr(thing, "__rich_console__"):

@@ -76,6 +76,8 @@ class Pulse:
     """What this rank tells of itself, and hears of the others."""
 
     def __init__(self, world: World, hooks: Hooks, allowance_s: float | None) -> None:
+        from mpi4py import MPI
+
         self._world = world
         self._hooks = hooks
         self.pid = hooks.pid
@@ -90,6 +92,7 @@ class Pulse:
         self._sending: dict[int, tuple[Any, Any]] = {}
         self._unanswered = np.zeros(world.size, np.int64)
         self._received = np.empty_like(self._states)
+        self._status = MPI.Status()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._interrupts: socket.socket | None = None
@@ -177,8 +180,9 @@ class Pulse:
         self._sending[to] = (self.comm.Isend(_bytes(message), dest=to, tag=_TAG), message)
 
     def _receive(self) -> None:
-        while self.comm.Iprobe(tag=_TAG):
-            self.comm.Recv(_bytes(self._received), tag=_TAG)
+        # The source is named: over TCP (UCX) mpich 5.0.2 loses messages to receives from any source, for good.
+        while self.comm.Iprobe(tag=_TAG, status=self._status):
+            self.comm.Recv(_bytes(self._received), source=self._status.source, tag=_TAG)
             newer = self._received["beat"] > self._states["beat"]
             self._states[newer] = self._received[newer]
             self._heard_s[newer] = time.monotonic()

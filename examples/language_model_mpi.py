@@ -1,0 +1,131 @@
+"""The demo over several processes: the language model's tables in the memory of the hosts, each rank owning a share.
+
+`make demo-mpi`, or `python -m autopar launch -n 4 examples/language_model_mpi.py`, or mpirun with the script itself.
+Every rank runs this file. The train step is that of language_model.py, as it stands; importing autopar connects the
+ranks, and a batch means the global one, of which each rank computes its part. The demo prints the plan, trains, and
+at the end times the step beside AllReduce and AllGather of the same model on the devices of the same processes, with
+the bytes that a process sends in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import jax
+from compare import Form, compare
+from corpus import Batch, CorpusError, batches, held_out_windows, load_corpus
+from language_model import (
+    EVALUATION_TOKENS,
+    NEGATIVES,
+    OPTIMIZERS,
+    describe,
+    positive,
+    positive_rate,
+    state_maker,
+    train,
+    train_step,
+)
+from model import LanguageModel, perplexity_of
+from progress import Screen
+
+import autopar
+from autopar.measure.collectives import sent_by_device
+
+#: Every rank needs all of the sampled words; everything else in a batch is spread.
+BATCH_AXIS = {"batch/negatives": None, "**": 0}
+COUNTED_STEPS = 10  # whose bytes are averaged
+TURNS = 3  # of each form, in the comparison at the end
+
+
+def on_hosts() -> autopar.ParallelStep:
+    return autopar.parallelize(train_step, strategy=("ps", "hosts"), batch_axis=BATCH_AXIS)
+
+
+def sent_in_a_step(step: Any, state: Any, data: Iterator[Batch]) -> tuple[Any, dict[str, float]]:
+    """The state after a few steps, and the bytes that this process sent in one, by kind, on average."""
+    exchange = step.latest.runner.ranks.exchange
+    before = dict(exchange.sent_bytes)
+    for batch in islice(data, COUNTED_STEPS):
+        state, _ = step(state, batch)
+    sent = {k: (v - before[k]) / COUNTED_STEPS for k, v in exchange.sent_bytes.items()}
+    sent["reduce"] *= 2 * (exchange.size - 1) / exchange.size  # a ring's, of what a rank contributes
+    return state, sent
+
+
+def forms(make_state: Callable[[], Any], sent: Mapping[str, float], example: Batch) -> dict[str, Form]:
+    """Tables on the hosts, and the same model on all processes' devices by other methods."""
+
+    def on_devices(method: str) -> Form:
+        step = autopar.parallelize(train_step, strategy=method, batch_axis=BATCH_AXIS)
+        compiled = step.lower(jax.eval_shape(make_state), example).compile()
+        return Form(step, make_state, sent_by_device(compiled.as_text(), jax.device_count()))
+
+    hosted = Form(on_hosts(), make_state, round(sum(sent.values())))
+    return {"AllReduce": on_devices("allreduce"), "AllGather": on_devices("allgather"), "tables on hosts": hosted}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Trains a language model with its tables in the memory of the hosts.")
+    parser.add_argument("--steps", type=positive, default=200, help="train steps (default %(default)s)")
+    parser.add_argument("--vocab", type=int, help="the most frequent N words (default: all seen at least twice)")
+    parser.add_argument("--corpus", type=Path, help="a text file or a folder of them (default: Python's own source)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adagrad")
+    parser.add_argument("--learning-rate", type=positive_rate, help="default: one that suits the optimizer")
+    parser.add_argument("--batch", type=positive, default=32, help="texts in a global batch (default %(default)s)")
+    parser.add_argument("--length", type=positive, default=20, help="words in a text (default %(default)s)")
+    parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches (default %(default)s)")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    rank, ranks = jax.process_index(), jax.process_count()
+    if args.batch % jax.device_count():
+        parser.error(f"{jax.device_count()} devices can't share a batch of {args.batch} texts equally: change --batch")
+    screen = Screen(shown=rank == 0)
+
+    def data(seed: int) -> Iterator[Batch]:
+        return batches(corpus, batch=args.batch, length=args.length, negatives=NEGATIVES, seed=seed)
+
+    screen.print(f"{ranks} processes; each reads the corpus ...")
+    try:
+        corpus = load_corpus(args.corpus, args.vocab)
+        windows = held_out_windows(corpus, tokens=EVALUATION_TOKENS, length=args.length)
+        training_data = data(args.seed)
+    except CorpusError as error:
+        parser.error(str(error))
+    screen.print(describe(corpus, windows))
+
+    model = LanguageModel(len(corpus.words), args.dim, hidden=args.dim)
+    perplexity = perplexity_of(model)
+    make_state = state_maker(model, args.optimizer, args.learning_rate, args.seed)
+    step = on_hosts()
+    example = next(training_data)
+    state = autopar.init(make_state, step=step, batch=example)  # no process has a whole table
+    screen.print()
+    screen.print(autopar.explain(step, state, example))
+    screen.print()
+
+    def held_out(params: Any) -> float:
+        whole = autopar.materialize(params)  # every rank takes part in reading the tables; one has use for them
+        return perplexity(whole, windows) if rank == 0 else float("nan")
+
+    state = train(step, state, training_data, args.steps, held_out, screen)
+    state, sent = sent_in_a_step(step, state, training_data)
+    del state  # more are to come
+    screen.print()
+    screen.print(f"sent by each of {ranks} processes in a step, tables on hosts:")
+    for kind, nbytes in sent.items():
+        screen.print(f"  {kind:10} {nbytes / 2**20:8.3f} MiB")
+    screen.print("timing the same train step by other methods, on the devices of the same processes ...")
+    screen.print(compare(forms(make_state, sent, example), data(args.seed + 1), TURNS))
+
+
+if __name__ == "__main__":
+    main()

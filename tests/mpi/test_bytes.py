@@ -1,0 +1,102 @@
+"""Bytes that a step with tables on hosts sends: as the ranks hand them to MPI, exactly, from the batch's own ids; and
+at the network interfaces of three hosts (namespaces), where MPI's algorithm and TCP's headers are added, within 8%.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.mpi.bytes_cases import COUNTED, Sizes
+from tests.mpi.jobs import MPIEXEC, run_job
+from tests.mpi.namespaces import ENVIRONMENT, CannotMake, hosts
+
+FLOAT = ID = 4
+#: What headers, acknowledgements and small talk may add to the payload, and the least payload that is held to it.
+TOLERATED, LEAST_BYTES = 0.08, 16e6
+
+
+def run(count: int, sizes: Sizes, folder: Path, wrapper: tuple[str, ...] = (), **environment: str) -> list[Any]:
+    """What each rank counted."""
+    numbers = (sizes.rows, sizes.dim, sizes.width, sizes.examples, sizes.length)
+    python = [sys.executable, "-W", "error", "-m", "tests.mpi.bytes_cases", str(folder), *map(str, numbers)]
+    job = run_job([str(MPIEXEC), "-n", str(count), *wrapper, *python], folder, timeout_s=100, **environment)
+    assert job.code == 0 and not job.left, f"{job.code}, left behind: {job.left}\n{job.output}"
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def asked_rows(sizes: Sizes, seed: int, count: int) -> np.ndarray:
+    """[ranks, owners]: how many different rows of each owner are among each rank's part of the ids."""
+    parts = np.array_split(sizes.ids(seed), count)
+    return np.array([np.bincount(np.unique(part) % count, minlength=count) for part in parts])
+
+
+def expected(sizes: Sizes, seed: int, count: int, rank: int) -> dict[str, int]:
+    """What a rank hands to MPI for others in a step, but for 'reduce'."""
+    asked = asked_rows(sizes, seed, count)
+    np.fill_diagonal(asked, 0)
+    width = sizes.dim * FLOAT
+    return {
+        # To each owner the number of rows, and their ids.
+        "ids": ID * int(count - 1 + asked[rank].sum()),
+        # As an owner, the table's rows, once; the slots stay where they are.
+        "rows": width * int(asked[:, rank].sum()),
+        # Summed over the rank's duplicates before.
+        "gradients": width * int(asked[rank].sum()),
+    }
+
+
+def reduced(sizes: Sizes) -> set[int]:
+    """A rank's contributions to the sums of a step: the dense gradient with the loss, and then the norm.
+
+    In one message arrays begin at multiples of 64 bytes: the order in which the two lie tells the gap between them.
+    """
+    dense, scalar = sizes.dim * sizes.width * FLOAT, FLOAT
+    return {dense + scalar + scalar, 64 + dense + scalar}
+
+
+def check_handed(found: list[Any], sizes: Sizes) -> None:
+    """Exact, on every rank and in every phase."""
+    count = len(found)
+    for rank, phases in enumerate(found):
+        sent = phases["step"]["sent"]
+        told = {k: v for k, v in sent.items() if k != "reduce"}
+        assert told == {**expected(sizes, COUNTED, count, rank), "gather": 0}
+        assert sent["reduce"] in reduced(sizes)
+        alone = expected(sizes, 0, count, rank)
+        assert phases["fetch"]["sent"] == {**dict.fromkeys(sent, 0), "rows": alone["rows"]}
+        assert phases["deliver"]["sent"] == {**dict.fromkeys(sent, 0), "gradients": alone["gradients"]}
+        assert phases["reduce"]["sent"] == {**dict.fromkeys(sent, 0), "reduce": sizes.dim * sizes.width * FLOAT}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_bytes_handed_to_mpi(count: int, tmp_path: Path) -> None:
+    sizes = Sizes(rows=5_003, dim=12, width=8, examples=8, length=70)
+    found = run(count, sizes, tmp_path)
+    check_handed(found, sizes)
+    assert all(phases["step"]["sent"]["rows"] > 0 for phases in found)
+
+
+def test_bytes_at_the_interfaces(tmp_path: Path) -> None:
+    """Three hosts, one rank each, ring forced; payloads of over 16 MB."""
+    count, sizes = 3, Sizes(rows=24_000, dim=1024, width=4096, examples=36, length=600)
+    try:
+        with hosts(count, tmp_path) as made:
+            found = run(count, sizes, tmp_path, made.wrapper, **ENVIRONMENT)
+    except CannotMake as error:
+        pytest.skip(f"no hosts can be made on this machine: {error}")
+    check_handed(found, sizes)
+    for rank, phases in enumerate(found):
+        for name, phase in phases.items():
+            sent = phase["sent"]
+            # Of an AllReduce of b bytes a ring sends 2(N-1)/N b from each host.
+            payload = sum(sent.values()) - sent["reduce"] + 2 * (count - 1) * sent["reduce"] / count
+            assert payload > LEAST_BYTES, f"{name} sends {payload / 1e6:.1f} MB only"
+            ratio = phase["wire"] / payload
+            print(f"rank {rank}, {name}: {payload / 1e6:.1f} MB, {ratio:.4f} of it on the wire")
+            assert abs(ratio - 1) <= TOLERATED, f"rank {rank}, {name}: {ratio:.3f} of {payload / 1e6:.1f} MB"
