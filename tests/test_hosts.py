@@ -144,10 +144,11 @@ def test_tables_that_do_not_fit_the_devices() -> None:
     step.options = dataclasses.replace(step.options, memory=lambda: 16_000)
     new, _ = step(state, np.arange(3))
     assert isinstance(new["large"], HostTable) and isinstance(new["small"], jax.Array)
-    assert "the state takes too much of the 0.0 GiB of a device" in str(autopar.explain(step))
+    assert "the state takes too much of the 0.0 GiB of a device" in " ".join(str(autopar.explain(step)).split())
     np.testing.assert_allclose(np.asarray(new["large"])[:4, 0], [0.8, 0.8, 0.8, 1])
     step = autopar.parallelize(sgd)
     step.options = dataclasses.replace(step.options, memory=lambda: 100_000)
+    state = {"large": jnp.ones((1000, 4)), "small": jnp.ones((500, 4))}
     assert isinstance(step(state, np.arange(3))[0]["large"], jax.Array)
 
 
@@ -167,7 +168,7 @@ def update(state, ids):
     value, grads = jax.value_and_grad(lambda s: (s["emb"][ids] ** 2).sum())(state)
     return jax.tree.map(lambda p, g: p - g, state, grads), value
 step = autopar.parallelize(update, strategy=("ps", "hosts"))
-table = np.broadcast_to(np.float32(1), (1 << 31, 1 << 12))
+table = np.broadcast_to(np.float32(1), (1 << 28, 1 << 14))
 try:
     step({"emb": table}, np.arange(3))
 except autopar.HostMemoryError as error:

@@ -16,9 +16,11 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import Refusal, RowSpace
 from autopar.passes.capacity import bounds, device_ids, host_bounds, imbalance, tightened, with_layout
 
+#: Rows that a table may have: one number more must be free for "no row".
+_MOST_ROWS = np.iinfo(np.int32).max
 #: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
 Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
 
@@ -63,6 +65,8 @@ def decide_family(
         return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
 
     hosted = any(k in wishes.hosts for k in space.tables)
+    if space.refusal is None and space.extent >= _MOST_ROWS:
+        space = dataclasses.replace(space, refusal=Refusal(f"it has {space.extent} rows; numbers of rows are int32"))
     if space.refusal is not None:
         if hosted:
             raise StrategyError(
