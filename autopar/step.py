@@ -202,9 +202,8 @@ class ParallelStep:
             count = 1 if self.devices is None else self.devices.count
             options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
             compiled = self._compile(program, options)
-        elif not options.hosts:
-            memory = options.memory() if options.memory is not None else None
-            leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory) if memory else {}
+        elif not options.hosts and (memory := options.memory() if options.memory is not None else None):
+            leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory)
             if leaving:
                 options = _hosted(options, leaving)
                 inputs, outputs = describe(call, states, traced.out_info, options.devices)

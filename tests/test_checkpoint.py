@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import errno
 import json
 import os
@@ -352,3 +353,8 @@ def test_wide_types_need_the_setting_that_they_were_saved_under(tmp_path: Path) 
         autopar.restore(tmp_path)
     found = autopar.restore(tmp_path, {"x": np.zeros(3)}).state["x"]
     assert found.dtype == np.float64
+
+
+def test_docstring_examples() -> None:
+    found = doctest.testmod(checkpoint)
+    assert found.attempted >= 11 and found.failed == 0

@@ -19,7 +19,8 @@ from autopar.ir.local import PARTIAL, Spread, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
-from autopar.passes.localize import Shared, Walk
+from autopar.passes.local_forms import Shared
+from autopar.passes.localize import Walk
 
 N = 2
 A, B, D = 4, 6, 3

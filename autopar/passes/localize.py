@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
-
-from autopar import jax_compat
 from autopar.ir.batch_rules import SUMMED
 from autopar.ir.local import (
     PARTIAL,
@@ -24,16 +21,16 @@ from autopar.ir.local import (
     LocalFacts,
     NotLocal,
     Partial,
-    Reduction,
     Spread,
     State,
     keeps_partial,
     place_spread,
 )
 from autopar.ir.plan import Plan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
-from autopar.ir.rules import RESIZE, resized
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.rules import RESIZE
 from autopar.ir.slicing import eliminate_dead
+from autopar.passes.local_forms import Forms, Shared
 from autopar.passes.local_rows import ROW_OPS
 
 
@@ -84,178 +81,8 @@ def _is_owned(program: Program, plan: Plan, k: int) -> bool:
 
 
 @dataclass(eq=False)
-class Shared:
-    """What the walks through a program and its bodies have in common."""
-
-    plan: Plan
-    examples: bool
-    owned: set[Var] = field(default_factory=set)
-    reductions: list[Reduction] = field(default_factory=list)
-    inside: NotLocal | None = None
-
-    @property
-    def devices(self) -> int:
-        return self.plan.devices
-
-
-@dataclass(eq=False)
-class Walk:
+class Walk(Forms):
     """One block being rewritten."""
-
-    shared: Shared
-    parent: Walk | None = None
-    equations: list[Equation] = field(default_factory=list)
-    #: Old variable -> its new name and what a device has of it.
-    env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)
-    producers: dict[Atom, Equation] = field(default_factory=dict)
-    #: Old variables that depend on a sum over the examples.
-    reduced: set[Atom] = field(default_factory=set)
-    zeros: set[Atom] = field(default_factory=set)
-    converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
-
-    # --- values ---
-
-    def state(self, atom: Atom) -> State:
-        """What a device has of an old value."""
-        return None if isinstance(atom, Literal) else self.env[atom][1]
-
-    def read(self, atom: Atom) -> Atom:
-        """The new name of an old value."""
-        return atom if isinstance(atom, Literal) else self.env[atom][0]
-
-    def local_type(self, type_: ArrayType, state: State) -> ArrayType:
-        """The type of a device's part."""
-        if not isinstance(state, Spread):
-            return type_
-        size, devices = type_.shape[state.axis], self.shared.devices
-        if size % devices:
-            raise NotLocal(f"{devices} devices don't divide {size}")
-        return dataclasses.replace(type_, shape=resized(type_.shape, state.axis, size // devices))
-
-    def define(self, var: Var, state: State) -> Var:
-        """A new variable for an old one."""
-        type_ = var.type
-        if isinstance(type_, RouteType):
-            new = Var(dataclasses.replace(type_, rows=type_.rows // self.owners(type_.family)))
-        else:
-            new = Var(self.local_type(type_, state))
-        self.env[var] = new, state
-        if isinstance(state, Spread) and state.owner:
-            self.shared.owned.add(new)
-        return new
-
-    def owners(self, family: int) -> int:
-        """Over how many devices a family's rows are spread."""
-        planned = self.shared.plan.family(family)
-        return 1 if planned is None or planned.layout is None else self.shared.devices
-
-    def emit(self, equation: Equation) -> None:
-        """Append a new equation."""
-        self.equations.append(equation)
-        self.producers.update({v: equation for v in equation.outputs})
-        constant = equation.op in ("full", "broadcast_in_dim", "convert_element_type", "copy", "share")
-        if constant and self._is_zero(equation.inputs[0]):
-            self.zeros.update(equation.outputs)
-
-    def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Literal):
-            return atom.shape == () and not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
-        return atom in self.zeros
-
-    def is_zero(self, atom: Atom) -> bool:
-        """Whether an old value is known to be zero."""
-        return self._is_zero(self.read(atom))
-
-    # --- from one form to another ---
-
-    def as_state(self, atom: Atom, wanted: State, source: Equation | None = None) -> Atom:
-        """The value in another form. Shares that are wanted whole, or along another axis, are gathered."""
-        have, new = self.state(atom), self.read(atom)
-        if have == wanted or isinstance(atom.type, RouteType):
-            return new
-        if isinstance(have, Spread) and isinstance(wanted, Spread) and have.axis == wanted.axis:
-            return new
-        if isinstance(have, Partial) and wanted is not None:
-            return self._convert(self.whole(atom, source), atom, wanted)
-        if isinstance(have, Partial):
-            return self.whole(atom, source)
-        if isinstance(have, Spread):
-            new = self._gathered(new, atom, have, source)
-        return self._convert(new, atom, wanted)
-
-    def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
-        """All of a value that is spread, on every device."""
-        key = new, None
-        if key not in self.converted:
-            if not have.owner and self.shared.inside is None:
-                where = source.source if source else None
-                self.shared.inside = NotLocal("examples meet those of other devices", where)
-            self.converted[key] = out = Var(atom.type)
-            self.emit(Equation("replicate", (new,), (out,), {"axis": have.axis}))
-        return self.converted[key]
-
-    def whole(self, atom: Atom, source: Equation | None = None, op: str = "sum") -> Atom:
-        """An old value reduced over the devices; from here on it is whole."""
-        if not isinstance(self.state(atom), Partial):
-            return self.as_state(atom, None, source)
-        assert isinstance(atom, Var), "constants are whole"
-        out = self.reduce(self.read(atom), op, source)
-        self.env[atom] = out, None
-        self.reduced.add(atom)
-        return out
-
-    def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
-        """A new value reduced over the devices."""
-        out = Var(new.type)
-        self.emit(Equation("reduce", (new,), (out,), {"op": op}))
-        where = source.source if source else None
-        self.shared.reductions.append(Reduction(new.type, op, self.parent is not None, where))
-        return out
-
-    def _make_whole(self, atom: Atom, source: Equation) -> None:
-        """From here on every device has all of an old value."""
-        if isinstance(atom, Var) and self.state(atom) is not None:
-            self.env[atom] = self.whole(atom, source), None
-
-    def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
-        """What all devices have, as a share or an addend of it."""
-        key = new, wanted
-        if isinstance(new, Var) and key in self.converted:
-            return self.converted[key]
-        if isinstance(wanted, Partial):
-            out = new if self._is_zero(new) else self._once(new)
-        elif isinstance(wanted, Spread):
-            out = self._share(new, wanted)
-        else:
-            out = new
-        if isinstance(new, Var):
-            self.converted[key] = out
-        return out
-
-    def _once(self, new: Atom) -> Var:
-        out = Var(new.type)
-        self.emit(Equation("once", (new,), (out,)))
-        return out
-
-    def _share(self, new: Atom, wanted: Spread) -> Var:
-        """A device's part; a constant is made in that size."""
-        type_ = self.local_type(new.type, wanted)
-        made = self.producers.get(new)
-        out = Var(type_)
-        if made is not None and made.op in ("broadcast_in_dim", "full"):
-            kept = made.params.get("broadcast_dimensions", ())
-            if wanted.axis not in kept:
-                size = "shape"
-                params = {**made.params, size: resized(made.params[size], wanted.axis, type_.shape[wanted.axis])}
-                self.emit(dataclasses.replace(made, outputs=(out,), params=params))
-                return self._owned(out, wanted)
-        self.emit(Equation("share", (new,), (out,), {"axis": wanted.axis}))
-        return self._owned(out, wanted)
-
-    def _owned(self, out: Var, state: Spread) -> Var:
-        if state.owner:
-            self.shared.owned.add(out)
-        return out
 
     # --- equations ---
 
@@ -319,7 +146,7 @@ class Walk:
         if others is None:
             return False
         rest = [equation.inputs[k] for k in others]
-        top = self.parent is None
+        top = not self.nested
         if top and any(a.shape and not self.is_zero(a) for a in rest):  # of gradient + decay the gradient is reduced
             return False
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
@@ -366,7 +193,7 @@ class Walk:
         for k in spread:
             atom = equation.inputs[k]
             if k != kept:
-                self._make_whole(atom, equation)
+                self.make_whole(atom, equation)
         self._plain(equation)
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
@@ -393,12 +220,12 @@ class Walk:
         else:
             self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
             for atom in equation.inputs:
-                self._make_whole(atom, equation)
+                self.make_whole(atom, equation)
             self.copy(equation)
 
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Walk, list[Var]]:
         """A nested block rewritten, and its new inputs."""
-        inner = Walk(self.shared, self)
+        inner = Walk(self.shared, True)
         inputs = [inner.define(v, s) for v, s in zip(body.inputs, states, strict=True)]
         inner.reduced.update(v for v, a in zip(body.inputs, operands, strict=True) if a in self.reduced)
         for equation in body.equations:
@@ -414,7 +241,7 @@ class Walk:
             state = given[k]
             if isinstance(state, Spread) and state.axis == 0:
                 self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
-                self._make_whole(atom, equation)
+                self.make_whole(atom, equation)
                 state = None
             xs.append(Spread(state.axis - 1, state.owner) if isinstance(state, Spread) else state)
         carries = given[consts : consts + carry]
