@@ -68,9 +68,9 @@ def _against(planned: Ranks, other: str, rows: int, rounds: int, folder: str) ->
     planned("prepare", rows=rows)
     with _system(other, folder) as ranks:
         ranks("prepare", rows=rows)
-        times, apart = _alternate({"autopar": planned, other: ranks}, rows, rounds)
+        times, busy, apart = _alternate({"autopar": planned, other: ranks}, rows, rounds)
     (told, *_) = planned("told", rows=rows)
-    shown = ", ".join(f"{name} {median_ms(found):.1f} ms" for name, found in times.items())
+    shown = ", ".join(f"{n} {median_ms(x):.1f} ms ({median_ms(busy[n]):.1f} busy)" for n, x in times.items())
     ratios = sorted(b / a for a, b in zip(times["autopar"], times[other], strict=True))
     print(
         f"V={rows:,}, {RANKS} processes: {shown}; {other} / autopar {ratio(times[other], times['autopar']):.2f} "
@@ -82,20 +82,25 @@ def _against(planned: Ranks, other: str, rows: int, rounds: int, folder: str) ->
         raise SystemExit(f"autopar and {other} don't compute the same: losses differ by {apart:.1e}")
 
 
-def _alternate(systems: Mapping[str, Ranks], rows: int, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds a step, a median for each turn, by system; and how far apart losses of the same steps were."""
+def _alternate(
+    systems: Mapping[str, Ranks], rows: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]], float]:
+    """Seconds a step, a median for each turn, by system; a rank's processor time in it, which other programs on the
+    machine change less; and how far apart losses of the same steps were."""
     found: dict[str, list[float]] = {name: [] for name in systems}
+    busy: dict[str, list[float]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}
     for turn in range(rounds + 1):
         for name, ranks in systems.items():
             answers = ranks("turn", rows=rows, count=TURNS[name])
-            slowest = np.max([seconds for seconds, _ in answers], axis=0)
-            losses[name] += answers[0][1]
+            slowest, mean = (f([a[k] for a in answers], axis=0) for k, f in enumerate((np.max, np.mean)))
+            losses[name] += answers[0][2]
             if turn:  # the first one compiles
                 found[name].append(float(np.median(slowest[len(slowest) // 2 :])))
+                busy[name].append(float(np.median(mean[len(mean) // 2 :])))
     common = min(map(len, losses.values()))
     first, *others = (np.array(x[:common]) for x in losses.values())
-    return found, float(max(np.max(np.abs(x / first - 1)) for x in others))
+    return found, busy, float(max(np.max(np.abs(x / first - 1)) for x in others))
 
 
 def _breakdown(planned: Ranks, rows: int, steps: int = 60) -> None:

@@ -43,17 +43,18 @@ class System:
         """A step with a state of its own."""
         raise NotImplementedError
 
-    def turn(self, rows: int, count: int) -> tuple[list[float], list[float]]:
-        """The next `count` steps: (seconds of each, loss of each)."""
+    def turn(self, rows: int, count: int) -> tuple[list[float], list[float], list[float]]:
+        """The next `count` steps: (seconds of each, seconds of processor time of each, loss of each)."""
         first, step = self.done[rows], self.steps[rows]
         self.done[rows] += count
         batches = [zipf_ids(rows, (SIZE * IDS[0], IDS[1]), seed) for seed in range(first, first + count)]
-        seconds, losses = [], []
+        seconds, busy, losses = [], [], []
         for ids in batches:
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             losses.append(step(ids))
             seconds.append(time.perf_counter() - start)
-        return seconds, losses
+            busy.append(time.process_time() - before)
+        return seconds, busy, losses
 
     def table(self, rows: int) -> np.ndarray:
         """The first rows of the table that all systems begin with, read from the disk where it is used."""
@@ -209,14 +210,14 @@ class Torch(System):
 
         return step
 
-    def turn(self, rows: int, count: int) -> tuple[list[float], list[float]]:
+    def turn(self, rows: int, count: int) -> tuple[list[float], list[float], list[float]]:
         """A rank's loss is that of its own examples: the mean of all ranks' is told."""
         import torch
 
-        seconds, losses = super().turn(rows, count)
+        seconds, busy, losses = super().turn(rows, count)
         whole = torch.tensor(losses, dtype=torch.float64)
         torch.distributed.all_reduce(whole)
-        return seconds, (whole / SIZE).tolist()
+        return seconds, busy, (whole / SIZE).tolist()
 
 
 SYSTEMS: dict[str, type[System]] = {"autopar": Planned, "plain JAX": Plain, "PyTorch": Torch}

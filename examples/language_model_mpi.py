@@ -122,7 +122,8 @@ def main() -> None:
     screen.print()
     screen.print(f"sent by each of {ranks} processes in a step, tables on hosts:")
     for kind, nbytes in sent.items():
-        screen.print(f"  {kind:10} {nbytes / 2**20:8.3f} MiB")
+        if nbytes:
+            screen.print(f"  {kind:10} {nbytes / 2**20:8.3f} MiB")
     screen.print("timing the same train step by other methods, on the devices of the same processes ...")
     screen.print(compare(forms(make_state, sent, example), data(args.seed + 1), TURNS))
 
