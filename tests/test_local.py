@@ -127,6 +127,8 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "concatenated columns": (lambda a, b: jnp.concatenate([a, b], 1), [E, None], [x, y], E),
     "stacked": (lambda a, b: jnp.stack([a, b], 1), [E, E], [x, y], E),
     "padded columns": (lambda a: jnp.pad(a, ((0, 0), (1, 2))), [E], [x], E),
+    "shifted by padding": (lambda a: jax.lax.pad(a, 0.0, ((1, -1, 0), (0, 0, 0))), [E], [x], None),
+    "taken apart by padding": (lambda a: jax.lax.pad(a, 0.0, ((0, 1 - A, 1), (0, 0, 0))), [E], [x], None),
     "broadcast": (lambda a: jnp.broadcast_to(a[:, None], (A, 2, D)) * 2, [E], [x], E),
     "made constant": (lambda a: a + jnp.full((A, D), 3.0), [E], [x], E),
     "numbers of examples": (lambda a: a + jnp.arange(A)[:, None], [E], [x], E),
