@@ -165,6 +165,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "selected by a flag": (lambda s, f: jnp.where(f > 0, s, 0.0), [P, None], [v, v], P),
     "selected by an addend": (lambda s: jnp.where(s > 0, 1.0, 0.0), [P], [v], None),
     "concatenated": (lambda s, t: jnp.concatenate([s, t, jnp.zeros(2)]), [P, P], [v, v], P),
+    "what all have, on top": (lambda s, g: jnp.asarray(s).at[np.array([2, 0])].add(g[:2]), [P, None], [v, v], None),
     "the larger one": (lambda s, t: jnp.maximum(s, t), [P, None], [v, v], None),
     "divided by": (lambda s: 1 / (s + 100), [P], [v], None),
 }
