@@ -166,6 +166,9 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "selected by an addend": (lambda s: jnp.where(s > 0, 1.0, 0.0), [P], [v], None),
     "concatenated": (lambda s, t: jnp.concatenate([s, t, jnp.zeros(2)]), [P, P], [v, v], P),
     "what all have, on top": (lambda s, g: jnp.asarray(s).at[np.array([2, 0])].add(g[:2]), [P, None], [v, v], None),
+    "looked up": (lambda s: jnp.take(s, np.array([0, 9]), mode="fill", fill_value=0), [P], [v], P),
+    "looked up or 1": (lambda s: jnp.take(s, np.array([0, 9]), mode="fill", fill_value=1), [P], [v], None),
+    "looked up or the least": (lambda s: jnp.take(s, np.array([0, 9]), mode="fill"), [P], [ints(D)], None),
     "the larger one": (lambda s, t: jnp.maximum(s, t), [P, None], [v, v], None),
     "divided by": (lambda s: 1 / (s + 100), [P], [v], None),
 }

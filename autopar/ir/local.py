@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
@@ -195,6 +196,8 @@ def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] 
       None if they don't; else the operands that are no addends, and of which one device only may take part.
     """
     op = equation.op
+    if op == "gather" and not _fills_with_zeros(equation):
+        return None
     if op in _LINEAR_IN_FIRST:
         return () if partial[0] and not any(partial[1:]) else None
     if op == "convert_element_type":
@@ -217,6 +220,15 @@ def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] 
 
 def _is_float(equation: Equation) -> bool:
     return all(jax_compat.is_float(a.dtype) for a in equation.inputs)
+
+
+def _fills_with_zeros(equation: Equation) -> bool:
+    """Whether what is out of range is as good as zero: the sum of all devices' NaN is NaN."""
+    p = equation.params
+    if p["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = p["fill_value"]
+    return jax_compat.is_float(equation.outputs[0].dtype) if fill is None else not np.any(np.asarray(fill))
 
 
 def _widens(equation: Equation) -> bool:
