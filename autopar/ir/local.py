@@ -232,11 +232,11 @@ def _fills_with_zeros(equation: Equation) -> bool:
 
 
 def _widens(equation: Equation) -> bool:
-    """Rounding each addend is not rounding their sum."""
+    """Rounding each addend is not rounding their sum; an integer addend may have wrapped around where the sum didn't."""
     old, new = np.dtype(equation.inputs[0].dtype), np.dtype(equation.outputs[0].dtype)
     if jax_compat.is_float(old) and jax_compat.is_float(new):
         return jax_compat.holds_floats(new, old)
-    return old.kind in "iu" and new.kind == old.kind and new.itemsize >= old.itemsize
+    return old.kind in "iu" and new.itemsize == old.itemsize
 
 
 #: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
