@@ -93,6 +93,8 @@ def _without(gone: Sequence[int], axis: int) -> int | None:
 def _kept(equation: Equation, k: int, axis: int) -> int | None:
     """Slices, pads, sorts and scans along other axes."""
     p = equation.params
+    if equation.op == "pad" and tuple(p["padding_config"][axis]) != (0, 0, 0):  # (1, -1) keeps the size, and shifts
+        return None
     along = p.get("axis", p.get("dimension", p.get("dimensions", ())))
     if axis in (along if isinstance(along, tuple) else (along,)):
         return None

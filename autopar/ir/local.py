@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
@@ -195,6 +196,8 @@ def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] 
       None if they don't; else the operands that are no addends, and of which one device only may take part.
     """
     op = equation.op
+    if op == "gather" and not _fills_with_zeros(equation):
+        return None
     if op in _LINEAR_IN_FIRST:
         return () if partial[0] and not any(partial[1:]) else None
     if op == "convert_element_type":
@@ -219,12 +222,21 @@ def _is_float(equation: Equation) -> bool:
     return all(jax_compat.is_float(a.dtype) for a in equation.inputs)
 
 
+def _fills_with_zeros(equation: Equation) -> bool:
+    """Whether what is out of range is as good as zero: the sum of all devices' NaN is NaN."""
+    p = equation.params
+    if p["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = p["fill_value"]
+    return jax_compat.is_float(equation.outputs[0].dtype) if fill is None else not np.any(np.asarray(fill))
+
+
 def _widens(equation: Equation) -> bool:
-    """Rounding each addend is not rounding their sum."""
+    """Rounding each addend is not rounding their sum; an integer addend may have wrapped around where the sum didn't."""
     old, new = np.dtype(equation.inputs[0].dtype), np.dtype(equation.outputs[0].dtype)
     if jax_compat.is_float(old) and jax_compat.is_float(new):
         return jax_compat.holds_floats(new, old)
-    return old.kind in "iu" and new.kind == old.kind and new.itemsize >= old.itemsize
+    return old.kind in "iu" and new.itemsize == old.itemsize
 
 
 #: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.

@@ -129,9 +129,10 @@ class Walk(Forms):
         if any(isinstance(s, Partial) for s in states) and not any(isinstance(s, Spread) for s in states):
             if self._partial(equation, [isinstance(s, Partial) for s in states]):
                 return
+        on_top = equation.op == "scatter-add" and any(isinstance(s, Spread) for s in states)
         for atom in equation.inputs:
             if isinstance(self.state(atom), Partial):
-                if equation.op == "scatter-add" and atom is equation.inputs[0]:
+                if on_top and atom is equation.inputs[0]:
                     continue  # the addends of a device's own examples are added on top of it
                 self.whole(atom, equation)
         spread = {k: s.axis for k, a in enumerate(equation.inputs) if isinstance(s := self.state(a), Spread)}
