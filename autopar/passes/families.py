@@ -68,16 +68,11 @@ def decide_family(
     if space.refusal is None and space.extent >= _MOST_ROWS:
         space = dataclasses.replace(space, refusal=Refusal(f"it has {space.extent} rows; numbers of rows are int32"))
     if space.refusal is not None:
-        if hosted:
+        named = "hosts" if hosted else next((m for m, by_name in asked if by_name and m in ROW_METHODS[1:]), None)
+        if named is not None:
+            what = "be on hosts" if hosted else f"be trained with {named!r}"
             raise StrategyError(
-                f"strategy: the rows of {paths[0]} can't be on hosts: {space.refusal}. Leave it to 'auto', or to "
-                "'allreduce'"
-            )
-        named = [m for m, by_name in asked if by_name and m in ROW_METHODS and m != "ps"]
-        if named:
-            raise StrategyError(
-                f"strategy: {paths[0]} can't be trained with {named[0]!r}: {space.refusal}. "
-                "Leave it to 'auto', or to 'allreduce'"
+                f"strategy: {paths[0]} can't {what}: {space.refusal}. Leave it to 'auto', or to 'allreduce'"
             )
         where = str(space.refusal.source) if space.refusal.source else source
         return dense(space.refusal.reason, space.refusal.remedy, where)

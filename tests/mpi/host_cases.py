@@ -224,7 +224,7 @@ def check_what_cannot_be() -> None:
 
     ids, table = np.arange(24, dtype=np.int32), jnp.ones((40, 3))
     for strategy, told in (
-        ({"table": HOSTS}, "the rows of table can't be on hosts: reduce_max over all rows"),
+        ({"table": HOSTS}, "table can't be on hosts: reduce_max over all rows"),
         ({"table": ("allgather", "hosts")}, "tables on hosts are trained by 'ps' only"),
         ({"tabel": HOSTS}, "'tabel' matches no parameter"),
     ):
