@@ -4,7 +4,7 @@ Two ways, of which all ranks of a job take the same one (a blocking collective d
 
 - blocking: MPI's own calls, which spin on a core until the message is there. The fastest where each rank has a core.
 - polling: a nonblocking call, then `Test` and yield, over and over, for as long as a message usually takes; after that
-  a short sleep after every few tests. For jobs with more ranks than cores, and for programs in which other threads
+  a sleep after every few tests, the longer the longer it has waited. For jobs with more ranks than cores, and for programs in which other threads
   (gloo's, XLA's) need the core.
 
 A single `Test` moves a message by one step only, so that a sleep after each turns 30 us into 3 ms: hence the yields
@@ -37,14 +37,18 @@ class Waiting:
     Attributes:
       polling: Whether to poll; else MPI blocks.
       patience_s: How long a wait polls without sleeping, in seconds.
-      pause_s: What it then sleeps between tests, in seconds (the kernel adds some 50 us to it).
+      pause_s: What it then sleeps between tests at first, in seconds (the kernel adds some 50 us to it).
+      growth: Later this part of what it has waited so far: a wait becomes longer by so much at most.
+      longest_s: The longest sleep, in seconds.
       tests: Tests between two sleeps.
     """
 
     polling: bool
-    patience_s: float = 200e-6
-    pause_s: float = 30e-6
-    tests: int = 8
+    patience_s: float = 50e-6
+    pause_s: float = 50e-6
+    growth: float = 0.15
+    longest_s: float = 2e-3
+    tests: int = 4
 
     def finish(self, requests: Sequence[Any]) -> None:
         """Returns when all these requests of mpi4py are done."""
@@ -66,13 +70,14 @@ class Waiting:
     def _poll(self, kind: Any, requests: Sequence[Any]) -> None:
         if kind.Testall(requests):
             return
-        end = time.perf_counter() + self.patience_s
-        while time.perf_counter() < end:
+        start = time.perf_counter()
+        while time.perf_counter() - start < self.patience_s:
             _give_way()
             if kind.Testall(requests):
                 return
         while True:
-            time.sleep(self.pause_s)
+            waited = time.perf_counter() - start
+            time.sleep(min(max(self.pause_s, self.growth * waited), self.longest_s))
             for _ in range(self.tests):
                 if kind.Testall(requests):
                     return

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.backends.emit import emit
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.storage import HostRows
+from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
@@ -171,21 +171,21 @@ class StagedProgram:
         for equation in equations:
             rows, route = (step.values[a] for a in equation.inputs)
             axis, room = equation.params["axis"], len(route.view.asked)
-            first = np.moveaxis(np.asarray(rows), axis, 0)[: route.count]
+            first = rows_first(np.asarray(rows), axis)[: route.count]
             out = self._buffer(equation, (room, *first.shape[1:]), first.dtype)
             fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
             out[len(fetched) :] = 0
-            step.values[equation.outputs[0]] = self._ranks.spread(np.moveaxis(out, 0, axis), axis)
+            step.values[equation.outputs[0]] = self._ranks.spread(rows_back(out, axis), axis)
 
     def _deliver(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
             sums, route, *base = (self._value(step, a) for a in equation.inputs)
             axis = equation.params["axis"]
-            own = np.moveaxis(self._ranks.own_part(sums, axis), axis, 0)[: route.places.size]
+            own = rows_first(self._ranks.own_part(sums, axis), axis)[: route.places.size]
             out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
             total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
             out[len(total) :] = 0
-            rows = np.moveaxis(out, 0, axis)
+            rows = rows_back(out, axis)
             step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
 
     def _reduce(self, equations: Sequence[Equation], step: Step) -> None:

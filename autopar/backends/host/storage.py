@@ -90,12 +90,22 @@ class HostRows:
             finite = np.isfinite(padding[-1].astype(np.float32, copy=False))
             if not finite.all():
                 padding[...] = np.where(finite, padding[-1], np.ones((), found.dtype))
-        return np.moveaxis(found, 0, self.axis)
+        return rows_back(found, self.axis)
 
     def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
         """Replace rows."""
-        self.rows[rows[:count]] = np.moveaxis(new, self.axis, 0)[:count]
+        self.rows[rows[:count]] = rows_first(new, self.axis)[:count]
 
     def spread_last(self, new: np.ndarray) -> None:
         """Make all rows what the padding row is."""
-        self.rows[...] = np.moveaxis(new, self.axis, 0)[-1]
+        self.rows[...] = rows_first(new, self.axis)[-1]
+
+
+def rows_first(array: np.ndarray, axis: int) -> np.ndarray:
+    """With the row axis in front."""
+    return np.moveaxis(array, axis, 0) if axis else array
+
+
+def rows_back(array: np.ndarray, axis: int) -> np.ndarray:
+    """With the row axis, which is in front, where the table has it."""
+    return np.moveaxis(array, 0, axis) if axis else array
