@@ -4,8 +4,8 @@ Two ways, of which all ranks of a job take the same one (a blocking collective d
 
 - blocking: MPI's own calls, which spin on a core until the message is there. The fastest where each rank has a core.
 - polling: a nonblocking call, then `Test` and yield, over and over, for as long as a message usually takes; after that
-  a sleep after every few tests, the longer the longer it has waited. For jobs with more ranks than cores, and for programs in which other threads
-  (gloo's, XLA's) need the core.
+  a sleep after every few tests, the longer the longer it has waited. For jobs with more ranks than cores, and for
+  programs in which other threads (gloo's, XLA's) need the core.
 
 A single `Test` moves a message by one step only, so that a sleep after each turns 30 us into 3 ms: hence the yields
 first, and several tests between sleeps.
