@@ -122,6 +122,9 @@ def _push(walk: Walk, equation: Equation) -> None:
     if rows is None and p["op"] == "scatter-add":
         _push_replicated(walk, equation)
         return
+    if walk.parent is not None and not walk.shared.examples and walk.shared.devices > 1:
+        reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
+        raise NotLocal(reason, equation.source)
     inputs = [
         walk.as_state(base, rows, equation),
         walk.read(route),
