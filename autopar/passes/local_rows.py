@@ -43,20 +43,14 @@ def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> 
 
 def _examples(walk: Walk, equation: Equation, atom: Atom, axis: int | None) -> Atom:
     """An index operand, or updates: spread along an axis as the access was planned, or whole."""
-    have = walk.state(atom)
     if axis is None or not walk.shared.examples:
-        if isinstance(have, Spread):
-            raise NotLocal("an access that every device does by itself has examples' ids", equation.source)
         return walk.whole(atom, equation)
     return walk.as_state(atom, Spread(axis), equation)
 
 
 def _row_ids(walk: Walk, equation: Equation) -> None:
     index = equation.inputs[0]
-    along = walk.state(index)
     planned = equation.params.get("batch")
-    if isinstance(along, Spread) and planned is None:
-        raise NotLocal("ids that every device asks for are examples' own", equation.source)
     if planned is None or not walk.shared.examples:
         _write(walk, equation, [walk.whole(index, equation)], None)
     else:

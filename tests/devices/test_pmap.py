@@ -71,3 +71,22 @@ def test_rows_that_every_device_looks_up_in_a_loop() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), donate=False, emit="pmap")
     (mine, _), (theirs, _) = planned(state, ids), jax.jit(step)(state, ids)
     np.testing.assert_allclose(np.asarray(mine["t"]), theirs["t"], rtol=1e-4, atol=1e-6)
+
+
+def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
+    """The other branch has ids of its own, so that every device asks for all."""
+
+    def step(table: jax.Array, ids: jax.Array) -> Any:
+        own = jnp.arange(24, dtype=jnp.int32).reshape(8, 3)
+        some = jax.lax.cond(ids.sum() % 2 == 0, lambda i: i, lambda i: own, ids)
+        value, grad = jax.value_and_grad(lambda t: (t[some] ** 3).sum())(table)
+        return table - 0.1 * grad, value
+
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(37, 4)), jnp.float32)
+    for method in ("ps", "allgather", "allreduce_rows"):
+        planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(2), donate=False, emit="pmap")
+        for start in (0, 1):
+            ids = (np.arange(24, dtype=np.int32).reshape(8, 3) * 7 + start * (np.arange(24) == 0).reshape(8, 3)) % 37
+            (mine, loss), (theirs, other) = planned(table, ids), jax.jit(step)(table, ids)
+            np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(loss, other, rtol=1e-5)
