@@ -59,7 +59,8 @@ class HostRunner:
             and atom in self._program.block.inputs
             and self._program.block.inputs.index(atom) in self._tables
         }
-        self._sizes = {f.family: (1, 1) for f in plan.families if f.on_hosts}
+        #: Two rows at least: a reshape would not tell an axis of one row from others.
+        self._sizes = {f.family: (2, 1) for f in plan.families if f.on_hosts}
         for space in self._program.rows.spaces:
             if space.family in self._sizes and (space.depends_on or not _has_dynamic_ids(space)):
                 family = next(f for f in plan.families if f.family == space.family)

@@ -96,3 +96,30 @@ def test_a_table_among_the_results() -> None:
     mine = hosted(step)(jnp.copy(t), ids())
     assert isinstance(mine[1][0], jax.Array)
     agree(mine, theirs)
+
+
+def by_heads(t: jax.Array, some: jax.Array) -> Any:
+    """Rows are reshaped, each half by itself."""
+    grad = jax.grad(lambda t: (jnp.take(t, some, axis=0, mode="fill", fill_value=0) ** 2).sum())(t)
+    halves = grad.reshape(V, 2, D // 2)
+    return t - (halves / (1 + jnp.sqrt((halves**2).sum(-1, keepdims=True)))).reshape(V, D), grad.sum()
+
+
+def test_rows_that_are_reshaped() -> None:
+    """In a first batch without any row, too."""
+    planned, mine, theirs = hosted(by_heads), table(V, D), table(V, D)
+    for some in (np.full((B, 3), V + 1, np.int32), ids(1)):
+        mine, _ = planned(mine, some)
+        theirs, _ = jax.jit(by_heads)(theirs, some)
+    agree(mine, theirs)
+
+
+def test_slots_that_the_untouched_rows_read() -> None:
+    """A last gradient is constant off the rows; a sweep would read all of the old one, which isn't on the devices."""
+
+    def step(state: Any, some: jax.Array) -> Any:
+        grad = jax.grad(lambda t: (t[some] ** 2).mean())(state["t"])
+        return {"t": state["t"] - 0.1 * grad * jnp.sign(state["last"]), "last": grad}, grad.sum()
+
+    with pytest.raises(autopar.StrategyError, match="all rows of a table are read at once"):
+        hosted(step)({"t": table(V, D), "last": table(V, D)}, ids())
