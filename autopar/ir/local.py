@@ -232,7 +232,7 @@ def _fills_with_zeros(equation: Equation) -> bool:
 
 
 def _widens(equation: Equation) -> bool:
-    """Rounding each addend is not rounding their sum; an integer addend may have wrapped around where the sum didn't."""
+    """Rounding each addend is not rounding their sum; an integer may have wrapped around where their sum doesn't."""
     old, new = np.dtype(equation.inputs[0].dtype), np.dtype(equation.outputs[0].dtype)
     if jax_compat.is_float(old) and jax_compat.is_float(new):
         return jax_compat.holds_floats(new, old)
