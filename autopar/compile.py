@@ -148,7 +148,10 @@ def _localize_rank(program: Program, plan: Plan) -> tuple[Program, Plan, str]:
                 return found, plan, note
         except NotLocal as error:
             why = str(error)
-    found, note = localize(program, plan, examples=False)
+    try:
+        found, note = localize(program, plan, examples=False)
+    except NotLocal as error:
+        raise _not_on_hosts(program, error) from error
     road = ("xla", why or "") if plan.devices > 1 else ("", "one process")
     return found, dataclasses.replace(plan, road=road), note
 
@@ -168,15 +171,19 @@ def _obstacle(program: Program) -> str | None:
     return None if nested is None else f"a sum over all examples in a loop ({nested.source})"
 
 
+def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
+    return StrategyError(
+        f"strategy: {program.name} can't be trained with tables on hosts: {error}. Leave them on the devices"
+    )
+
+
 def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
     if plan is None or not plan.on_hosts:
         return program, plan, "one program"
     try:
         stages = split_stages(program, plan.devices)
     except NotLocal as error:
-        raise StrategyError(
-            f"strategy: {program.name} can't be trained with tables on hosts: {error}. Leave them on the devices"
-        ) from error
+        raise _not_on_hosts(program, error) from error
     plan = dataclasses.replace(plan, stages=tuple(map(str, stages.items)))
     return dataclasses.replace(program, stages=stages), plan, f"{stages.programs} compiled programs"
 

@@ -20,6 +20,7 @@ from autopar.ir.local import Spread
 from autopar.ir.program import ArrayType, Program
 from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.room import require_room
+from autopar.placing import separated
 from autopar.table import Table
 
 #: Room for more rows than a step was found to need, and what it is rounded up to.
@@ -50,7 +51,16 @@ class HostRunner:
         }
         self._states = {k for k, given in enumerate(self._program.inputs) if given.role == "state"}
         self._new = {out: k for k, out in self._program.new_states.items()}
-        self._sizes = {f.family: (1, 1) for f in plan.families if f.on_hosts}
+        #: Outputs that are tables as they were before the step.
+        self._old = {
+            out: self._program.block.inputs.index(atom)
+            for out, atom in enumerate(self._program.block.outputs)
+            if out not in self._new
+            and atom in self._program.block.inputs
+            and self._program.block.inputs.index(atom) in self._tables
+        }
+        #: Two rows at least: a reshape would not tell an axis of one row from others.
+        self._sizes = {f.family: (2, 1) for f in plan.families if f.on_hosts}
         for space in self._program.rows.spaces:
             if space.family in self._sizes and (space.depends_on or not _has_dynamic_ids(space)):
                 family = next(f for f in plan.families if f.family == space.family)
@@ -76,8 +86,10 @@ class HostRunner:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat arguments (arrays, Tables, HostTables); flat results."""
         self._make_room(leaves)
-        tables = {k: self._table(k, leaf) for k, leaf in enumerate(leaves) if k in self._tables}
-        inputs = [tables[k].storage if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        tables = self._storages(leaves)
+        leaves = self._separated(leaves)
+        inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = Step({})
         self._ranks.step = PROGRESS.last.step
         staged = self._staged or self._compile()
@@ -88,9 +100,14 @@ class HostRunner:
             except Outgrown as more:
                 self._grow(more.sizes)
                 staged = self._compile()
-        # Only now, so that a step that fails before it has written anything leaves the state as it was.
-        tables = {k: table.handed_on() if k in self._new.values() else table for k, table in tables.items()}
-        return [self._result(out, value, tables) for out, value in enumerate(results)]
+            except BaseException:
+                if step.has_written:  # else the tables are as they were
+                    self._hand_on(leaves, tables)
+                raise
+        results = [before.get(out, value) for out, value in enumerate(results)]
+        found = [self._result(out, value) for out, value in enumerate(results)]
+        new = self._hand_on(leaves, tables)
+        return [new[self._new[out]] if self._new.get(out) in new else value for out, value in enumerate(found)]
 
     # --- programs ---
 
@@ -129,17 +146,42 @@ class HostRunner:
     def _is_placed(self, k: int, leaf: Any) -> bool:
         return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
 
-    def _table(self, k: int, leaf: Any) -> HostTable:
-        """The storage that the step works on."""
-        axis, layout = self._tables[k]
-        path = self._program.inputs[k].path
-        if not self._is_placed(k, leaf):
-            if isinstance(leaf, (HostTable, Table)):
-                leaf = np.asarray(leaf)
-            return HostTable(HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path))
-        if k not in self._new.values():
-            return leaf
-        return leaf if self._donate else HostTable(leaf.storage.copy())
+    def _storages(self, leaves: Sequence[Any]) -> dict[int, HostRows]:
+        """What the step works on, by input. A table that comes twice is copied: each is updated by itself."""
+        found: dict[int, HostRows] = {}
+        for k, (axis, layout) in self._tables.items():
+            leaf = leaves[k]
+            if not self._is_placed(k, leaf):
+                leaf = np.asarray(leaf) if isinstance(leaf, (HostTable, Table)) else leaf
+                path = self._program.inputs[k].path
+                found[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
+                continue
+            storage = leaf.storage
+            is_new = k in self._new.values()
+            again = any(storage is other for other in found.values())
+            found[k] = storage.copy() if is_new and (again or not self._donate) else storage
+        return found
+
+    def _hand_on(self, leaves: Sequence[Any], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
+        """New handles of the tables that the step updates; those of its arguments are deleted."""
+        found = {}
+        for k in self._new.values():
+            if k in tables:
+                leaf = leaves[k]
+                same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.storage is tables[k]
+                found[k] = leaf.handed_on() if same else HostTable(tables[k])
+        return found
+
+    def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
+        if not self._donate or self._ranks.is_global:
+            return leaves
+        states = sorted(self._states - set(self._tables))
+        others = [x for k, x in enumerate(leaves) if k not in self._states]
+        found = list(leaves)
+        for k, leaf in zip(states, separated([leaves[k] for k in states], others), strict=True):
+            found[k] = leaf
+        return found
 
     def _placed(self, k: int, leaf: Any) -> Any:
         """An argument as the device programs take it."""
@@ -191,10 +233,11 @@ class HostRunner:
         sharding = ranks.sharding(along, ranks_only=not spread)
         return jax.make_array_from_process_local_data(sharding, own, leaf.shape)
 
-    def _result(self, out: int, value: Any, tables: Mapping[int, HostTable]) -> Any:
-        k = self._new.get(out)
-        if k is not None and k in tables:
-            return tables[k]
+    def _result(self, out: int, value: Any) -> Any:
+        if self._new.get(out) in self._tables:
+            return value
+        if isinstance(value, HostRows):
+            return _read(value)
         if isinstance(value, np.ndarray):
             return jax.numpy.asarray(value)
         local = self._compiled.program.local
@@ -210,6 +253,11 @@ class HostRunner:
         shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
         sharding = jax.sharding.NamedSharding(mesh, spec)
         return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+
+def _read(storage: HostRows) -> jax.Array:
+    """A table as an ordinary array. Collective."""
+    return HostTable(storage).materialize()
 
 
 def _grown(need: int, old: int, limit: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,13 +26,7 @@ def separate_buffers(
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Copy state leaves that share a buffer with another leaf: each is to be updated in place by itself."""
     positions = {s.position for s in states}
-    seen: set[Any] = {b for k, a in enumerate(args) if k not in positions for b in _buffers(a)}
-
-    def own(leaf: Any) -> Any:
-        shared = seen.intersection(_buffers(leaf))
-        seen.update(_buffers(leaf))
-        return _copy(leaf) if shared else leaf
-
+    own = _separator(a for k, a in enumerate(args) if k not in positions)
     placed = list(args)
     named = dict(kwargs)
     for state in states:
@@ -41,6 +35,23 @@ def separate_buffers(
         else:
             named[state.name] = jax.tree.map(own, kwargs[state.name])
     return placed, named
+
+
+def separated(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The same of flat leaves: those of the states, and all others."""
+    return list(map(_separator(others), states))
+
+
+def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
+    """A function that copies a leaf whose buffer is another's, or was given to it before."""
+    seen: set[Any] = {b for tree in others for b in _buffers(tree)}
+
+    def own(leaf: Any) -> Any:
+        shared = seen.intersection(_buffers(leaf))
+        seen.update(_buffers(leaf))
+        return _copy(leaf) if shared else leaf
+
+    return own
 
 
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:

@@ -120,6 +120,8 @@ class Forms:
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         """All of a value that is spread, on every device."""
         key = new, None
+        if have.owner and self.shared.plan.on_hosts and not self.shared.plan.shares:
+            raise NotLocal("all rows of a table are read at once", source.source if source else None)
         if key not in self.converted:
             if not have.owner and self.shared.inside is None:
                 where = source.source if source else None

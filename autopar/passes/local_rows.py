@@ -43,20 +43,14 @@ def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> 
 
 def _examples(walk: Walk, equation: Equation, atom: Atom, axis: int | None) -> Atom:
     """An index operand, or updates: spread along an axis as the access was planned, or whole."""
-    have = walk.state(atom)
     if axis is None or not walk.shared.examples:
-        if isinstance(have, Spread):
-            raise NotLocal("an access that every device does by itself has examples' ids", equation.source)
         return walk.whole(atom, equation)
     return walk.as_state(atom, Spread(axis), equation)
 
 
 def _row_ids(walk: Walk, equation: Equation) -> None:
     index = equation.inputs[0]
-    along = walk.state(index)
     planned = equation.params.get("batch")
-    if isinstance(along, Spread) and planned is None:
-        raise NotLocal("ids that every device asks for are examples' own", equation.source)
     if planned is None or not walk.shared.examples:
         _write(walk, equation, [walk.whole(index, equation)], None)
     else:
@@ -122,6 +116,9 @@ def _push(walk: Walk, equation: Equation) -> None:
     if rows is None and p["op"] == "scatter-add":
         _push_replicated(walk, equation)
         return
+    if walk.nested and not walk.shared.examples and walk.shared.devices > 1:
+        reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
+        raise NotLocal(reason, equation.source)
     inputs = [
         walk.as_state(base, rows, equation),
         walk.read(route),

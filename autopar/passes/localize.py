@@ -91,7 +91,7 @@ class Walk(Forms):
         states = [self.state(a) for a in equation.inputs]
         if equation.op in ROW_OPS:
             ROW_OPS[equation.op](self, equation)
-        elif not any(states):
+        elif not any(states) and not _has_rows(equation):
             self.copy(equation)
         elif equation.effects:
             raise NotLocal(f"{equation.op} has an effect", equation.source)
@@ -307,6 +307,11 @@ def _join(a: State, b: State) -> State:
     if isinstance(b, Spread) or a is None:
         return b if not isinstance(a, Spread) else a
     return a
+
+
+def _has_rows(equation: Equation) -> bool:
+    """Whether there are row-space operations in a loop or branch: what they make may be an owner's."""
+    return any(e.op in ROW_OPS for body in equation.bodies for e in body.walk())
 
 
 def _is_batching(equation: Equation, axis: int) -> bool:

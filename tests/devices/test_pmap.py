@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -44,3 +48,45 @@ def test_gradients_of_a_loop_are_reduced_after_it() -> None:
 
     assert in_loops("pjit") > 0
     assert in_loops("pmap") == 0
+
+
+def test_rows_that_every_device_looks_up_in_a_loop() -> None:
+    """A batch that the devices don't divide: nothing in the loop is spread but the owners' rows that it adds to."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            def cell(h: jax.Array, some: jax.Array) -> Any:
+                h = jnp.tanh(params["t"][some] @ params["w"] + h)
+                return h, h.sum()
+
+            h, sums = jax.lax.scan(cell, jnp.zeros((7, 4)), ids.T)
+            return (h**2).sum() + (sums**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    rng = np.random.default_rng(0)
+    state = {"t": jnp.asarray(rng.normal(size=(37, 4)), jnp.float32), "w": jnp.eye(4) / 2}
+    ids = rng.integers(0, 37, (7, 3)).astype(np.int32)
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), donate=False, emit="pmap")
+    (mine, _), (theirs, _) = planned(state, ids), jax.jit(step)(state, ids)
+    np.testing.assert_allclose(np.asarray(mine["t"]), theirs["t"], rtol=1e-4, atol=1e-6)
+
+
+def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
+    """The other branch has ids of its own, so that every device asks for all."""
+
+    def step(table: jax.Array, ids: jax.Array) -> Any:
+        own = jnp.arange(24, dtype=jnp.int32).reshape(8, 3)
+        some = jax.lax.cond(ids.sum() % 2 == 0, lambda i: i, lambda i: own, ids)
+        value, grad = jax.value_and_grad(lambda t: (t[some] ** 3).sum())(table)
+        return table - 0.1 * grad, value
+
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(37, 4)), jnp.float32)
+    for method in ("ps", "allgather", "allreduce_rows"):
+        planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(2), donate=False, emit="pmap")
+        for start in (0, 1):
+            ids = (np.arange(24, dtype=np.int32).reshape(8, 3) * 7 + start * (np.arange(24) == 0).reshape(8, 3)) % 37
+            (mine, loss), (theirs, other) = planned(table, ids), jax.jit(step)(table, ids)
+            np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(loss, other, rtol=1e-5)

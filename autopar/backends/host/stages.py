@@ -52,11 +52,14 @@ class Route:
 class Step:
     """What one run of the stages knows.
 
-    `routes` outlives a run that is begun again with larger sizes: what was exchanged isn't exchanged twice.
+    `routes` and `reduced` (by place among the stages) outlive a run that is begun again with larger sizes: other ranks
+    need not begin again, so that what was exchanged isn't exchanged twice.
     """
 
     values: dict[Atom, Any]
     routes: dict[int, tuple[Asked, np.ndarray]] = field(default_factory=dict)
+    reduced: dict[tuple[int, str], Sequence[Any]] = field(default_factory=dict)
+    has_written: bool = False
 
 
 class StagedProgram:
@@ -86,7 +89,10 @@ class StagedProgram:
         self._sweeps: dict[Equation, tuple[Callable[..., Sequence[Any]], list[int]]] = {}
         self._names: dict[Equation, str] = {}
         self._whole = self._needed_whole(program)
-        self._actions = [self._action(item) for item in program.stages.items]
+        items = program.stages.items
+        routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
+        settled = max(routes, default=-1)  # from there on the run isn't begun again
+        self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
 
     def run(self, inputs: Sequence[Any], step: Step) -> list[Any]:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
@@ -99,9 +105,11 @@ class StagedProgram:
             act(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
-    def _action(self, item: Segment | Exchange) -> Callable[[Step], None]:
+    def _action(self, item: Segment | Exchange, *, may_donate: bool) -> Callable[[Step], None]:
         if isinstance(item, Segment):
-            return self._segment(item)
+            return self._segment(item, may_donate)
+        if item.op == "reduce":
+            return lambda step: self._reduce(item.equations, step, item.level)
         run = getattr(self, "_" + item.op)
         return lambda step: run(item.equations, step)
 
@@ -117,14 +125,15 @@ class StagedProgram:
 
     # --- compiled programs ---
 
-    def _segment(self, segment: Segment) -> Callable[[Step], None]:
+    def _segment(self, segment: Segment, may_donate: bool) -> Callable[[Step], None]:
         block = segment.block
         names = block.inputs
         owner = segment.side == "owner"
         view = self._ranks.owner_view if owner else self._ranks.device_view
         run = emit(block, {**self._ranks.backends(self._plan, segment.side), **host_backends(self._plan, view)}, view)
         made = set(block.outputs)
-        donated = [k for k, v in enumerate(names) if v in segment.last and self._reusable.get(v) in made]
+        last = segment.last if may_donate else frozenset()
+        donated = [k for k, v in enumerate(names) if v in last and self._reusable.get(v) in made]
         outputs = block.outputs
         compiled = self._ranks.compile(run, segment.side, donated, [v in self._whole for v in outputs])
         read = self._ranks.for_owner if owner else self._ranks.for_device
@@ -188,16 +197,18 @@ class StagedProgram:
             rows = rows_back(out, axis)
             step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
 
-    def _reduce(self, equations: Sequence[Equation], step: Step) -> None:
+    def _reduce(self, equations: Sequence[Equation], step: Step, level: int) -> None:
         for op in dict.fromkeys(e.params["op"] for e in equations):
             some = [e for e in equations if e.params["op"] == op]
-            values = [self._value(step, e.inputs[0]) for e in some]
-            for equation, value in zip(some, self._ranks.reduce(values, op), strict=True):
+            if (level, op) not in step.reduced:
+                step.reduced[level, op] = self._ranks.reduce([self._value(step, e.inputs[0]) for e in some], op)
+            for equation, value in zip(some, step.reduced[level, op], strict=True):
                 step.values[equation.outputs[0]] = value
 
     def _commit(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
             leaf, rows, route = (step.values[a] for a in equation.inputs[:3])
+            step.has_written = True
             leaf.commit(route.rows, route.count, np.asarray(rows))
             step.values[equation.outputs[0]] = leaf
 
@@ -207,6 +218,7 @@ class StagedProgram:
             rows, route = (step.values[a] for a in equation.inputs)
             out = equation.outputs[0]
             leaf = step.values[self._states[out]]
+            step.has_written = True
             leaf.spread_last(np.asarray(rows))
             leaf.commit(route.rows, route.count, np.asarray(rows))
             step.values[out] = leaf
@@ -216,6 +228,7 @@ class StagedProgram:
             needed, *operands = (self._value(step, a) for a in equation.inputs)
             n = len(equation.outputs)
             if needed:
+                step.has_written = True
                 self._run_sweep(equation, operands[:n], operands[n:])
             step.values.update(zip(equation.outputs, operands[:n], strict=True))
 

@@ -1,0 +1,125 @@
+"""Tables in the memory of one process: states and arguments that are awkward, against `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+
+V, D, B = 37, 4, 8
+
+
+def table(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def ids(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, V, (B, 3)).astype(np.int32)
+
+
+def hosted(step: Callable[..., Any]) -> Any:
+    return autopar.parallelize(step, strategy=("ps", "hosts"))
+
+
+def agree(mine: Any, theirs: Any) -> None:
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+def update(state: Any, batch: Any) -> Any:
+    """A dense slot, and an accumulator of rows, besides."""
+    used = {"t": state["t"], "w": state["w"]}
+    loss, grads = jax.value_and_grad(lambda s: ((s["t"][batch["ids"]] @ s["w"]) ** 2).mean())(used)
+    new = {k: used[k] - 0.1 * grads[k] for k in used}
+    new["ema"] = 0.9 * state["ema"] + 0.1 * state["w"]
+    new["acc"] = state["acc"] + grads["t"] ** 2
+    return new, loss + 0 * batch["x"].sum()
+
+
+def test_a_counter_that_ids_depend_on() -> None:
+    """Its new value is made before the rows are known, and so before the step is run for good."""
+
+    def step(state: Any, batch: Any) -> Any:
+        count = state["count"] + 1
+        some = (batch["ids"] + count) % V
+        loss, grad = jax.value_and_grad(lambda t: (t[some] ** 2).mean())(state["t"])
+        return {"t": state["t"] - 0.1 * grad, "count": count}, loss
+
+    planned, mine = hosted(step), {"t": table(V, D), "count": jnp.int32(0)}
+    theirs = jax.tree.map(jnp.copy, mine)
+    for i in range(3):
+        mine, _ = planned(mine, {"ids": ids(i)})
+        theirs, _ = jax.jit(step)(theirs, {"ids": ids(i)})
+    agree(mine, theirs)
+
+
+def test_leaves_that_are_the_same_buffer() -> None:
+    w, t = table(D, 2), table(V, D)
+    theirs = {"t": t, "w": w, "ema": w, "acc": t}
+    mine = {"t": jnp.copy(t), "w": jnp.copy(w)}
+    mine |= {"ema": mine["w"], "acc": mine["t"]}
+    batch = {"ids": ids(), "x": jnp.ones((B,))}
+    planned = hosted(update)
+    for _ in range(2):
+        mine, _ = planned(mine, batch)
+        theirs, _ = jax.jit(update)(theirs, batch)
+    agree(mine, theirs)
+    theirs = {**jax.tree.map(np.asarray, mine), "acc": np.asarray(mine["t"])}
+    mine, _ = planned({**mine, "acc": mine["t"]}, batch)  # one HostTable as two leaves
+    agree(mine, jax.jit(update)(theirs, batch)[0])
+
+
+def test_a_call_that_fails_leaves_tables_as_they_were() -> None:
+    planned, batch = hosted(update), {"ids": ids(), "x": jnp.ones((B,))}
+    state, _ = planned({"t": table(V, D), "w": table(D, 2), "ema": table(D, 2), "acc": jnp.zeros((V, D))}, batch)
+    before = np.asarray(state["t"])
+    gone = jnp.ones((B,))
+    gone.delete()
+    with pytest.raises(autopar.DonatedStateError):
+        planned(state, {"ids": ids(1), "x": gone})
+    np.testing.assert_array_equal(np.asarray(state["t"]), before)
+
+
+def test_a_table_among_the_results() -> None:
+    def step(t: jax.Array, some: jax.Array) -> Any:
+        grad = jax.grad(lambda t: (t[some] ** 2).mean())(t)
+        return t - 0.1 * grad, (t - 0.1 * grad, grad.sum())
+
+    t = table(V, D)
+    theirs = jax.jit(step)(t, ids())
+    mine = hosted(step)(jnp.copy(t), ids())
+    assert isinstance(mine[1][0], jax.Array)
+    agree(mine, theirs)
+
+
+def by_heads(t: jax.Array, some: jax.Array) -> Any:
+    """Rows are reshaped, each half by itself."""
+    grad = jax.grad(lambda t: (jnp.take(t, some, axis=0, mode="fill", fill_value=0) ** 2).sum())(t)
+    halves = grad.reshape(V, 2, D // 2)
+    return t - (halves / (1 + jnp.sqrt((halves**2).sum(-1, keepdims=True)))).reshape(V, D), grad.sum()
+
+
+def test_rows_that_are_reshaped() -> None:
+    """In a first batch without any row, too."""
+    planned, mine, theirs = hosted(by_heads), table(V, D), table(V, D)
+    for some in (np.full((B, 3), V + 1, np.int32), ids(1)):
+        mine, _ = planned(mine, some)
+        theirs, _ = jax.jit(by_heads)(theirs, some)
+    agree(mine, theirs)
+
+
+def test_slots_that_the_untouched_rows_read() -> None:
+    """A last gradient is constant off the rows; a sweep would read all of the old one, which isn't on the devices."""
+
+    def step(state: Any, some: jax.Array) -> Any:
+        grad = jax.grad(lambda t: (t[some] ** 2).mean())(state["t"])
+        return {"t": state["t"] - 0.1 * grad * jnp.sign(state["last"]), "last": grad}, grad.sum()
+
+    with pytest.raises(autopar.StrategyError, match="all rows of a table are read at once"):
+        hosted(step)({"t": table(V, D), "last": table(V, D)}, ids())
