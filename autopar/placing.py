@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from autopar.backends.layouts import placed
 from autopar.backends.watched import watched
 from autopar.compile import Compiled
 from autopar.errors import DonatedStateError
+from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
+from autopar.ir.rules import resized
 from autopar.table import Table, is_table
 
 
@@ -101,6 +104,13 @@ def _copy(leaf: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
+def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
+    """The type of an input as it is stored."""
+    if layout is None:
+        return type_
+    return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
+
+
 class SpreadRunner:
     """Calls a planned step on several devices: places its arguments, and makes Tables of what is stored in a layout.
 
@@ -118,7 +128,7 @@ class SpreadRunner:
         self._shardings = [devices.sharding(along) for along in plan.placements]
         self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
         self._tables = {out: plan.layouts[k] for k, out in analysed.new_states.items() if k in plan.layouts}
-        self._types = [v.type for v in compiled.program.block.inputs]
+        self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._donate = donate
         self._count = len(analysed.outputs)  # and perhaps a flag
         self._flags: collections.deque[Any] = collections.deque()
