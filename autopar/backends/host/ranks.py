@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.backends.across import local
 from autopar.backends.devices import Devices
 from autopar.backends.host.view import RankView
 from autopar.backends.protocol import RowBackend
@@ -43,17 +44,17 @@ class Ranks:
     def __init__(self, exchange: Exchange, road: str) -> None:
         self.exchange = exchange
         self.is_global = road == "xla"
-        local = jax.local_devices()
+        mine = jax.local_devices()
         if self.is_global:
             grid = np.array(jax.devices()).reshape(exchange.size, -1)
             self.mesh = Mesh(grid, ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
             self.device_view: Devices = Devices(self.mesh, "ranks")
         else:
-            self.mesh = Mesh(np.array(local).reshape(1, -1), ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
+            self.mesh = Mesh(np.array(mine).reshape(1, -1), ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
             self.device_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
         self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
-        self.is_single = not self.is_global and len(local) == 1
-        self._host = None if local[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
+        self.is_single = not self.is_global and len(mine) == 1
+        self._host = None if mine[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self._buffers = Buffers()
         self.step = -1
 
@@ -135,14 +136,14 @@ class Ranks:
             data = self.everywhere(jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         value = value if isinstance(value, jax.Array) else np.asarray(value)
-        local = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
-        parts = [jax.device_put(value, d) for d in local]
+        mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
+        parts = [jax.device_put(value, d) for d in mine]
         return jax.make_array_from_single_device_arrays(value.shape, self.sharding(None), parts)
 
     def for_owner(self, value: Any) -> Any:
-        """A value as an owner's program takes it."""
+        """A value, all of it, as an owner's program takes it."""
         if isinstance(value, jax.Array) and (self._host is not None or not self.is_single):
-            return np.asarray(value.addressable_data(0))
+            return np.asarray(local(value))
         return value
 
     def own(self, value: Any) -> Any:
