@@ -31,6 +31,8 @@ STARTED, REPORTED, LEFT = 1, 2, 4
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "PMIX_RANK")
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
 
+#: How long a launcher is given to pass on what was written: ended at once, hydra may lose it.
+FORWARD_S = 0.3
 #: How long hydra is given to end the job.
 LAST_S = 5.0
 
@@ -64,6 +66,7 @@ def main(command: list[str]) -> int:
         text = f"autopar: rank {rank} (process {child.pid} on {socket.gethostname()}) {ended}, {where}.\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
+        time.sleep(FORWARD_S)
     result = 128 - code if code < 0 else code or int(ended is not None)
     if ended:
         _abort_job(result)
