@@ -104,9 +104,8 @@ def test_one_method_for_all_leaves_dense_parameters_alone() -> None:
     ],
 )
 def test_strategies_that_can_not_be(strategy: dict[str, str], message: str) -> None:
-    planned = autopar.parallelize(step, strategy=strategy, mesh=mesh_of(4))
     with pytest.raises(autopar.StrategyError, match=message):
-        planned.entry(make_state(), IDS)
+        autopar.parallelize(step, strategy=strategy, mesh=mesh_of(4)).entry(make_state(), IDS)
 
 
 def test_shares_of_one_device_are_the_whole() -> None:
