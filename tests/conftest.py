@@ -11,7 +11,7 @@ os.environ.setdefault("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):  # newer ones don't know it
-        # Compiles in 60% of the time. (It rounds otherwise where it fuses: tests/devices, which compares bits, has it off.)
+        # Compiles in 60% of the time. It rounds otherwise where it fuses: not for tests/devices, which compares bits.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 
