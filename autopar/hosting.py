@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,8 @@ class HostRunner:
             f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
         }
         self._staged: StagedProgram | None = None
+        #: Dense leaves of the state that the last step returned.
+        self._returned: dict[int, weakref.ref[Any]] = {}
         self.compilations = 0
 
     def lower(self) -> Any:
@@ -107,6 +110,11 @@ class HostRunner:
         results = [before.get(out, value) for out, value in enumerate(results)]
         found = [self._result(out, value) for out, value in enumerate(results)]
         new = self._hand_on(leaves, tables)
+        self._returned = {
+            k: weakref.ref(found[out])
+            for out, k in self._new.items()
+            if k not in self._tables and isinstance(found[out], jax.Array)
+        }
         return [new[self._new[out]] if self._new.get(out) in new else value for out, value in enumerate(found)]
 
     # --- programs ---
@@ -174,7 +182,7 @@ class HostRunner:
 
     def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
-        if not self._donate or self._ranks.is_global:
+        if not self._donate or self._ranks.is_global or self._are_own(leaves):
             return leaves
         states = sorted(self._states - set(self._tables))
         others = [x for k, x in enumerate(leaves) if k not in self._states]
@@ -182,6 +190,15 @@ class HostRunner:
         for k, leaf in zip(states, separated([leaves[k] for k in states], others), strict=True):
             found[k] = leaf
         return found
+
+    def _are_own(self, leaves: Sequence[Any]) -> bool:
+        """Whether the state is what the last step returned, and in no other argument: buffers of its own, then."""
+        if not self._returned:
+            return False
+        own = {id(leaves[k]) for k in self._returned}
+        if any(id(x) in own for k, x in enumerate(leaves) if k not in self._returned):
+            return False
+        return all(returned() is leaves[k] for k, returned in self._returned.items())
 
     def _placed(self, k: int, leaf: Any) -> Any:
         """An argument as the device programs take it."""
