@@ -88,7 +88,8 @@ def parallelize(
         explicit reductions: sums over the examples are reduced once, after the loops that make them. The same numbers,
         up to the order of sums; StrategyError where a step can't be written so.
       strategy: "auto", or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on its touched
-        rows, even where that doesn't pay; "allreduce": dense), or a mapping from patterns over parameter paths to
+        rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host memory, owned by
+        the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths to
         methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
         to "ps" is kept in shares, with its slots, and gathered for use.
       sparse: "exact"; "lazy": only touched rows move, whatever the optimizer does to the others (another function:

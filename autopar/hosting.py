@@ -230,6 +230,7 @@ class HostRunner:
         """This rank's examples; under XLA its part of the global array."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
+        leaf = ranks.own(leaf)  # a batch that the devices don't divide, though the ranks do, every device has
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             if ranks.is_global:
                 return leaf

@@ -21,6 +21,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
 from autopar.ir.stages import Exchange, Segment
+from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Asked
 
 
@@ -90,6 +91,7 @@ class StagedProgram:
         self._names: dict[Equation, str] = {}
         self._whole = self._needed_whole(program)
         items = program.stages.items
+        self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
         self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
@@ -181,7 +183,9 @@ class StagedProgram:
             rows, route = (step.values[a] for a in equation.inputs)
             axis, room = equation.params["axis"], len(route.view.asked)
             first = rows_first(np.asarray(rows), axis)[: route.count]
-            out = self._buffer(equation, (room, *first.shape[1:]), first.dtype)
+            shape = room, *first.shape[1:]
+            is_awaited = equation in self._awaited
+            out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
             fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
             out[len(fetched) :] = 0
             step.values[equation.outputs[0]] = self._ranks.spread(rows_back(out, axis), axis)
@@ -269,6 +273,18 @@ class StagedProgram:
 
     def _value(self, step: Step, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
+
+
+def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
+    """Fetches whose rows are read by programs only that the same step waits for: their memory can be used again.
+
+    A program reads what it is given until it is done, and JAX may take NumPy's memory as it is. A step waits for the
+    program whose sums it delivers; an evaluation waits for none.
+    """
+    waits = {item.level for item in items if isinstance(item, Exchange) and item.op == "deliver"}
+    late = {v for item in items if isinstance(item, Segment) and item.level not in waits for v in item.block.inputs}
+    fetches = [e for item in items if isinstance(item, Exchange) and item.op == "fetch" for e in item.equations]
+    return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
 
 
 def _shown(value: Any) -> Any:
