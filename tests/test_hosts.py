@@ -16,6 +16,8 @@ import pytest
 
 import autopar
 from autopar import HostTable
+from autopar.backends.host.stages import awaited_fetches
+from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import Exchange, Segment
 from autopar.verify import compare
 
@@ -109,6 +111,19 @@ def test_old_states_can_be_kept() -> None:
     new, _, _ = step(params, opt, batch_of(0))
     np.testing.assert_array_equal(np.asarray(params["emb"]), before)
     assert np.any(np.asarray(new["emb"]) != before)
+
+
+def test_memory_of_fetched_rows_is_used_again_where_the_step_waits() -> None:
+    """JAX takes NumPy's memory as it is: it mustn't change under a program that still runs."""
+    rows, sums = (Var(ArrayType((4, 2), np.dtype(np.float32))) for _ in range(2))
+    fetch = Equation("fetch", (), (rows,), {"axis": 0})
+    first = Exchange("fetch", 2, (fetch,))
+    backward = Segment("device", 3, Block((rows,), (), (sums,)))
+    deliver = Exchange("deliver", 3, (Equation("deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
+    metrics = Segment("device", 5, Block((rows,), (), ()))
+    assert awaited_fetches([first, backward, deliver]) == {fetch}
+    assert not awaited_fetches([first, backward])  # an evaluation
+    assert not awaited_fetches([first, backward, deliver, metrics])
 
 
 def test_compilations_are_few() -> None:

@@ -171,6 +171,20 @@ def check_init() -> None:
     assert abs(float(loss) - float(expected)) < 1e-6
 
 
+def check_batches_that_devices_do_not_divide() -> None:
+    """The ranks divide them: each device of a rank has all of its rank's part."""
+    batches = [net(OPTIMIZERS["clipped"].make(), norm=False, batch=3 * RANKS).batches(i) for i in range(3)]
+    case = net(OPTIMIZERS["clipped"].make(), norm=False)
+    step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+    state, wanted = case.state, case.state
+    for mine, theirs in zip(autopar.shard(batches), batches, strict=True):
+        state, (loss, _) = step(state, mine)
+        wanted, (expected, _) = jax.jit(case.step)(wanted, theirs)
+        assert abs(float(loss) - float(expected)) < 1e-5
+    found = np.asarray(state.params["emb"]["embedding"])
+    np.testing.assert_allclose(found, wanted.params["emb"]["embedding"], rtol=1e-4, atol=1e-6)
+
+
 def _poison() -> tuple[Callable[..., Any], np.ndarray]:
     def update(table: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         grad = jax.grad(lambda t: (t[batch["ids"]] ** 2).sum() * batch["scale"][0])(table)

@@ -15,7 +15,7 @@ WORLDS = {
     (3, 1): ("check_contract", "check_results", "check_init", "check_nonfinite"),
     (4, 1): ("check_contract", "check_growth"),
     (1, 2): ("check_contract", "check_results"),
-    (2, 2): ("check_contract", "check_results", "check_init"),
+    (2, 2): ("check_contract", "check_results", "check_init", "check_batches_that_devices_do_not_divide"),
     (3, 2): ("check_contract",),
     (4, 2): ("check_contract",),
 }
