@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from autopar.checkpoint_files import manifest as manifests
+from autopar.checkpoint_files.dense import require_orbax, write_dense
+from autopar.checkpoint_files.folder import Folder, await_visible, flush
+from autopar.checkpoint_files.manifest import FileRecord, Manifest
+from autopar.checkpoint_files.rows import FOLDER as ROWS
+from autopar.checkpoint_files.rows import write_rows
+from autopar.checkpoint_files.structure import describe, rebuild
 from autopar.errors import ArgumentsError, CheckpointError
-from autopar.files import manifest as manifests
-from autopar.files.dense import require_orbax, write_dense
-from autopar.files.folder import Folder, await_visible, flush
-from autopar.files.manifest import FileRecord, Manifest
-from autopar.files.rows import FOLDER as ROWS
-from autopar.files.rows import write_rows
-from autopar.files.structure import describe, rebuild
 from autopar.mpi.together import led, together
 from autopar.mpi.world import World, world
 from autopar.restoring import Place, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of

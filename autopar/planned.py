@@ -16,7 +16,7 @@ from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled, Options
-from autopar.hosting import HostRunner
+from autopar.host_runner import HostRunner
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.placing import SpreadRunner

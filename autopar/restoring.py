@@ -15,10 +15,10 @@ from autopar import jax_compat
 from autopar.arguments import path_name
 from autopar.backends import across
 from autopar.backends.host.storage import HostRows
+from autopar.checkpoint_files.dense import read_dense
+from autopar.checkpoint_files.manifest import LeafRecord, Manifest
+from autopar.checkpoint_files.rows import RowFiles, block_rows, check_content
 from autopar.errors import CheckpointError, StateError
-from autopar.files.dense import read_dense
-from autopar.files.manifest import LeafRecord, Manifest
-from autopar.files.rows import RowFiles, block_rows, check_content
 from autopar.host_table import HostTable
 from autopar.init import call_of, plan_of
 from autopar.ir.layout import RowLayout

@@ -12,9 +12,9 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.arguments import path_name
+from autopar.checkpoint_files.manifest import LeafRecord
+from autopar.checkpoint_files.rows import file_name
 from autopar.errors import CheckpointError, DonatedStateError
-from autopar.files.manifest import LeafRecord
-from autopar.files.rows import file_name
 from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
 from autopar.table import Table

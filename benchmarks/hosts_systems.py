@@ -6,6 +6,7 @@ FOLDER, see the same batches, and compute the same function: the losses are comp
 
 from __future__ import annotations
 
+import abc
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ RANK, SIZE = int(os.environ.get("PMI_RANK", "0")), int(os.environ.get("PMI_SIZE"
 Step = Callable[[np.ndarray], float]
 
 
-class System:
+class System(abc.ABC):
     """Steps by the number of the table's rows, and turns of them."""
 
     def __init__(self, folder: Path) -> None:
@@ -39,9 +40,10 @@ class System:
         """Makes the state with a table of so many rows."""
         self.steps[rows], self.done[rows] = self.make(rows), 0
 
+    @abc.abstractmethod
     def make(self, rows: int) -> Step:
         """A step with a state of its own."""
-        raise NotImplementedError
+        ...
 
     def turn(self, rows: int, count: int) -> tuple[list[float], list[float], list[float]]:
         """The next `count` steps: (seconds of each, seconds of processor time of each, loss of each)."""

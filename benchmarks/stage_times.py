@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.hosting import HostRunner
+from autopar.host_runner import HostRunner
 
 #: What is left of a step's time: finding the plan, placing arguments, handing on results.
 AROUND = "around the stages"

@@ -13,6 +13,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,36 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True)
+class Task:
+    """What a run of the demo is about, as its flags say."""
+
+    args: argparse.Namespace
+    corpus: Corpus
+    windows: Batch  # held out
+    perplexity: Callable[[Any, Batch], float]
+    make_state: Callable[[], TrainState]
+
+    def data(self, seed: int) -> Iterator[Batch]:
+        """Batches without end."""
+        return batches(self.corpus, batch=self.args.batch, length=self.args.length, negatives=NEGATIVES, seed=seed)
+
+
+def read_task(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Screen) -> Task:
+    """Reads the corpus, and says what is in it."""
+    try:
+        corpus = load_corpus(args.corpus, args.vocab)
+        windows = held_out_windows(corpus, tokens=EVALUATION_TOKENS, length=args.length)
+        model = LanguageModel(len(corpus.words), args.dim, hidden=args.dim)
+        make_state = state_maker(model, args.optimizer, args.learning_rate, args.seed)
+        task = Task(args, corpus, windows, perplexity_of(model), make_state)
+        task.data(args.seed)  # too short a corpus is found here
+    except CorpusError as error:
+        parser.error(str(error))
+    screen.print(describe(corpus, windows))
+    return task
+
+
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
@@ -207,21 +238,9 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", args.devices)
     screen = Screen()
 
-    def data(seed: int) -> Iterator[Batch]:
-        return batches(corpus, batch=args.batch, length=args.length, negatives=NEGATIVES, seed=seed)
-
     screen.print("reading the corpus ...")
-    try:
-        corpus = load_corpus(args.corpus, args.vocab)
-        windows = held_out_windows(corpus, tokens=EVALUATION_TOKENS, length=args.length)
-        training_data = data(args.seed)
-    except CorpusError as error:
-        parser.error(str(error))
-    screen.print(describe(corpus, windows))
-
-    model = LanguageModel(len(corpus.words), args.dim, hidden=args.dim)
-    perplexity = perplexity_of(model)
-    make_state = state_maker(model, args.optimizer, args.learning_rate, args.seed)
+    task = read_task(parser, args, screen)
+    make_state, training_data = task.make_state, task.data(args.seed)
     state = make_state()
     step = autopar.parallelize(train_step, sparse=args.sparse, strategy=args.strategy)
     screen.print()
@@ -229,13 +248,13 @@ def main() -> None:
     screen.print()
 
     def held_out(params: Any) -> float:
-        return perplexity(jax.device_put(autopar.materialize(params), jax.devices()[0]), windows)
+        return task.perplexity(jax.device_put(autopar.materialize(params), jax.devices()[0]), task.windows)
 
     state = train(step, state, training_data, args.steps, held_out, screen)
     del state  # more are to come
     screen.print()
     screen.print("timing the same train step in its plain forms and under autopar ...")
-    timed = data(args.seed + 1)
+    timed = task.data(args.seed + 1)
     if args.devices == 1:
         forms = forms_of_one_device(step, make_state)
     else:

@@ -17,19 +17,8 @@ from typing import Any
 
 import jax
 from compare import Form, compare
-from corpus import Batch, CorpusError, batches, held_out_windows, load_corpus
-from language_model import (
-    EVALUATION_TOKENS,
-    NEGATIVES,
-    OPTIMIZERS,
-    describe,
-    positive,
-    positive_rate,
-    state_maker,
-    train,
-    train_step,
-)
-from model import LanguageModel, perplexity_of
+from corpus import Batch
+from language_model import OPTIMIZERS, positive, positive_rate, read_task, train, train_step
 from progress import Screen
 
 import autopar
@@ -90,21 +79,9 @@ def main() -> None:
         parser.error(f"{jax.device_count()} devices can't share a batch of {args.batch} texts equally: change --batch")
     screen = Screen(shown=rank == 0)
 
-    def data(seed: int) -> Iterator[Batch]:
-        return batches(corpus, batch=args.batch, length=args.length, negatives=NEGATIVES, seed=seed)
-
     screen.print(f"{ranks} processes; each reads the corpus ...")
-    try:
-        corpus = load_corpus(args.corpus, args.vocab)
-        windows = held_out_windows(corpus, tokens=EVALUATION_TOKENS, length=args.length)
-        training_data = data(args.seed)
-    except CorpusError as error:
-        parser.error(str(error))
-    screen.print(describe(corpus, windows))
-
-    model = LanguageModel(len(corpus.words), args.dim, hidden=args.dim)
-    perplexity = perplexity_of(model)
-    make_state = state_maker(model, args.optimizer, args.learning_rate, args.seed)
+    task = read_task(parser, args, screen)
+    make_state, training_data = task.make_state, task.data(args.seed)
     step = on_hosts()
     example = next(training_data)
     state = autopar.init(make_state, step=step, batch=example)  # no process has a whole table
@@ -114,7 +91,7 @@ def main() -> None:
 
     def held_out(params: Any) -> float:
         whole = autopar.materialize(params)  # every rank takes part in reading the tables; one has use for them
-        return perplexity(whole, windows) if rank == 0 else float("nan")
+        return task.perplexity(whole, task.windows) if rank == 0 else float("nan")
 
     state = train(step, state, training_data, args.steps, held_out, screen)
     state, sent = sent_in_a_step(step, state, training_data)
@@ -125,7 +102,7 @@ def main() -> None:
         if nbytes:
             screen.print(f"  {kind:10} {nbytes / 2**20:8.3f} MiB")
     screen.print("timing the same train step by other methods, on the devices of the same processes ...")
-    screen.print(compare(forms(make_state, sent, example), data(args.seed + 1), TURNS))
+    screen.print(compare(forms(make_state, sent, example), task.data(args.seed + 1), TURNS))
 
 
 if __name__ == "__main__":

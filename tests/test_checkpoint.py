@@ -20,8 +20,8 @@ import pytest
 import autopar
 from autopar import checkpoint, jax_compat
 from autopar.backends.host.storage import HostRows
-from autopar.files.manifest import LeafRecord
-from autopar.files.rows import RowFiles, file_name, write_rows
+from autopar.checkpoint_files.manifest import LeafRecord
+from autopar.checkpoint_files.rows import RowFiles, file_name, write_rows
 from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
 

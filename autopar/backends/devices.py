@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class Devices:
         return mapped(*operands)
 
 
-class OwnPart(Devices):
+class OwnPart(Devices, abc.ABC):
     """The same devices seen by one of them: arrays are its own shares."""
 
     @property
@@ -120,9 +121,10 @@ class OwnPart(Devices):
         """The value on the first device, zeros on the others."""
         return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
 
+    @abc.abstractmethod
     def reduce(self, value: Array, op: str) -> Array:
         """Reduced over the devices."""
-        raise NotImplementedError
+        ...
 
 
 class Mapped(OwnPart):

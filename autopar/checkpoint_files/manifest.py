@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from autopar.checkpoint_files.folder import write_text
+from autopar.checkpoint_files.structure import Node
 from autopar.errors import CheckpointError
-from autopar.files.folder import write_text
-from autopar.files.structure import Node
 from autopar.ir.layout import RowLayout
 
 #: Of the format, as this version writes it; older ones are read, too.

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.checkpoint_files.folder import flush
+from autopar.checkpoint_files.manifest import FileRecord
+from autopar.checkpoint_files.rows import check_size
 from autopar.errors import CheckpointError
-from autopar.files.folder import flush
-from autopar.files.manifest import FileRecord
-from autopar.files.rows import check_size
 
 FOLDER = "dense"
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.checkpoint_files.manifest import FileRecord, LeafRecord
 from autopar.errors import CheckpointError
-from autopar.files.manifest import FileRecord, LeafRecord
 from autopar.mpi.together import go_on
 
 FOLDER = "rows"
