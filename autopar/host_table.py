@@ -14,6 +14,7 @@ from autopar.errors import DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.world import world
+from autopar.table_leaf import TableLeaf
 
 #: Rows that are read at a time, so that reading a table needs little memory beside the result.
 _BLOCK_ROWS = 1 << 16
@@ -26,7 +27,7 @@ def exchange() -> Exchange:
     return Exchange(here.rank, here.size, None if here.size == 1 else here.comm)
 
 
-class HostTable:
+class HostTable(TableLeaf):
     """Rows in host memory, dealt out over the ranks.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
@@ -74,21 +75,6 @@ class HostTable:
         """The rows' dtype."""
         return self._storage.rows.dtype
 
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole table."""
-        return self.size * self.dtype.itemsize
-
     def is_deleted(self) -> bool:
         """Whether the rows were given to a step, which updated them in place."""
         return self._generation != self._storage.generation
@@ -132,9 +118,6 @@ class HostTable:
         found = self.read_rows(wanted.reshape(-1) % extent).reshape(*wanted.shape, *self.shape[1:])
         rest = index[1:] if isinstance(index, tuple) else ()
         return found[(*(slice(None),) * wanted.ndim, *rest)]
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __repr__(self) -> str:
         shape = ",".join(map(str, self.shape))

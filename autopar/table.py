@@ -14,10 +14,11 @@ from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
 from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
+from autopar.table_leaf import TableLeaf
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Table:
+class Table(TableLeaf):
     """Rows that are spread over devices, padded or in an order of their own.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
@@ -45,21 +46,6 @@ class Table:
     def dtype(self) -> Any:
         """The rows' dtype."""
         return self.stored.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return self.stored.ndim
-
-    @property
-    def size(self) -> int:
-        """Number of elements, spare rows excepted."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the table, spare rows excepted."""
-        return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
         """Whether the rows were given to a step, which updated them in place."""
@@ -115,9 +101,6 @@ class Table:
         xp = jnp if isinstance(rows, jax.Array) else np
         rows = rows.astype(np.int32)  # V may be more than a small integer holds
         return self.layout.place(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __repr__(self) -> str:
         shape = ",".join(map(str, self.shape))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,3 +41,19 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
     text = output.read_text(errors="replace")
     assert code == 0, f"{count} ranks of {module}: exit code {code}\n{text}"
     return text
+
+
+def run_cases(
+    module: str, ranks: int, devices: int, names: Sequence[str], folder: Path, timeout_s: float = 120
+) -> None:
+    """Run the functions of a module that are called `check_...` on every rank: those named, or all.
+
+    Args:
+      module: In this folder.
+      devices: Of each rank.
+      folder: For what is printed and kept.
+    """
+    arguments = [f"tests.mpi.{module}", str(devices), str(folder), *names]
+    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=folder / "output", timeout_s=timeout_s)
+    done = text.count("\ncheck_") + text.startswith("check_")
+    assert done >= max(len(names), 1), text

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.ranks import run_ranks
+from tests.mpi.ranks import run_cases
 
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
@@ -24,7 +24,4 @@ WORLDS = {
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
 def test_global(world: tuple[int, int], tmp_path: Path) -> None:
-    ranks, devices = world
-    arguments = ["tests.mpi.global_cases", str(devices), str(tmp_path), *WORLDS[world]]
-    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=tmp_path / "output", timeout_s=500)
-    assert "check_growth" in text
+    run_cases("global_cases", *world, WORLDS[world], tmp_path, timeout_s=500)

@@ -1,0 +1,40 @@
+"""`TableLeaf`: what `Table` and `HostTable` have in common with an array, wherever their rows are."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import numpy as np
+
+
+class TableLeaf(abc.ABC):
+    """A leaf of the state that stands for an array [..., V, ...] of the rows' dtype."""
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The table's own shape, [..., V, ...]."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The rows' dtype."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements, spare rows excepted."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table, spare rows excepted."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
