@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from autopar.cluster import Cluster, Host, read_cluster
 from autopar.errors import LaunchError
+from autopar.mpi.limits import cores
 
 Flavor = Literal["hydra", "open-mpi", "other"]
 
@@ -69,7 +70,9 @@ def main(arguments: Sequence[str]) -> int:
             raise LaunchError(f"{options.script}: there is no such script")
         if cluster is not None and not options.dry_run:
             _check_hosts(cluster)
-        command = mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments])
+        fills = mpirun.flavor != "other" and cluster is None and _fills_cores(options.n, options.devices)
+        is_bound = options.bind == "core" or (options.bind is None and fills)
+        command = mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments], is_bound=is_bound)
     except LaunchError as error:
         print(f"autopar launch: {error}", file=sys.stderr)
         return 2
@@ -154,11 +157,23 @@ def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
     return (("JAX_CUDA_VISIBLE_DEVICES", numbers), ("JAX_ROCM_VISIBLE_DEVICES", numbers))
 
 
-def mpirun_command(mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | None, script: Sequence[str]) -> list[str]:
+def _fills_cores(count: int | None, devices: int | None) -> bool:
+    """Whether ranks of one device each take every core of this machine.
+
+    Smaller jobs aren't bound by themselves: mpirun begins with the first core for every job, so that two of them would
+    share it.
+    """
+    return count is not None and (devices or 1) == 1 and count >= cores() > 1
+
+
+def mpirun_command(
+    mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | None, script: Sequence[str], *, is_bound: bool = False
+) -> list[str]:
     """The command that starts all ranks.
 
     Args:
       script: The script's absolute path, and its arguments.
+      is_bound: Whether a rank keeps to one core.
 
     Raises:
       LaunchError: what is asked for can't be said to this mpirun.
@@ -171,7 +186,11 @@ def mpirun_command(mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | No
             f"{mpirun.path} is neither mpich's nor Open MPI's, and its flags for hosts and variables aren't known. "
             "Start the ranks with it yourself: JAX_NUM_CPU_DEVICES and AUTOPAR_WATCHDOG are all that launch sets"
         )
-    command = [mpirun.path, *_global_flags(mpirun.flavor, cluster)]
+    if mpirun.flavor == "other" and is_bound:
+        raise LaunchError(
+            f"--bind core: {mpirun.path} is neither mpich's nor Open MPI's, and its flag for it isn't known"
+        )
+    command = [mpirun.path, *_global_flags(mpirun.flavor, cluster, is_bound)]
     for number, part in enumerate(ranks):
         if number:
             command.append(":")
@@ -182,14 +201,14 @@ def mpirun_command(mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | No
     return command
 
 
-def _global_flags(flavor: Flavor, cluster: Cluster | None) -> list[str]:
+def _global_flags(flavor: Flavor, cluster: Cluster | None, is_bound: bool) -> list[str]:
     hosts = ",".join(f"{host.address}:{host.processes}" for host in cluster.hosts) if cluster else ""
     if flavor == "hydra":
-        return ["-hosts", hosts] if hosts else []
+        return [*(["-bind-to", "core"] if is_bound else []), *(["-hosts", hosts] if hosts else [])]
     if flavor == "other":
         return []
-    # Not bound to cores: a rank's devices have threads of their own.
-    flags = ["--bind-to", "none", "--oversubscribe"]
+    # Open MPI binds by itself, which a rank with several devices, of which each has threads, can't do with.
+    flags = ["--bind-to", "core:overload-allowed" if is_bound else "none", "--oversubscribe"]
     if os.geteuid() == 0:
         flags.append("--allow-run-as-root")
     if hosts:
@@ -244,6 +263,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--devices", type=_positive, metavar="N", help="CPU devices a process (JAX_NUM_CPU_DEVICES)")
     parser.add_argument("--cluster", metavar="FILE", help="hosts, processes and devices: cluster.toml or Parallax's")
     parser.add_argument("--watchdog", type=_watchdog, metavar="SECONDS|off", help="how long a rank may stand (300)")
+    parser.add_argument(
+        "--bind",
+        choices=("core", "none"),
+        help="keep each rank on one core, or not (by itself: where ranks of one device take every core of the machine)",
+    )
     parser.add_argument("--mpirun", metavar="PATH", help="the mpirun to use")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, and run nothing")
     parser.add_argument("script", help="the Python script")

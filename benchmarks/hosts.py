@@ -55,9 +55,11 @@ def _write_table(path: Path, rows: int, block: int = 50_000) -> None:
 
 @contextlib.contextmanager
 def _system(name: str, folder: str) -> Iterator[Ranks]:
+    """Each as it is usually started: PyTorch with a thread a rank, autopar as `autopar launch` does."""
     environment = {"OMP_NUM_THREADS": "1"} if name == "PyTorch" else {}
+    flags = ["-bind-to", "core"] if name == "autopar" else []
     module = "benchmarks.hosts_systems"
-    with started(name, RANKS, module, name, folder, environment=environment) as ranks:
+    with started(name, RANKS, module, name, folder, flags=flags, environment=environment) as ranks:
         yield ranks
 
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -101,10 +101,14 @@ def started(
     count: int,
     module: str,
     *arguments: str,
+    flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     within_s: float = 300,
 ) -> Iterator[Ranks]:
     """`count` ranks of `python -m module ADDRESS arguments`, which must call `serve(ADDRESS, ...)`.
+
+    Args:
+      flags: Of mpiexec.
 
     Raises:
       RankError: they don't start within `within_s` seconds.
@@ -117,7 +121,7 @@ def started(
         # mpiexec can't bear a pipe that closes, so ranks print to a file.
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [mpiexec(), "-n", str(count), sys.executable, "-m", module, address, *arguments],
+                [mpiexec(), *flags, "-n", str(count), sys.executable, "-m", module, address, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
