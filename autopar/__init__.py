@@ -2,6 +2,7 @@
 
 from autopar.api import parallelize
 from autopar.checkpoint import Restored, restore, save
+from autopar.deferred_table import DeferredTable
 from autopar.errors import (
     ArgumentsError,
     AutoparError,
@@ -34,6 +35,7 @@ __all__ = [
     "AutoparError",
     "CapacityWarning",
     "CheckpointError",
+    "DeferredTable",
     "DonatedStateError",
     "Explanation",
     "HostMemoryError",

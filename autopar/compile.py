@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,13 +21,14 @@ from autopar.ir.plan import Emit, Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import Refusal, RowSpace
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
+from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.localize import localize
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
@@ -54,6 +55,8 @@ class Options:
     headroom: float = 1.25
     #: What exchanges cost on the devices; asked for where "auto" has to choose between several devices' methods.
     rates: Callable[[], Rates] | None = None
+    #: State leaves whose rows can't be deferred, and why.
+    undeferred: Mapping[int, Refusal] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,8 +87,13 @@ Pass = Callable[[Program, Plan | None, Options], tuple[Program, Plan | None, str
 
 
 def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_rows(program, lazy=options.sparse == "lazy")
+    lazy, refused = options.sparse == "lazy", options.undeferred
+    program, note = analyze_rows(program, lazy=lazy, defer=_may_defer(options), undeferred=refused)
     return program, plan, note
+
+
+def _may_defer(options: Options) -> bool:
+    return options.devices == 1 and not options.hosts and options.sparse == "exact"
 
 
 def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
@@ -209,6 +217,15 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 
 def compile_program(program: Program, options: Options) -> Compiled:
     """Run the pipeline on a traced program."""
+    while True:
+        try:
+            return _compile(program, options)
+        except NotDeferrable as error:
+            known = dict.fromkeys(error.leaves, error.refusal)
+            options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
+
+
+def _compile(program: Program, options: Options) -> Compiled:
     plan: Plan | None = None
     records = []
     analysed = program

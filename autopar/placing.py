@@ -17,6 +17,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
 from autopar.backends.watched import watched
 from autopar.compile import Compiled
+from autopar.deferred_table import DeferredTable, Journal, Journaling, common_journal
 from autopar.errors import DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
@@ -123,21 +124,25 @@ class SpreadRunner:
 
     def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
         plan, analysed = compiled.plan, compiled.analysed
+        self._journalings = [Journaling(e) for e in compiled.program.block.equations if e.op == "flush"]
+        journals = compiled.program.block.inputs[len(analysed.inputs) :]
         self._devices = devices
         self._layouts = plan.layouts
         self._shardings = [devices.sharding(along) for along in plan.placements]
         self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
         self._tables = {out: plan.layouts[k] for k, out in analysed.new_states.items() if k in plan.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
+        self._types += [v.type for v in journals]
         self._donate = donate
+        self._new_states = analysed.new_states
         self._count = len(analysed.outputs)  # and perhaps a flag
         self._flags: collections.deque[Any] = collections.deque()
         self._across = devices.processes.several
         self._run = jax.jit(
             lambda *leaves: tuple(run(*leaves)),
-            in_shardings=self._shardings,
-            out_shardings=self._returned(analysed, bool(plan.fallback)),
-            donate_argnums=self._states if donate else (),
+            in_shardings=(*self._shardings, *[devices.sharding(None)] * len(journals)),
+            out_shardings=(*self._returned(analysed, bool(plan.fallback)), *[devices.sharding(None)] * len(journals)),
+            donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
         )
         self._call = watched(self._run) if self._across else self._run
 
@@ -162,6 +167,7 @@ class SpreadRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat arguments (arrays or Tables), placed where need be; flat results."""
+        leaves, entries = self._journals(leaves)
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
@@ -171,12 +177,38 @@ class SpreadRunner:
                 if id(placed[k]) in held:
                     placed[k] = _copy(placed[k])
                 held.add(id(placed[k]))
-        results = list(self._call(*placed))
+        for journaling, known in zip(self._journalings, entries, strict=True):
+            if not known:
+                known += journaling.begin([placed[k] for k in journaling.replay.leaves])
+        results = list(self._call(*placed, *(x for known in entries for x in known)))
+        self._keep_journals(results, [len(known) for known in entries])
         if len(results) > self._count:
             self._flags.append(results.pop())
         for out, (layout, axis) in self._tables.items():
             results[out] = Table(results[out], layout, axis)
         return results
+
+    def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
+        """The leaves, those of journals that go on as they are stored; each journal's entries, none where it begins."""
+        leaves, entries = list(leaves), []
+        for journaling in self._journalings:
+            members = journaling.replay.leaves
+            journal = common_journal([leaves[k] for k in members], journaling)
+            entries.append([] if journal is None else list(journal.entries))
+            for k, stored in zip(members, journal.leaves if journal is not None else (), strict=False):
+                leaves[k] = stored
+        return leaves, entries
+
+    def _keep_journals(self, results: list[Any], lengths: Sequence[int]) -> None:
+        """Take the journals off the end of the results, and make tables of their leaves."""
+        start = len(results) - sum(lengths)
+        rest, results[start:] = results[start:], []
+        for journaling, length in zip(self._journalings, lengths, strict=True):
+            entries, rest = rest[:length], rest[length:]
+            outs = [self._new_states[k] for k in journaling.replay.leaves]
+            journal = Journal(journaling, [results[out] for out in outs], entries)
+            for n, out in enumerate(outs[: journaling.replay.changed]):
+                results[out] = DeferredTable(journal, n)
 
     def was_exceeded(self) -> bool:
         """Whether an earlier call is known to have exceeded a measured capacity.
@@ -192,6 +224,8 @@ class SpreadRunner:
 
     def _placed(self, k: int, leaf: Any) -> Any:
         layout = self._layouts.get(k)
+        if isinstance(leaf, DeferredTable):
+            leaf = leaf.materialize()
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored

@@ -59,6 +59,8 @@ class Entry:
         plan = self.compiled.plan
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
+        if plan.defers:  # ordinary arrays have no rows that wait
+            return self.plain
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -96,16 +98,18 @@ class Entry:
         """Calls the planned step on several devices, or with tables on hosts."""
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.donate)
-        if self.devices is None:  # of a step whose tables can't be on hosts
-            one = Devices(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), "data")
-            return SpreadRunner(self.run, self.compiled, one, self.donate)
+        if self.devices is None:  # of a step whose tables can't be on hosts, or whose rows are deferred
+            one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
+            run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
+            return SpreadRunner(run, self.compiled, one, self.donate)
         return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
 
-    def run_hosted(self, *leaves: Any) -> list[Any]:
-        """The planned step with tables on hosts, on flat ordinary arrays; collective, and slow."""
+    def run_called(self, *leaves: Any) -> list[Any]:
+        """The planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
         states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
-        return list(materialize(self.runner(copies)))
+        results = self.runner(copies)
+        return list(materialize(results) if self.compiled.plan.on_hosts else results)
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:

@@ -30,7 +30,7 @@ from autopar.mpi.progress import mark
 from autopar.mpi.world import world
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
-from autopar.table import layout_of, materialize
+from autopar.table import is_table, layout_of, materialize
 
 #: Why a table is on hosts that the user has left to autopar.
 _LEFT = "the state takes too much of the {:.1f} GiB of a device"
@@ -57,7 +57,7 @@ class ParallelStep:
     _runners: dict[Any, Any] = field(default_factory=dict)
     _known: dict[Any, Entry] = field(default_factory=dict)
     latest: Entry | None = None
-    _takes_hosted: bool = False
+    _takes_tables: bool = False
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -74,14 +74,14 @@ class ParallelStep:
         return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.devices is not None or self.options.hosts or self._takes_hosted:
+        if self.devices is not None or self.options.hosts or self._takes_tables:
             return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
             leaves = self.leaves(args, kwargs)
-            hosted = any(isinstance(x, HostTable) for x in leaves)
-            if hosted or (not any(map(is_traced, leaves)) and self.entry(*args, **kwargs).compiled.plan.on_hosts):
-                self._takes_hosted = True
+            stored = any(map(is_table, leaves))
+            if stored or (not any(map(is_traced, leaves)) and _keeps_tables(self.entry(*args, **kwargs))):
+                self._takes_tables = True
                 return self._call_spread(args, kwargs)
             runner = self._first_call(args, kwargs)
             return self._run(runner, *self._place(args, kwargs))
@@ -92,9 +92,9 @@ class ParallelStep:
         except (RuntimeError, ValueError) as error:
             return self._recover(error, runner, args, kwargs)
         except TypeError:
-            if not any(isinstance(x, HostTable) for x in self.leaves(args, kwargs)):
+            if not any(map(is_table, self.leaves(args, kwargs))):
                 raise
-            self._takes_hosted = True
+            self._takes_tables = True
             return self._call_spread(args, kwargs)
 
     def _run(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
-        if self.devices is not None or self.options.hosts or self._takes_hosted:
+        if self.devices is not None or self.options.hosts or self._takes_tables:
             entry = self.entry(*args, **kwargs)
             self._check_not_hosted(entry)
             return entry.runner.lower()
@@ -331,6 +331,11 @@ class ParallelStep:
 
 class _OtherStates(Exception):
     """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
+
+
+def _keeps_tables(entry: Entry) -> bool:
+    """Whether the step's state comes back as tables of autopar's own."""
+    return entry.compiled.plan.on_hosts or entry.compiled.plan.defers
 
 
 def _hosted(options: Options, paths: Iterable[str]) -> Options:

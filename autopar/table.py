@@ -112,7 +112,7 @@ class Table(TableLeaf):
 
 def is_table(leaf: Any) -> bool:
     """For `jax.tree` functions."""
-    return isinstance(leaf, (Table, HostTable))
+    return isinstance(leaf, TableLeaf)
 
 
 def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:

@@ -21,6 +21,14 @@ class TableLeaf(abc.ABC):
     def dtype(self) -> Any:
         """The rows' dtype."""
 
+    @abc.abstractmethod
+    def is_deleted(self) -> bool:
+        """Whether the rows were given to a step, which updated them in place."""
+
+    @abc.abstractmethod
+    def materialize(self) -> Any:
+        """The table as an ordinary array."""
+
     @property
     def ndim(self) -> int:
         """Number of axes."""

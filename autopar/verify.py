@@ -30,6 +30,7 @@ from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
 from autopar.planned import Entry
 from autopar.step import ParallelStep
+from autopar.table import materialize
 
 #: Error allowed, as a share of the largest change in a leaf.
 RELATIVE = 1e-5
@@ -147,8 +148,8 @@ def compare(
     first = [_here(x) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: entry.plain(*xs))
     run_planned = _on_devices(entry, jax.jit(lambda *xs: (planned or entry.run)(*xs)))
-    if entry.compiled.plan.on_hosts:
-        run_planned = entry.run_hosted
+    if entry.compiled.plan.on_hosts or entry.compiled.plan.defers:
+        run_planned = entry.run_called
     keep = jax.jit(_lazy(entry)) if lazy else None
     block = block_of(entry.jaxpr)
     with jax_compat.enable_x64():
@@ -173,7 +174,7 @@ def compare(
     for k, output in enumerate(program.outputs):
         start = first[output.state] if output.state is not None else None
         path = program.inputs[output.state].path if output.state is not None else output.path
-        checks.append(_check(path, start, *(local(o[k]) for o in outs)))
+        checks.append(_check(path, start, *(local(materialize(o[k])) for o in outs)))
     return Verification(tuple(checks), len(batches))
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.deferred import Deferred
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.indices import along, flat_ids
 from autopar.backends.layouts import store, whole
@@ -42,9 +43,30 @@ def emit(
     return run
 
 
+def deferred_of(equation: Equation) -> Deferred:
+    """What an equation of a journal replays: its body is phi."""
+    (body,) = equation.bodies
+    return Deferred(equation.params["replay"], body, emit(body))
+
+
 #: Operations that need more than their operands and parameters.
 _METHODS = frozenset(
-    {"push", "aggregate", "sweep", "changes", "replicate", "spread", "store", "whole", "reduce", "share", "once"}
+    {
+        "push",
+        "aggregate",
+        "sweep",
+        "catch_up",
+        "record",
+        "flush",
+        "changes",
+        "replicate",
+        "spread",
+        "store",
+        "whole",
+        "reduce",
+        "share",
+        "once",
+    }
 )
 
 
@@ -176,6 +198,24 @@ class _Emitter:
         needed = self._needed(equation, [*operands[: 2 * n], *operands[3 * n :]])
         backend = self._backend(equation)
         return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
+
+    def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        deferred = deferred_of(equation)
+        n = deferred.replay.changed + deferred.replay.read
+        rows, (stamps, now, *records) = operands[:n], operands[n:]
+        return deferred.catch_up(rows, stamps, now, records)
+
+    def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        deferred = deferred_of(equation)
+        n = len(deferred.replay.records)
+        now, records, values = operands[0], operands[1 : 1 + n], operands[1 + n :]
+        return deferred.record(now, records, values)
+
+    def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        deferred = deferred_of(equation)
+        n = deferred.replay.changed + deferred.replay.read
+        leaves, (stamps, now, *records) = operands[:n], operands[n:]
+        return deferred.flush(leaves, stamps, now, records, due=now >= deferred.replay.length)
 
     def _padding(self, rows: Array, axis: int, equation: Equation) -> Array:
         if equation.op == "changes":  # of one rank's own rows
@@ -312,6 +352,10 @@ def _exceeded(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
     return backend.exceeded(route)
 
 
+def _next(backend: RowBackend, p: Mapping[str, Any], count: Array) -> Array:
+    return count + 1
+
+
 def _any(backend: RowBackend, p: Mapping[str, Any], *flags: Array) -> Array:
     return jnp.any(jnp.stack(flags))
 
@@ -347,6 +391,7 @@ _ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "commit": _commit,
     "exceeded": _exceeded,
     "any": _any,
+    "next": _next,
     "select": _select,
     "full": _full,
 }

@@ -12,6 +12,8 @@ import math
 #: The lifted step is faster from this many rows per looked-up id on, times 1 / sqrt(bytes of a row and its slots').
 #: Measured on 2 CPU cores with Adagrad: 24 rows per id at 64 bytes, 9 at 512, 4 at 2048.
 ROWS_PER_ID = 192.0
+#: Steps that deferred rows wait for at most. A flush walks all rows once; the longer the journal, the rarer it is.
+JOURNAL_STEPS = 256
 #: Below this many bytes in a table and its slots both steps cost about as much as dispatching them.
 SMALL_FAMILY_BYTES = 1 << 16
 

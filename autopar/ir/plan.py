@@ -75,6 +75,8 @@ class FamilyPlan:
       layout: How the rows are spread; else None.
       imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
       where: Whether its rows are on the devices, or in the memory of the hosts, owned by ranks.
+      journal: Steps that untouched rows may wait for before they are brought up to date (`ir.deferred`); 0 where no
+        step moves them.
       tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
     """
 
@@ -89,6 +91,7 @@ class FamilyPlan:
     tight: bool = False
     imbalance: float | None = None
     where: Where = "devices"
+    journal: int = 0
 
     @property
     def on_hosts(self) -> bool:
@@ -151,6 +154,11 @@ class Plan:
     def on_hosts(self) -> bool:
         """Whether any table is in the memory of the hosts."""
         return any(f.on_hosts for f in self.families)
+
+    @property
+    def defers(self) -> bool:
+        """Whether rows of any table wait for later steps."""
+        return any(f.journal for f in self.families)
 
     @property
     def rewrites(self) -> bool:

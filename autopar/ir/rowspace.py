@@ -133,6 +133,7 @@ class RowSpace:
       refusal: Why it can't be lifted, None if it can.
       notes: What is to be said of it although it lifts.
       depends_on: Families whose rows the ids of this one depend on.
+      deferred: Whether a step moves rows that it doesn't touch, by a function of the row that can be replayed later.
     """
 
     family: int
@@ -144,6 +145,7 @@ class RowSpace:
     refusal: Refusal | None = None
     notes: tuple[str, ...] = ()
     depends_on: tuple[int, ...] = ()
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

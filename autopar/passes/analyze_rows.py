@@ -13,7 +13,7 @@ On a refusal only its cause is dropped and the rest is analysed again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Equation, Program, Source
@@ -22,15 +22,19 @@ from autopar.ir.rowspace import Access, Const, Refusal, Row, RowFacts, RowSpace,
 from autopar.ir.slicing import hoist, needed_equations
 from autopar.passes.row_flow import RowFlow
 
-_LATER = "needs deferred rows (planned); sparse='lazy' moves only the touched rows, which is another function"
+_LAZY = "sparse='lazy' moves only the touched rows, which is another function"
 
 
-def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]:
+def analyze_rows(
+    program: Program, *, lazy: bool = False, defer: bool = False, undeferred: Mapping[int, Refusal] = {}
+) -> tuple[Program, str]:
     """Fill `program.rows`.
 
     Args:
       program: A classified program.
       lazy: Accept leaves that change off the touched rows (they will not): the meaning of `sparse="lazy"`.
+      defer: Accept them if what becomes of untouched rows can be replayed later.
+      undeferred: Leaves of families for which that was tried in vain, and why.
     """
     dropped: dict[int, Refusal] = {}
     refused: list[RowSpace] = []
@@ -41,7 +45,7 @@ def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]
         candidates = {k: axis for k, axis in program.candidates if k not in dropped and k not in strangers}
         flow = RowFlow(program, candidates, barred=barred, reading_whole=reading_whole)
         flow.start()
-        families = _Families(program, flow, lazy)
+        families = _Families(program, flow, lazy, defer, undeferred)
         found, entries = families.strangers()
         if found or entries:
             strangers |= found
@@ -66,6 +70,7 @@ def analyze_rows(program: Program, *, lazy: bool = False) -> tuple[Program, str]
     for k, axis in program.tables:
         if k not in taken and not any(k in s.leaves for s in spaces):
             refused.append(_lonely(program, k, axis, dropped.get(k)))
+    spaces = [dataclasses.replace(s, deferred=not lazy and families.moves(s)) for s in spaces]
     facts = RowFacts(flow.values, flow.roles, tuple([*spaces, *refused]), tuple(flow.parents), flow.whole)
     note = f"{len(spaces)} families lift, {len(refused)} don't"
     return dataclasses.replace(program, rows=facts), note
@@ -90,6 +95,8 @@ class _Families:
     program: Program
     flow: RowFlow
     lazy: bool
+    defer: bool
+    undeferred: Mapping[int, Refusal]
     #: (Equations around an access, its index operand) -> what computes it: moved out of loops, and at the top.
     slices: dict[tuple[tuple[Equation, ...], Atom], tuple[list[Equation], list[Equation]]] = field(default_factory=dict)
 
@@ -187,7 +194,7 @@ class _Families:
                 late = any(self.flow.find(f) == space.family for f in self.flow.after.get(atom, ()))
                 return Refusal(f"{path} depends on a read of the whole updated table", source) if late else None
             mixed = next((e for f, e in self.flow.mixed_with_dense if self.flow.find(f) == space.family), None)
-            if self.lazy and mixed is None:
+            if mixed is None and (self.lazy or (self.defer and self._undeferred(space) is None)):
                 return None
             read = self._product(space)
             if read is not None:
@@ -195,7 +202,10 @@ class _Families:
             if mixed is not None:
                 what = "an array of all rows that isn't computed row by row (noise, a mask, another gradient)"
                 return Refusal(f"{mixed.op} mixes its rows with {what}", mixed.source)
-            return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LATER)
+            why = self._undeferred(space) if self.defer else None
+            if why is not None:
+                return why
+            return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LAZY)
         other = self.flow.value(atom)
         if isinstance(other, Row):
             owners = [k for k, found in self._leaf_families().items() if found == self.flow.find(other.family)]
@@ -204,6 +214,24 @@ class _Families:
         return self._product(space) or Refusal(
             f"{path} comes back as something that is not computed row by row", source
         )
+
+    def _undeferred(self, space: RowSpace) -> Refusal | None:
+        """Why rows that a step doesn't touch can't be brought up to date later."""
+        known = next((self.undeferred[k] for k in space.leaves if k in self.undeferred), None)
+        if known is not None:
+            return known
+        read = next((r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family), None)
+        if read is not None:
+            reason = f"all of its rows move in every step, and it is read whole ({read.reason})"
+            return Refusal(reason, read.source, read.remedy)
+        written = next(iter(self._notes(space)), None)
+        return None if written is None else Refusal(f"all of its rows move in every step, and {written}")
+
+    def moves(self, space: RowSpace) -> bool:
+        """Whether a step moves rows that it doesn't touch."""
+        new, block = self.program.new_states, self.program.block
+        values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
+        return any(v is not None and not isinstance(v.off, (Const, Same)) for v in values)
 
     def _product(self, space: RowSpace) -> Refusal | None:
         """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of

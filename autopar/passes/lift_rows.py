@@ -20,12 +20,14 @@ import numpy as np
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Output, Program, RouteType, Var, count_equations
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.rules import resized
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
+from autopar.passes.lifting.deferral import read_phi
+from autopar.passes.lifting.journal import Journal
 from autopar.passes.lifting.off_rows import OffScope
 from autopar.passes.lifting.scope import Lifting, Scope
 from autopar.passes.lifting.suspects import find_suspects
@@ -43,7 +45,14 @@ def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.rows - 1} rows" for f in plan.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
-    lifted = dataclasses.replace(program, block=block, outputs=(*program.outputs, *flag))
+    journals = [name for f, journal in lift.journals.items() for name in journal.names(f"journal {f}")]
+    begin = len(program.inputs)
+    lifted = dataclasses.replace(
+        program,
+        block=block,
+        inputs=(*program.inputs, *(Input(name, "journal") for name in journals)),
+        outputs=(*program.outputs, *flag, *(Output(name, begin + k) for k, name in enumerate(journals))),
+    )
     return lifted, f"{before} equations became {after}; at most {rows} a step"
 
 
@@ -63,6 +72,7 @@ class _Lift:
     #: Whether the batch exceeds a measured capacity; new values that are the old ones of a leaf then, and the leaf.
     exceeded: Var | None = None
     guarded: set[tuple[Atom, int]] = field(default_factory=set)
+    journals: dict[int, Journal] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, plan: Plan) -> _Lift:
@@ -109,7 +119,9 @@ class _Lift:
         outputs = [self._output(a, k) for a, k in zip(block.outputs, states, strict=True)]
         if self.exceeded is not None:
             outputs.append(self.exceeded)
-        lifted, _ = eliminate_dead(Block(self.inputs, tuple(self.scope.equations), tuple(outputs)))
+        old = [v for journal in self.journals.values() for v in journal.old]
+        outputs += [v for journal in self.journals.values() for v in journal.new]
+        lifted, _ = eliminate_dead(Block((*self.inputs, *old), tuple(self.scope.equations), tuple(outputs)))
         return lifted
 
     # --- measured capacities ---
@@ -185,6 +197,8 @@ class _Lift:
         batched = ids.batched if any(ids.batched) else None
         params = {"extent": space.extent, "rows": type_.rows, "asked": asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("route", flat, type_, params)
+        if self.plan.families[self._position(family)].journal:
+            self.journals[family] = Journal.begin(self.scope, space, self._kept(space), self.inputs)
 
     def _ahead(self, equations: list[Equation]) -> None:
         """Emit what ids depend on. A loop that is needed in part only is copied in part."""
@@ -222,10 +236,11 @@ class _Lift:
         inputs = self.inputs
         axes = dict(zip(space.leaves, space.axes, strict=True))
         changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in self._updates(space)}
-        kept = [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
+        kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
         first = [v for k in space.leaves for v in self._old_readers(inputs[k])]
-        if kept and not self.plan.families[self._position(family)].lazy:
+        journal = self.journals.get(family)
+        if kept and journal is None and not self.plan.families[self._position(family)].lazy:
             leaves = self._sweep(space, kept, changed, first)
             first = []
         for k, rows in changed.items():
@@ -236,6 +251,9 @@ class _Lift:
                 self.guarded.add((new, k))
             else:
                 new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
+            if journal is not None and k in leaves:
+                journal.committed[k] = new
+                continue
             atom = dict(self._updates(space))[k]
             if not isinstance(atom, Var):
                 continue
@@ -243,7 +261,27 @@ class _Lift:
                 scope.stored[atom] = new, *self.plan.layouts[k]
             else:
                 scope.dense[atom] = new
+        if journal is not None:
+            self._defer(space, journal, kept)
         self.committed.add(family)
+
+    def _kept(self, space: RowSpace) -> list[int]:
+        """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
+        if self.plan.families[self._position(space.family)].journal:
+            return [k for k, _ in self._updates(space)]
+        return [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
+
+    def _defer(self, space: RowSpace, journal: Journal, kept: list[int]) -> None:
+        """Write down what the step does to the other rows."""
+        scope, inputs = self.scope, self.inputs
+        off, inner = self._off_scope(space, space.leaves)
+        updates = dict(self._updates(space))
+        off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
+        axes = dict(zip(space.leaves, space.axes, strict=True))
+        new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
+        phi = read_phi(scope, off, space.family, kept, inner, new)
+        flushed = journal.end(scope, phi, {k: inputs[k] for k in phi.read})
+        scope.dense.update((var, flushed[k]) for k in kept if isinstance(var := updates[k], Var))
 
     def _position(self, family: int) -> int:
         return next(i for i, f in enumerate(self.plan.families) if f.family == family)
@@ -255,17 +293,9 @@ class _Lift:
     def _sweep(self, space: RowSpace, kept: list[int], changed: dict[int, Atom], first: list[Atom]) -> dict[int, Atom]:
         """The leaves after the off-row equations have run over all rows, if the padding row says that they must."""
         scope, family, inputs = self.scope, space.family, self.inputs
-        rows = scope.lifting.block_rows[family]
-        chunk = Var(RouteType(family, space.extent, rows))
-        inner = {k: Var(inputs[k].type) for k in kept}
-        off = OffScope(
-            scope.lifting,
-            self.program.block,
-            routes={family: chunk},
-            primary=scope,
-            dense={self.program.block.inputs[k]: inner[k] for k in kept},
-            leaf_atoms=set(inner.values()),
-        )
+        off, inner = self._off_scope(space, kept)
+        chunk = off.routes[family]
+        assert isinstance(chunk, Var), "the rows of a round are an input"
         updates = dict(self._updates(space))
         ran = off.run([a for k in kept if isinstance(a := updates[k], Var)], family)
         axes = dict(zip(space.leaves, space.axes, strict=True))
@@ -292,12 +322,27 @@ class _Lift:
             "finite": len(finite),
             "nonzero": len(nonzero),
             "guarded": self.exceeded is not None or None,
-            "rows": rows,
+            "rows": scope.lifting.block_rows[family],
             "extent": space.extent,
         }
         outputs = tuple(Var(inputs[k].type) for k in kept)
         scope.equations.append(Equation("sweep", operands, outputs, params, (body,)))
         return dict(zip(kept, outputs, strict=True))
+
+    def _off_scope(self, space: RowSpace, leaves: Iterable[int]) -> tuple[OffScope, dict[int, Var]]:
+        """A scope for the family's off-row form, and the leaves' names in it; its route is its first input."""
+        scope = self.scope
+        inner = {k: Var(self.inputs[k].type) for k in leaves}
+        chunk = Var(RouteType(space.family, space.extent, scope.lifting.block_rows[space.family]))
+        off = OffScope(
+            scope.lifting,
+            self.program.block,
+            routes={space.family: chunk},
+            primary=scope,
+            dense={self.program.block.inputs[k]: v for k, v in inner.items()},
+            leaf_atoms=set(inner.values()),
+        )
+        return off, inner
 
     def _old_readers(self, leaf: Var) -> list[Atom]:
         """Results of what has read the whole old leaf so far: the commit waits for them, and so needs no copy."""
@@ -314,7 +359,9 @@ class _Lift:
 
 
 def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
-    """Rows that one round of a sweep takes: on each device, where they are spread."""
+    """Rows that one round of a sweep takes: on each device, where they are spread. Of deferred rows phi takes one."""
+    if family.journal:
+        return 1
     if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)
     return devices * min(-(-space.extent // devices), _BLOCK_ROWS)

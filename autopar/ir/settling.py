@@ -1,0 +1,359 @@
+"""Whether phi only scales a row's leaves, some of them being zero; and by how much: see `ir.deferred`.
+
+An abstract interpretation of phi's body. A value is zero; a leaf times a number, which is held as `unit + rest` so that
+1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not negative; or anything.
+The rules compute with the step's numbers, so that the same walk, on arrays, gives the step's factors. What they take
+for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.deferred import Settled
+from autopar.ir.program import Atom, Block, Equation, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Zero everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A leaf times (unit + rest), the same for all elements."""
+
+    leaf: int
+    unit: int
+    rest: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The same in all rows."""
+
+    value: Any
+    literal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """At least not negative, if not more than zero, in rows whose elements are finite."""
+
+    positive: bool
+
+
+Value = Zero | Scaled | Number | Sign | None
+
+
+@dataclass(eq=False)
+class Walk:
+    """One interpretation. `xp`: NumPy or jax.numpy."""
+
+    xp: Any
+    assumed: list[Any] = field(default_factory=list)
+    not_negative: set[int] = field(default_factory=set)
+
+    def assume(self, condition: Any) -> None:
+        """What must hold of the step's numbers."""
+        self.assumed.append(self.xp.all(condition))
+
+    def finite(self, number: Number) -> None:
+        if not number.literal:
+            self.assume(self.xp.isfinite(number.value))
+
+    def run(self, body: Block, inputs: Sequence[Value]) -> list[Value]:
+        env: dict[Atom, Value] = dict(zip(body.inputs, inputs, strict=True))
+
+        def read(atom: Atom) -> Value:
+            if isinstance(atom, Literal):
+                return None if jax_compat.is_key(atom.dtype) else Number(np.asarray(atom.value), literal=True)
+            return env[atom]
+
+        for equation in body.equations:
+            values = [read(a) for a in equation.inputs]
+            rule = _RULES.get(equation.op)
+            found = None
+            if rule is not None and len(equation.outputs) == 1 and not equation.bodies:
+                found = rule(self, equation, values)
+            env.update(dict.fromkeys(equation.outputs, found))
+        return [read(a) for a in body.outputs]
+
+
+def find_settled(body: Block, changed: int, read: int) -> Settled | None:
+    """The fewest leaves that must be zero for the others to be scaled only; None if there are no such."""
+    dtypes = [v.dtype for v in body.inputs[:changed]]
+    if not all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in dtypes):
+        return None  # a product of the factors would miss what short floats round away in each step
+    for size in range(changed + 1):
+        for zero in itertools.combinations(range(changed), size):
+            found = _settled(body, changed, read, zero)
+            if found is not None:
+                return found
+    return None
+
+
+def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Settled | None:
+    walk = Walk(np)
+    numbers: list[Value] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
+    with np.errstate(all="ignore"):
+        outputs = walk.run(body, [*_leaves(body, changed, read, zero), *numbers])
+    scaled = tuple(k for k in range(changed) if k not in zero)
+    if not all(isinstance(outputs[k], Zero) for k in zero):
+        return None
+    if not all(isinstance(v := outputs[k], Scaled) and v.leaf == k and v.unit in (0, 1) for k in scaled):
+        return None
+    if any(k >= changed for k in walk.not_negative):
+        return None
+    near_one = tuple(isinstance(v := outputs[k], Scaled) and v.unit == 1 for k in scaled)
+    dtypes = tuple(body.inputs[k].dtype for k in scaled)
+    return Settled(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
+
+
+def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequence[Any], xp: Any) -> list[Any]:
+    """A step's factors (less one where they are near it), in the order of `settled.scaled`, and whether they hold."""
+    walk = Walk(xp)
+    numbers: list[Value] = [Number(v) for v in values]
+    outputs = walk.run(body, [*_leaves(body, changed, read, settled.zero), *numbers])
+    found = []
+    for k, dtype, near_one in zip(settled.scaled, settled.dtypes, settled.near_one, strict=True):
+        value = outputs[k]
+        assert isinstance(value, Scaled) and value.leaf == k and value.unit == near_one, "as it was when it was planned"
+        rest = xp.asarray(value.rest, dtype).reshape(())
+        walk.assume(rest > -1 if near_one else xp.isfinite(rest))
+        found.append(rest)
+    holds = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else xp.asarray(True)
+    return [*found, holds]
+
+
+def _leaves(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:
+    return [Zero() if k in zero else Scaled(k, 1, np.zeros((), body.inputs[k].dtype)) for k in range(changed + read)]
+
+
+# --- rules ---
+
+Rule = Callable[[Walk, Equation, Sequence[Value]], Value]
+
+
+def _is_scalar(number: Number) -> bool:
+    return np.size(number.value) == 1
+
+
+def _scalar(walk: Walk, number: Number) -> Any:
+    return walk.xp.asarray(number.value).reshape(())
+
+
+def _add(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    a, b = values
+    if equation.op == "sub":
+        b = _neg(walk, equation, [b])
+    if isinstance(a, Zero):
+        return b if not isinstance(b, Number) else _plus_number(walk, a, b)
+    if isinstance(b, Zero):
+        return a if not isinstance(a, Number) else _plus_number(walk, b, a)
+    if isinstance(a, Number) and isinstance(b, Number):
+        return Number(a.value + b.value, a.literal and b.literal)
+    if isinstance(b, Number):
+        return _plus_number(walk, a, b)
+    if isinstance(a, Number):
+        return _plus_number(walk, b, a)
+    if isinstance(a, Scaled) and isinstance(b, Scaled) and a.leaf == b.leaf:
+        return Scaled(a.leaf, a.unit + b.unit, a.rest + b.rest)
+    if isinstance(a, Sign) and isinstance(b, Sign):
+        return Sign(a.positive or b.positive)
+    return None
+
+
+def _plus_number(walk: Walk, value: Value, number: Number) -> Value:
+    if number.literal and np.all(number.value > 0):
+        return Sign(positive=True) if isinstance(value, (Zero, Sign)) else None
+    if isinstance(value, (Zero, Scaled)):
+        walk.assume(number.value == 0)
+        return value
+    if isinstance(value, Sign):
+        walk.assume(number.value >= 0)
+        return value
+    return None
+
+
+def _neg(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    if isinstance(a, Scaled):
+        return Scaled(a.leaf, -a.unit, -a.rest)
+    if isinstance(a, Number):
+        return Number(-a.value, a.literal)
+    return a if isinstance(a, Zero) else None
+
+
+def _mul(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    a, b = values
+    if isinstance(a, Number) and isinstance(b, Number):
+        return Number(a.value * b.value, a.literal and b.literal)
+    if isinstance(a, Number):
+        a, b = b, a
+    if isinstance(a, Zero) and isinstance(b, Zero):
+        return a
+    if isinstance(b, Number):
+        if isinstance(a, Zero):
+            walk.finite(b)
+            return a
+        if isinstance(a, Scaled) and _is_scalar(b):
+            return Scaled(a.leaf, 0, (a.unit + a.rest) * _scalar(walk, b))
+        if isinstance(a, Sign):
+            walk.assume(b.value > 0)
+            walk.finite(b)
+            return Sign(positive=False)  # a product of small numbers may be zero
+    return None
+
+
+def _div(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    a, b = values
+    if isinstance(b, Number):
+        if not (b.literal and np.all(b.value != 0)):
+            walk.assume(b.value != 0)
+        if isinstance(a, Number):
+            return Number(a.value / b.value, a.literal and b.literal)
+        if isinstance(a, Zero):
+            walk.assume(~walk.xp.isnan(b.value))
+            return a
+        if isinstance(a, Scaled) and _is_scalar(b):
+            return Scaled(a.leaf, 0, (a.unit + a.rest) / _scalar(walk, b))
+        if isinstance(a, Sign):
+            walk.assume(b.value > 0)
+            return Sign(positive=False)
+    if isinstance(a, Zero) and isinstance(b, Sign) and b.positive:
+        return a
+    return None
+
+
+def _square(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(a.value * a.value, a.literal)
+    return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, (Scaled, Sign)) else None
+
+
+def _integer_pow(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,), y = values, equation.params["y"]
+    if isinstance(a, Number):
+        return Number(a.value ** float(y), a.literal)
+    if y == 2:
+        return _square(walk, equation, values)
+    return a if isinstance(a, Zero) and y > 0 else None
+
+
+def _sqrt(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(walk.xp.sqrt(a.value), a.literal)
+    if isinstance(a, Scaled):
+        walk.not_negative.add(a.leaf)
+        walk.assume(a.unit + a.rest >= 0)
+        return Sign(positive=False)
+    return a if isinstance(a, (Zero, Sign)) else None
+
+
+def _abs(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(walk.xp.abs(a.value), a.literal)
+    return a if isinstance(a, (Zero, Sign)) else Sign(positive=False) if isinstance(a, Scaled) else None
+
+
+def _max(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    a, b = values
+    if isinstance(a, Zero) and isinstance(b, Zero):
+        return a
+    signs = [v for v in values if isinstance(v, Sign)]
+    positive = any(v.positive for v in signs) or any(
+        isinstance(v, Number) and v.literal and bool(np.all(v.value > 0)) for v in values
+    )
+    if positive:
+        return Sign(positive=True)
+    return Sign(positive=False) if signs or any(isinstance(v, Zero) for v in values) else None
+
+
+def _odd(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    """Zero at zero."""
+    return values[0] if isinstance(values[0], Zero) else None
+
+
+def _moved(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    """The same elements in another shape; a leaf's must stay where they are."""
+    a = values[0]
+    old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
+    dims = equation.params.get("broadcast_dimensions", ())
+    in_order = equation.op != "transpose" and list(dims) == sorted(dims)
+    if isinstance(a, Number):
+        return a if _is_scalar(a) else None
+    return a if not isinstance(a, Scaled) or (old == new and in_order) else None
+
+
+def _convert(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,), old, new = values, equation.inputs[0].dtype, equation.outputs[0].dtype
+    if not (jax_compat.is_float(old) and jax_compat.is_float(new)):
+        if isinstance(a, Number) and not jax_compat.is_key(new):
+            return Number(walk.xp.asarray(a.value).astype(new), a.literal)
+        return a if isinstance(a, Zero) else None
+    if isinstance(a, Number):
+        return Number(walk.xp.asarray(a.value).astype(new), a.literal)
+    return a if isinstance(a, Zero) or np.dtype(new).itemsize >= np.dtype(old).itemsize else None
+
+
+def _sum(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    a = values[0]
+    return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, Sign) else None
+
+
+def _select(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    which, *cases = values
+    if all(isinstance(c, Zero) for c in cases):
+        return cases[0]
+    if len(cases) != 2:
+        return None
+    if isinstance(which, Number) and all(isinstance(c, Number) for c in cases):
+        first, second = (c.value for c in cases if isinstance(c, Number))
+        return Number(walk.xp.where(which.value, second, first))
+    leaves = {c.leaf for c in cases if isinstance(c, Scaled)}
+    if not (isinstance(which, Number) and _is_scalar(which) and len(leaves) == 1):
+        return None
+    if not all(isinstance(c, (Zero, Scaled)) for c in cases):
+        return None
+    first, second = (c if isinstance(c, Scaled) else Scaled(min(leaves), 0, 0.0) for c in cases)
+    unit = min(first.unit, second.unit)
+    rests = [c.rest + (c.unit - unit) for c in (first, second)]
+    return Scaled(first.leaf, unit, walk.xp.where(_scalar(walk, which), rests[1], rests[0]))
+
+
+def _identity(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    return values[0]
+
+
+_RULES: Mapping[str, Rule] = {
+    "add": _add,
+    "add_any": _add,
+    "sub": _add,
+    "neg": _neg,
+    "mul": _mul,
+    "div": _div,
+    "square": _square,
+    "integer_pow": _integer_pow,
+    "sqrt": _sqrt,
+    "abs": _abs,
+    "max": _max,
+    **dict.fromkeys(("sign", "tanh", "sin", "asin", "atan", "expm1", "log1p", "cbrt", "floor", "ceil", "round"), _odd),
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), _moved),
+    "convert_element_type": _convert,
+    "reduce_sum": _sum,
+    "select_n": _select,
+    "full": _identity,
+    "copy": _identity,
+    "copy_p": _identity,
+    "stop_gradient": _identity,
+}

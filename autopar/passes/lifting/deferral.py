@@ -1,0 +1,204 @@
+"""Read phi off a step: what it does to the rows that it doesn't touch, as a program of one row (see `ir.deferred`).
+
+phi is the family's off-row form (`off_rows`), cut in two: what depends on the row's own leaves is phi's body; the rest,
+the same for all rows, is computed in the step, once, and written down. Most of that are scalars that were broadcast
+before they met a row; they are kept as scalars.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.deferred import Replay
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.rowspace import Refusal
+from autopar.ir.rules.elementwise import ELEMENTWISE
+from autopar.ir.settling import find_settled
+from autopar.ir.slicing import eliminate_dead
+from autopar.passes.lifting.off_rows import OffScope
+from autopar.passes.lifting.scope import Scope
+
+#: Bytes that a step may write down for each row of a table: more would be no saving.
+_RECORD_SHARE = 1 / 64
+#: What a step may always write down, in bytes.
+_SMALL_RECORD = 1 << 14
+
+
+class NotDeferrable(Exception):
+    """A family's rows can't be brought up to date later."""
+
+    def __init__(self, leaves: tuple[int, ...], refusal: Refusal) -> None:
+        super().__init__(str(refusal))
+        self.leaves = leaves
+        self.refusal = refusal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Phi:
+    """What replays rows, phi's body, the leaves that it only reads, and what the step writes down."""
+
+    replay: Replay
+    body: Block
+    read: tuple[int, ...]
+    values: tuple[Atom, ...]
+
+
+def read_phi(
+    scope: Scope, off: OffScope, family: int, changed: Sequence[int], inner: Mapping[int, Var], new: Sequence[Atom]
+) -> Phi:
+    """Cut a family's off-row form, made for one row.
+
+    Args:
+      scope: The step being rewritten, which gets the equations of what is written down.
+      off: The off-row form.
+      family: The family.
+      changed: Leaves whose new rows `new` are.
+      inner: Leaf -> its name in the off-row form.
+      new: New rows.
+
+    Raises:
+      NotDeferrable: phi needs more than a row and some values of the step.
+    """
+    space = next(s for s in scope.lifting.facts.spaces if s.family == family)
+    axes = dict(zip(space.leaves, space.axes, strict=True))
+    chunk = off.routes[family]
+    kept, _ = eliminate_dead(Block((*inner.values(), *off.imports.values()), tuple(off.equations), tuple(new)))
+    rows: dict[int, Var] = {}
+    renamed: dict[Atom, Atom] = {}
+    names = {v: k for k, v in inner.items()}
+    step = _Step(scope, {v: key[1] for key, v in off.imports.items()})
+    row_equations: list[Equation] = []
+    dependent: set[Atom] = set()
+    for equation in kept.equations:
+        if equation.op == "pull" and equation.inputs[0] in names and equation.inputs[1] is chunk:
+            leaf = names[equation.inputs[0]]
+            found = rows.setdefault(leaf, equation.outputs[0])
+            renamed[equation.outputs[0]] = found
+            dependent.add(found)
+            continue
+        if chunk in equation.inputs:
+            what = "the number of the row" if equation.op == "row_iota" else f"rows of another array ({equation.op})"
+            raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}"))
+        inputs = tuple(renamed.get(a, a) for a in equation.inputs)
+        equation = dataclasses.replace(equation, inputs=inputs)
+        if dependent.intersection(inputs):
+            row_equations.append(equation)
+            dependent.update(equation.outputs)
+        else:
+            step.compute(equation)
+    results = [renamed.get(a, a) for a in new]
+    for leaf in changed:
+        if leaf not in rows:
+            rows[leaf] = Var(scope.at(scope.block.inputs[leaf].type, axes[leaf], family))
+    read = tuple(k for k in rows if k not in changed)
+    body, values = step.boundary(row_equations, results, [rows[k] for k in (*changed, *read)], dependent)
+    assert all(isinstance(v.type, ArrayType) for v in values), "what is written down are arrays"
+    types = tuple(v.type for v in values)
+    leaves = [scope.block.inputs[k].type for k in (*changed, *read)]
+    family_bytes = sum(t.nbytes for t in leaves)
+    replay = Replay(
+        leaves=(*changed, *read),
+        extent=space.extent,
+        changed=len(changed),
+        axes=tuple(axes[k] for k in (*changed, *read)),
+        values=types,
+        settled=find_settled(body, len(changed), len(read)),
+        length=scope.lifting.families[family].journal,
+    )
+    if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
+        reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"
+        raise NotDeferrable(space.leaves, Refusal(reason))
+    return Phi(replay, body, read, tuple(values))
+
+
+@dataclass(eq=False)
+class _Step:
+    """What is the same for all rows, computed in the step.
+
+    `outside` maps the off-row form's inputs to the step's atoms. `scalars` and `arrays` hold what was computed, in the
+    form in which it is had; values of one row have that row's axis.
+    """
+
+    scope: Scope
+    outside: Mapping[Var, Atom]
+    scalars: dict[Atom, Atom] = field(default_factory=dict)
+    arrays: dict[Atom, Atom] = field(default_factory=dict)
+
+    def scalar(self, atom: Atom) -> Atom | None:
+        """The value as a scalar, if it is the same in all of its elements."""
+        if atom.shape == ():
+            return atom if isinstance(atom, Literal) else self.outside.get(atom) or self.arrays.get(atom)
+        return self.scalars.get(atom)
+
+    def array(self, atom: Atom) -> Atom:
+        """The value as it is."""
+        if isinstance(atom, Literal):
+            return atom
+        found = self.outside.get(atom) or self.arrays.get(atom)
+        if found is None:
+            params = {"shape": atom.shape, "dtype": atom.dtype}
+            found = self.arrays[atom] = self.scope.emit("full", (self.scalars[atom],), atom.type, params)
+        return found
+
+    def compute(self, equation: Equation) -> None:
+        """Emit an equation none of whose operands depends on rows."""
+        out = equation.outputs[0]
+        scalars = [self.scalar(a) for a in equation.inputs]
+        if equation.op in ("full", "broadcast_in_dim", "reshape") and scalars[0] is not None and out.shape != ():
+            same = scalars[0].dtype == out.dtype
+            type_ = ArrayType((), out.dtype)
+            params = {"shape": (), "dtype": out.dtype}
+            self.scalars[out] = scalars[0] if same else self.scope.emit("full", (scalars[0],), type_, params)
+            return
+        known = [a for a in scalars if a is not None]
+        if equation.op in ELEMENTWISE and out.shape != () and len(known) == len(scalars):
+            made = Var(dataclasses.replace(out.type, shape=()))
+            params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
+            self.scope.equations.append(
+                dataclasses.replace(equation, inputs=tuple(known), outputs=(made,), params=params)
+            )
+            self.scalars[out] = made
+            return
+        outputs = tuple(Var(v.type) for v in equation.outputs)
+        inputs = tuple(self.array(a) for a in equation.inputs)
+        self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        self.arrays.update(zip(equation.outputs, outputs, strict=True))
+
+    def boundary(
+        self, equations: Sequence[Equation], results: Sequence[Atom], rows: Sequence[Var], dependent: set[Atom]
+    ) -> tuple[Block, list[Atom]]:
+        """phi's body, and the step's values that it takes."""
+        values: list[Atom] = []
+        names: dict[Atom, Var] = {}
+        inside: dict[Atom, Atom] = {}
+        body: list[Equation] = []
+
+        def given(value: Atom) -> Atom:
+            if isinstance(value, Literal) and value.shape == ():
+                return value
+            if value not in names:
+                names[value] = Var(value.type)
+                values.append(value)
+            return names[value]
+
+        def take(atom: Atom) -> Atom:
+            if isinstance(atom, Literal) or atom in dependent or atom in rows:
+                return atom
+            if atom not in inside:
+                scalar = self.scalar(atom)
+                if scalar is None or atom.shape == ():
+                    inside[atom] = given(self.array(atom))
+                else:
+                    made = Var(atom.type)
+                    params = {"shape": atom.shape, "dtype": atom.dtype}
+                    body.append(Equation("full", (given(scalar),), (made,), params))
+                    inside[atom] = made
+            return inside[atom]
+
+        for equation in equations:
+            inputs = tuple(take(a) for a in equation.inputs)
+            body.append(dataclasses.replace(equation, inputs=inputs))
+        outputs = tuple(take(a) for a in results)
+        return Block((*rows, *names.values()), tuple(body), outputs), values

@@ -1,0 +1,111 @@
+"""A family's journal in the step that is rewritten: rows brought up to date at their pull, and what is written down.
+
+    stamps, now, records -> catch_up (before anything reads the rows) ... commit -> record -> flush
+
+`stamps` says for each row up to which step of the journal it has moved, `now` how many steps the journal holds. Source:
+DESIGN 4, "Deferred".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.ir.program import ArrayType, Atom, Equation, Var
+from autopar.ir.rowspace import RowSpace
+from autopar.ir.slicing import clone
+from autopar.passes.lifting.deferral import Phi
+from autopar.passes.lifting.scope import Scope
+
+_INT = np.dtype(np.int32)
+
+
+@dataclass(eq=False)
+class Journal:
+    """One family's.
+
+    Attributes:
+      old, new: The step's inputs and outputs that the journal is: stamps, now, records.
+      committed: Leaf -> the leaf with the rows that the step touched.
+    """
+
+    family: int
+    caught: dict[int, Var]
+    waiting: Equation
+    stamps: Var
+    now: Var
+    old: list[Var] = field(default_factory=list)
+    new: list[Atom] = field(default_factory=list)
+    committed: dict[int, Atom] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(scope: Scope, space: RowSpace, changed: Sequence[int], inputs: Sequence[Var]) -> Journal:
+        """Pull rows and their stamps, and name the rows as they will be once they are up to date.
+
+        Args:
+          changed: Leaves that phi changes.
+          inputs: The program's inputs as they are stored.
+        """
+        family = space.family
+        axes = dict(zip(space.leaves, space.axes, strict=True))
+        stamps, now = Var(ArrayType((space.extent,), _INT)), Var(ArrayType((), _INT))
+        raw = {k: scope.pull(inputs[k], axes[k], family) for k in changed}
+        stamped = scope.pull(stamps, 0, family)
+        caught = {k: Var(atom.type) for k, atom in raw.items()}
+        waiting = Equation("catch_up", (*raw.values(), stamped, now), tuple(caught.values()))
+        scope.equations.append(waiting)
+        for k, var in caught.items():
+            scope.rows[scope.block.inputs[k], axes[k], family] = var
+        return Journal(family, caught, waiting, stamps, now)
+
+    def end(self, scope: Scope, phi: Phi, read: Mapping[int, Var]) -> dict[int, Atom]:
+        """Write down the step, and flush the journal if it is full; the leaves after that.
+
+        Args:
+          phi: What the step does to rows that it doesn't touch.
+          read: Leaves that phi only reads.
+        """
+        replay, n = phi.replay, len(self.caught)
+        records = [Var(dataclasses.replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
+        self.old = [self.stamps, self.now, *records]
+        params = {"replay": replay}
+        self._complete(scope, phi, read, records)
+        route = scope.route(self.family)
+        after = scope.emit("next", (self.now,), self.now.type)
+        rows = scope.full(after, self.stamps.type, 0, self.family)
+        commit = {"axis": 0, "extent": replay.extent, "guarded": None}
+        stamps = scope.emit("commit", (self.stamps, rows, route), self.stamps.type, commit)
+        written = tuple(Var(v.type) for v in records)
+        body, _ = clone(phi.body)
+        scope.equations.append(
+            Equation("record", (self.now, *records, *phi.values), written, params, (body,)),
+        )
+        flushed = tuple(Var(self.committed[k].type) for k in self.caught)
+        ends = Var(self.stamps.type), Var(self.now.type)
+        operands = (*self.committed.values(), *read.values(), stamps, after, *written)
+        body, _ = clone(phi.body)
+        scope.equations.append(Equation("flush", operands, (*flushed, *ends), params, (body,)))
+        self.new = [*ends, *written]
+        assert list(self.committed) == list(self.caught) and len(flushed) == n, "leaves keep their order"
+        return dict(zip(self.caught, flushed, strict=True))
+
+    def _complete(self, scope: Scope, phi: Phi, read: Mapping[int, Var], records: Sequence[Var]) -> None:
+        """The equation that brings rows up to date, now that phi is known."""
+        place = scope.equations.index(self.waiting)
+        *raw, stamped, now = self.waiting.inputs
+        space = next(s for s in scope.lifting.facts.spaces if s.family == self.family)
+        axes = dict(zip(space.leaves, space.axes, strict=True))
+        end = len(scope.equations)
+        also = [scope.pull(leaf, axes[k], self.family) for k, leaf in read.items()]
+        pulls, scope.equations[end:] = scope.equations[end:], []
+        body, _ = clone(phi.body)
+        inputs = (*raw, *also, stamped, now, *records)
+        done = dataclasses.replace(self.waiting, inputs=inputs, params={"replay": phi.replay}, bodies=(body,))
+        scope.equations[place : place + 1] = [*pulls, done]
+
+    def names(self, lead: str) -> list[str]:
+        """Paths of the journal's inputs."""
+        return [f"{lead}/stamps", f"{lead}/now", *(f"{lead}/record {k}" for k in range(len(self.old) - 2))]
