@@ -8,7 +8,8 @@ parameter server as Parallax has it (papers/parallax.txt, 4.2 and 5.1), one serv
 Invariants:
 
 - All calls are collective: every rank makes the same ones in the same order. Nothing else may use the communicator.
-- Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival.
+- Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival. (Where several
+  ranks share a machine, `machines` makes exchanges by way of relays, and says in which order those add up.)
 - What a rank asks of itself goes through memory, not through MPI.
 - What a call returns is no buffer of the exchange: it stays as it is. `out` and `memory` are for callers that use
   theirs again (`buffers.Buffers`). With one rank a call returns its argument where it may.
