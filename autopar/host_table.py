@@ -13,6 +13,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.errors import DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.mpi.exchange import Exchange
+from autopar.mpi.machines import connect
 from autopar.mpi.world import world
 from autopar.table_leaf import TableLeaf
 
@@ -23,8 +24,7 @@ _BLOCK_ROWS = 1 << 16
 @functools.cache
 def exchange() -> Exchange:
     """This process's exchanges with the other ranks. Collective, the first time."""
-    here = world()
-    return Exchange(here.rank, here.size, None if here.size == 1 else here.comm)
+    return connect(world())
 
 
 class HostTable(TableLeaf):

@@ -37,10 +37,15 @@ def on_hosts() -> autopar.ParallelStep:
 def sent_in_a_step(step: Any, state: Any, data: Iterator[Batch]) -> tuple[Any, dict[str, float]]:
     """The state after a few steps, and the bytes that this process sent in one, by kind, on average."""
     exchange = step.latest.runner.ranks.exchange
-    before = dict(exchange.sent_bytes)
+
+    def so_far() -> dict[str, int]:
+        """To ranks on other machines, and on this one."""
+        return {k: v + exchange.near_bytes.get(k, 0) for k, v in exchange.sent_bytes.items()}
+
+    before = so_far()
     for batch in islice(data, COUNTED_STEPS):
         state, _ = step(state, batch)
-    sent = {k: (v - before[k]) / COUNTED_STEPS for k, v in exchange.sent_bytes.items()}
+    sent = {k: (v - before[k]) / COUNTED_STEPS for k, v in so_far().items()}
     sent["reduce"] *= 2 * (exchange.size - 1) / exchange.size  # a ring's, of what a rank contributes
     return state, sent
 

@@ -63,7 +63,8 @@ def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
 def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
     """The same for a table on hosts: bytes that a rank sends, for itself and as an owner that is asked for its share.
 
-    Messages are as long as they must be. The other methods are those that the devices would use."""
+    Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
+    the same rows. The other methods are those that the devices would use."""
     s = sizes
     hosts = (s.devices - 1) * s.asked * (ID_BYTES + 2 * s.row_bytes) // s.devices
     others = sent_bytes(sizes)

@@ -8,7 +8,8 @@ parameter server as Parallax has it (papers/parallax.txt, 4.2 and 5.1), one serv
 Invariants:
 
 - All calls are collective: every rank makes the same ones in the same order. Nothing else may use the communicator.
-- Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival.
+- Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival. (Where several
+  ranks share a machine, `machines` makes exchanges by way of relays, and says in which order those add up.)
 - What a rank asks of itself goes through memory, not through MPI.
 - What a call returns is no buffer of the exchange: it stays as it is. `out` and `memory` are for callers that use
   theirs again (`buffers.Buffers`). With one rank a call returns its argument where it may.
@@ -27,6 +28,7 @@ from autopar.errors import ArgumentsError
 from autopar.mpi.buffers import Buffers, aligned
 from autopar.mpi.messages import LIMIT, swap
 from autopar.mpi.packing import pack, packing, unpack
+from autopar.mpi.rows import as_lines, copied, first_of, require_rows, take_lines, union
 from autopar.mpi.waiting import Waiting, choose_waiting
 
 #: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
@@ -68,6 +70,8 @@ class Exchange:
       sent_bytes: What this rank handed to MPI for other ranks, in bytes, by kind: 'ids', 'rows', 'gradients' and
         'gather' are what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then
         sends (a ring's AllReduce 2(N-1)/N of it).
+      near_bytes: What it handed to MPI for ranks of its own machine, where rows go by way of relays (`machines`):
+        'sent_bytes' has then only what crosses machines of ids, rows and gradients. Else nothing.
       own_bytes: What the rank asked of itself, in bytes, by kind.
       limit: Bytes of one MPI message at most; the same on all ranks.
     """
@@ -89,10 +93,13 @@ class Exchange:
         self.rank = rank
         self.size = size
         self.sent_bytes = dict.fromkeys(("ids", "rows", "gradients", "reduce", "gather"), 0)
+        self.near_bytes = dict.fromkeys(("ids", "rows", "gradients"), 0)
         self.own_bytes = dict.fromkeys(("ids", "rows", "gradients"), 0)
         self.limit = LIMIT
         self._comm = comm
         self._scratch = Buffers(sets=1)
+        #: Whom this rank may ask for rows, and who may ask it.
+        self._askable = self._askers = frozenset(range(size))
         self._waiting = (
             Waiting(polling=False) if comm is None else choose_waiting(comm, polling, shares_cores=shares_cores)
         )
@@ -119,7 +126,7 @@ class Exchange:
         bounds = self._bounds(places, share)
         wanted = self._swap_ids(places, bounds, share, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes
-        rows, sources = _union(wanted)
+        rows, sources = union(wanted)
         return Asked(rows, bounds, sources)
 
     def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -133,12 +140,12 @@ class Exchange:
         Returns:
           `[n, ...]` in the order of the places that were asked for: the first n of `out`, or an aligned array.
         """
-        _require_rows(rows, len(asked.rows), "rows")
+        require_rows(rows, len(asked.rows), "rows")
         n = asked.size
         if self.size == 1:
-            return rows if out is None else _copied(rows, out)
-        result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else _first(out, n, rows)
-        source, target = _lines(rows), _lines(result)
+            return rows if out is None else copied(rows, out)
+        result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else first_of(out, n, rows)
+        source, target = as_lines(rows), as_lines(result)
         width = source.shape[1]
         sends = [None if r == self.rank else back.size for r, back in enumerate(asked.sources)]
         packed = self._scratch.take("rows", (sum(filter(None, sends)), width), np.uint8)
@@ -149,10 +156,10 @@ class Exchange:
                 messages.append(None)
                 continue
             messages.append(packed[end : end + count])
-            _take(source, back, packed[end : end + count])
+            take_lines(source, back, packed[end : end + count])
             end += count
         parts = [target[a:b] for a, b in pairwise(asked.bounds)]
-        _take(source, asked.sources[self.rank], parts[self.rank])
+        take_lines(source, asked.sources[self.rank], parts[self.rank])
         self.own_bytes["rows"] += parts[self.rank].nbytes
         self.sent_bytes["rows"] += swap(self._comm, self._waiting, messages, parts, self.limit)
         return result
@@ -171,13 +178,13 @@ class Exchange:
           `[u, ...]`: for each of `asked.rows` the sum over the ranks that asked for it, in the order of the
           ranks: the first u of `out`, or an aligned array.
         """
-        _require_rows(sums, asked.size, "sums")
+        require_rows(sums, asked.size, "sums")
         u = len(asked.rows)
         if self.size == 1:
-            return sums if out is None else _copied(sums, out)
-        result = aligned((u, *sums.shape[1:]), sums.dtype) if out is None else _first(out, u, sums)
+            return sums if out is None else copied(sums, out)
+        result = aligned((u, *sums.shape[1:]), sums.dtype) if out is None else first_of(out, u, sums)
         sums = np.ascontiguousarray(sums)
-        lines = _lines(sums)
+        lines = as_lines(sums)
         sends = [lines[a:b] for a, b in pairwise(asked.bounds)]
         others = sum(back.size for r, back in enumerate(asked.sources) if r != self.rank)
         received = self._scratch.take("gradients", (others, *sums.shape[1:]), sums.dtype)
@@ -266,14 +273,16 @@ class Exchange:
         parts: list[np.ndarray] = []
         packed = self._scratch.take("asked", places.size + self.size, dtype)
         received = self._scratch.take("wanted", (self.size, 1 + FIRST_IDS), dtype)
+        received[:, 0] = 0
         for r in range(self.size):
             start, end = bounds[r], bounds[r + 1]
             message = packed[start + r : end + r + 1]
             message[0] = end - start
             np.subtract(places[start:end], r * share, out=message[1:], casting="same_kind")
             parts.append(message[1:])
-            sends.append(message[: 1 + FIRST_IDS])
-        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, list(received))
+            sends.append(message[: 1 + FIRST_IDS] if r in self._askable else None)
+        first = [row if r in self._askers else None for r, row in enumerate(received)]
+        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, first)
         return self._rest_of_ids(parts, received)
 
     def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -315,48 +324,3 @@ class Exchange:
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
             self._waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))
-
-
-def _union(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
-    found = np.concatenate(wanted)
-    found.sort()
-    new = np.empty(found.size, bool)
-    new[:1] = True
-    np.not_equal(found[1:], found[:-1], out=new[1:])
-    rows = found[new]
-    return rows, tuple(rows.searchsorted(part) for part in wanted)
-
-
-def _lines(rows: np.ndarray) -> np.ndarray:
-    """Rows as `[rows, bytes of a row]`, without a copy where they are contiguous."""
-    rows = np.ascontiguousarray(rows)
-    return rows.reshape(-1).view(np.uint8).reshape(len(rows), -1 if rows.size else 0)
-
-
-def _take(lines: np.ndarray, back: np.ndarray, out: np.ndarray) -> None:
-    if out.size:
-        np.take(lines, back, axis=0, out=out, mode="clip")
-
-
-def _first(out: np.ndarray, count: int, like: np.ndarray) -> np.ndarray:
-    """The first rows of `out`, which must be such as `like`."""
-    if out.dtype != like.dtype or out.shape[1:] != like.shape[1:] or len(out) < count or not out.flags.c_contiguous:
-        raise ArgumentsError(
-            f"out is {out.dtype}{list(out.shape)}: it must be C-contiguous, {like.dtype}, with at least {count} rows "
-            f"of shape {like.shape[1:]}"
-        )
-    return out[:count]
-
-
-def _copied(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-    result = _first(out, len(rows), rows)
-    result[...] = rows
-    return result
-
-
-def _require_rows(array: np.ndarray, count: int, name: str) -> None:
-    if array.ndim < 1 or len(array) != count:
-        raise ArgumentsError(
-            f"{name} has shape {array.shape}: there must be {count} rows, one for each that was asked for"
-        )

@@ -1,7 +1,8 @@
 """What every rank does in `test_bytes.py`: exchanges and steps with tables on hosts, and the bytes that they sent.
 
-`mpiexec -n 3 python -m tests.mpi.bytes_cases FOLDER ROWS DIM WIDTH EXAMPLES LENGTH`: writes FOLDER/RANK.json with,
-for each phase, what was counted by `Exchange.sent_bytes` and at the interface `eth0`.
+`mpiexec -n 3 python -m tests.mpi.bytes_cases FOLDER EACH ROWS DIM WIDTH EXAMPLES LENGTH`: writes FOLDER/RANK.json with,
+for each phase, what was counted by `Exchange.sent_bytes` and `near_bytes`, and at the interface `eth0`. Ranks pretend
+to be on machines with EACH of them; 0: on one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 import autopar
 from autopar.host_table import exchange
+from autopar.mpi import machines
 from tests.mpi.namespaces import sent_by_interface
 
 #: The step whose bytes are counted; those before it plan, compile and grow.
@@ -62,20 +64,24 @@ class Counters:
     def phase(self, name: str, run: Callable[[], object]) -> None:
         """Everyone begins together, and nobody's messages of another phase count."""
         self._meet()
-        before, wire = dict(self.exchange.sent_bytes), sent_by_interface()
+        before, near = dict(self.exchange.sent_bytes), dict(self.exchange.near_bytes)
+        wire = sent_by_interface()
         run()
         sent = {k: v - before[k] for k, v in self.exchange.sent_bytes.items()}
+        within = {k: v - near[k] for k, v in self.exchange.near_bytes.items() if k in ("ids", "rows", "gradients")}
         self._meet()
         after = sent_by_interface()
         on_wire = None if wire is None or after is None else after - wire
-        self.found[name] = {"sent": sent, "wire": on_wire}
+        self.found[name] = {"sent": sent, "near": within, "wire": on_wire}
 
     def _meet(self) -> None:
         self.exchange.gather(np.zeros(1))
 
 
-def main(folder: str, *numbers: str) -> None:
+def main(folder: str, each: str, *numbers: str) -> None:
     """A rank."""
+    if int(each):
+        machines.machine_name = lambda: f"machine {jax.process_index() // int(each)}"
     sizes = Sizes(*map(int, numbers))
     counters = Counters()
     count_exchanges(counters, sizes)

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-#: mpich sees one host a rank, and uses TCP; a ring for reductions, by its blocking and its nonblocking form.
+#: mpich sees one host a rank, and uses TCP, within a namespace by its loopback; a ring for reductions, by its blocking
+#: and its nonblocking form.
 ENVIRONMENT: Mapping[str, str] = {
     "MPIR_CVAR_NOLOCAL": "1",
     "UCX_TLS": "tcp,self",
@@ -25,10 +26,10 @@ ENVIRONMENT: Mapping[str, str] = {
 
 _TOOLS = ("ip", "nsenter", "unshare", "mount", "hostname")
 
-#: $1: the names' common part, $2: a hosts file; then the command.
+#: $1: the names' common part, $2: a hosts file, $3: how many ranks each has; then the command.
 _WRAPPER = """#!/bin/sh
-name=$1-$PMI_RANK hosts=$2
-shift 2
+name=$1-$((PMI_RANK / $3)) hosts=$2
+shift 3
 exec nsenter --net=/run/netns/$name unshare --uts --mount sh -c '
     name=$0 hosts=$1
     shift
@@ -51,12 +52,13 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, folder: Path) -> Iterator[Hosts]:
+def hosts(count: int, folder: Path, each: int = 1) -> Iterator[Hosts]:
     """`count` namespaces and a bridge, gone afterwards, whatever happens.
 
     Args:
       count: How many.
       folder: For the wrapper and the hosts file.
+      each: Ranks that each has: the first ones in the first, and so on.
 
     Raises:
       CannotMake: not on this machine, or not by this user.
@@ -71,7 +73,7 @@ def hosts(count: int, folder: Path) -> Iterator[Hosts]:
             _make(name, count, spaces)
         except subprocess.CalledProcessError as error:
             raise CannotMake(f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}") from error
-        yield Hosts(name, count, _wrapper(name, count, folder))
+        yield Hosts(name, count, _wrapper(name, count, folder, each))
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
@@ -99,13 +101,13 @@ def _address(k: int) -> str:
     return f"10.77.0.{k + 1}"
 
 
-def _wrapper(name: str, count: int, folder: Path) -> tuple[str, ...]:
+def _wrapper(name: str, count: int, folder: Path, each: int) -> tuple[str, ...]:
     script, names = folder / "in_namespace", folder / "hosts"
     script.write_text(_WRAPPER)
     script.chmod(0o755)
     lines = ["127.0.0.1 localhost", *(f"{_address(k)} {name}-{k}" for k in range(count))]
     names.write_text("\n".join(lines) + "\n")
-    return str(script), name, str(names)
+    return str(script), name, str(names), str(each)
 
 
 def sent_by_interface(interface: str = "eth0") -> int | None:

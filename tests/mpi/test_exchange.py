@@ -1,4 +1,4 @@
-"""Exchanges between ranks against NumPy: `exchange_cases.py`, in processes started once for each number of ranks."""
+"""Exchanges between ranks against NumPy: `exchange_ranks.py`, in processes started once for each number of ranks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.exchange_cases import CASES
+from tests.mpi.exchange_ranks import DIRECT, RELAYED
 from tests.mpi.ranks import ROOT, run_ranks
+from tests.mpi.relay_cases import MACHINES
 
-MODULE = "tests.mpi.exchange_cases"
+MODULE = "tests.mpi.exchange_ranks"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_exchanges_are_exact(ranks: int, tmp_path: Path) -> None:
-    assert f"{len(CASES)} cases passed" in run_ranks(ranks, MODULE, output=tmp_path / "output")
+    text = run_ranks(ranks, MODULE, output=tmp_path / "output")
+    ways = dict.fromkeys(("blocking", "polling"), DIRECT) | {f"machines {m}": RELAYED for m in MACHINES.get(ranks, ())}
+    assert all(f"{way}: {len(cases)} cases passed" in text for way, cases in ways.items()), text
 
 
 def test_one_rank_needs_no_mpi() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", MODULE, "alone"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and f"{len(CASES)} cases passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"{len(DIRECT)} cases passed" in done.stdout, done.stdout + done.stderr

@@ -24,3 +24,10 @@ WORLDS = {
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
 def test_hosts(world: tuple[int, int], tmp_path: Path) -> None:
     run_cases("host_cases", *world, WORLDS[world], tmp_path, timeout_s=400)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_several_machines(devices: int, tmp_path: Path) -> None:
+    """Four ranks as on two machines: rows go by way of relays."""
+    names = ("check_relays", "check_contract", "check_results", "check_growth")
+    run_cases("machine_cases", 4, devices, names[: 4 if devices == 1 else 2], tmp_path, timeout_s=400)

@@ -1,0 +1,282 @@
+"""Random train steps: a `Recipe` names row-parallel equations on the table, lookups of many kinds, what is done to what
+was looked up, a loss, a way to take the gradient (directly, rematerialised, over microbatches, through a loop), and an
+optimizer written by hand. All are sparse by nature, but for optimizers that move the table as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+
+ROWS, WIDTH, IDS, PARTS = 11, 3, 4, 2
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a random step is made of: names in the tables below."""
+
+    chain: tuple[str, ...]
+    lookups: tuple[tuple[str, str], ...]
+    after: str
+    loss: str
+    gradient: str
+    optimizer: str
+    tables: int
+    repeated: bool
+    seed: int
+
+
+# --- the table before it is looked up: rows stay rows ---
+
+CHAIN: Mapping[str, Callable[[Tree, jax.Array], jax.Array]] = {
+    "scaled by a scalar": lambda p, t: t * p["scale"],
+    "cast": lambda p, t: t.astype(jnp.float16).astype(jnp.float32),
+    "tanh": lambda p, t: jnp.tanh(t),
+    "leaky": lambda p, t: jnp.where(t > 0, t, 0.1 * t),
+    "padding row masked": lambda p, t: t * (jnp.arange(ROWS) != 0)[:, None],
+    "mask from outside": lambda p, t: jnp.where(jnp.asarray(np.arange(ROWS) % 3 > 0)[:, None], t, 0.0),
+    "normalised": lambda p, t: t / jnp.sqrt(jnp.sum(t * t, axis=1, keepdims=True) + 1e-3),
+    "centred": lambda p, t: t - t.mean(axis=1, keepdims=True),
+    "softmax over columns": lambda p, t: jax.nn.softmax(t, axis=1),
+    "projected": lambda p, t: t @ p["w"],
+    "reshaped": lambda p, t: (t.reshape(ROWS, 1, WIDTH) + jnp.arange(3.0)).reshape(ROWS, WIDTH),
+    "transposed twice": lambda p, t: (t.T * jnp.array([[0.5], [1.5], [1.0]])).T,
+    "clipped": lambda p, t: jnp.clip(t, -0.9, 0.9),
+    "columns swapped": lambda p, t: jnp.concatenate([t[:, 1:], t[:, :1]], axis=1),
+    "checkpointed": lambda p, t: jax.checkpoint(jnp.sin)(t),
+}
+
+# --- lookups: (table, ids[IDS]) -> [IDS, WIDTH] ---
+
+LOOKUPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "index": lambda t, i: t[i],
+    "fill": lambda t, i: t.at[i].get(mode="fill", fill_value=0.5),
+    "clip": lambda t, i: t.at[i].get(mode="clip"),
+    "take": lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
+    "columns too": lambda t, i: t[i, jnp.abs(i) % WIDTH][:, None] * jnp.ones((1, WIDTH)),
+    "of the transpose": lambda t, i: t.T[:, i].T,
+    "one row": lambda t, i: jnp.broadcast_to(t[i[0]], (IDS, WIDTH)),
+    "dynamic slice": lambda t, i: lax.dynamic_slice_in_dim(t, i[1], IDS),
+    "static rows": lambda t, i: t[2 : 2 + IDS],
+    "every other row": lambda t, i: t[1 : 2 * IDS : 2],
+    "vmapped": lambda t, i: jax.vmap(lambda k: t[k])(i),
+    "two dimensions": lambda t, i: t[i.reshape(2, 2)].reshape(IDS, WIDTH),
+}
+
+#: What is done to the ids of the batch, which reach from -ROWS - 3 to ROWS + 3.
+ID_KINDS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "as they are": lambda i, k: i,
+    "modulo": lambda i, k: i % ROWS,
+    "by the step": lambda i, k: (i + 3 * k) % ROWS,
+    "masked": lambda i, k: jnp.where(i < 5, i, 0),
+    "bytes": lambda i, k: jnp.abs(i).astype(jnp.uint8),
+    "sorted": lambda i, k: jnp.sort(i),
+    "shifted": lambda i, k: jnp.pad(i[:-1], (1, 0)),
+    "sampled": lambda i, k: jax.random.randint(jax.random.fold_in(jax.random.key(5), k), (IDS,), 0, ROWS),
+    "all equal": lambda i, k: jnp.full_like(i, 4),
+}
+
+#: What is done to the rows that were looked up: `[IDS, WIDTH]` stays `[IDS, WIDTH]`.
+AFTER: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "nothing": lambda h: h,
+    "first dropped": lambda h: jnp.concatenate([h[1:], h[:1] * 2]),
+    "padded": lambda h: jnp.pad(h[:-1], ((1, 0), (0, 0))),
+    "one column": lambda h: h - h[:, :1],
+    "one position": lambda h: h * jnp.tanh(h[2]),
+    "some positions": lambda h: h[jnp.array([3, 0, 0, 1])],
+    "dynamic position": lambda h: h + lax.dynamic_index_in_dim(h, jnp.argmax(h[:, 0]), 0),
+    "summed up": lambda h: jnp.cumsum(h, axis=0),
+    "sorted": lambda h: jnp.sort(h, axis=0),
+    "attention": lambda h: jax.nn.softmax(h @ h.T, axis=-1) @ h,
+    "halves": lambda h: jnp.concatenate([part * (k + 1) for k, part in enumerate(jnp.split(h, 2))][::-1]),
+    "set": lambda h: h.at[0].set(h[1]),
+}
+
+LOSSES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "square": lambda h, y: jnp.mean((h - y) ** 2),
+    "logistic": lambda h, y: jnp.mean(jnp.logaddexp(0.0, -h * jnp.sign(y))),
+    "softmax": lambda h, y: -jnp.mean(jnp.sum(jax.nn.log_softmax(h) * jax.nn.softmax(y), axis=1)),
+}
+
+
+PLAIN = Recipe((), (("index", "as they are"),), "nothing", "square", "direct", "sgd", 1, False, 0)
+
+
+def _tables(recipe: Recipe) -> list[str]:
+    return [f"table{k}" for k in range(recipe.tables)]
+
+
+def _loss(recipe: Recipe, params: Tree, ids: jax.Array, y: jax.Array, step: jax.Array) -> jax.Array:
+    total = jnp.zeros((IDS, WIDTH))
+    for name in _tables(recipe):
+        table = params[name]
+        for link in recipe.chain:
+            table = CHAIN[link](params, table)
+        for lookup, kind in recipe.lookups:
+            total = total * 0.7 + LOOKUPS[lookup](table, ID_KINDS[kind](ids, step))
+    total = AFTER[recipe.after](total)
+    return LOSSES[recipe.loss](total @ params["w"] + params["bias"], y)
+
+
+# --- gradients ---
+
+
+def _direct(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
+    return jax.value_and_grad(loss)(params, ids[0], y[0])
+
+
+def _remat(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
+    return jax.value_and_grad(jax.checkpoint(loss))(params, ids[0], y[0])
+
+
+def _microbatches(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
+    def body(carry: Tree, part: Any) -> tuple[Tree, None]:
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(params, *part)), None
+
+    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    return lax.scan(body, zeros, (ids, y))[0]
+
+
+def _loop(loss: Any, params: Tree, ids: jax.Array, y: jax.Array, wrap: Any = lambda body: body) -> tuple[Any, Tree]:
+    def total(params: Tree) -> jax.Array:
+        def body(carry: jax.Array, part: Any) -> tuple[jax.Array, None]:
+            return carry * 0.5 + loss(params, *part), None
+
+        return lax.scan(wrap(body), jnp.zeros(()), (ids, y))[0]
+
+    return jax.value_and_grad(total)(params)
+
+
+def _remat_loop(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
+    return _loop(loss, params, ids, y, jax.checkpoint)
+
+
+GRADIENTS = {
+    "direct": _direct,
+    "remat": _remat,
+    "microbatches": _microbatches,
+    "loop": _loop,
+    "remat in a loop": _remat_loop,
+}
+
+# --- optimizers: (param, grad, slot, step, norm of all grads) -> (param, slot) ---
+
+
+def _adagrad(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    s = s + g * g
+    return p - 0.1 * g / (jnp.sqrt(s) + 1e-3), s
+
+
+def _row_adagrad(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    """One accumulator a row."""
+    s = s + jnp.mean(g * g, axis=-1)
+    return p - 0.1 * g * lax.rsqrt(s + 1e-3)[..., None], s
+
+
+def _clipped(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    return p - 0.3 * g * jnp.minimum(1.0, 0.05 / norm), s
+
+
+def _scheduled(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    rate = jnp.where(step < 1, 0.2, 0.4 / jnp.sqrt(1.0 + step))
+    return p - rate * jnp.clip(g, -0.05, 0.05), s
+
+
+def _guarded(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    fine = jnp.isfinite(norm) & (norm > 1e-9)
+    return jnp.where(fine, p - 0.1 * g, p), jnp.where(fine, s + jnp.abs(g), s)
+
+
+def _last_gradient(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    """A slot that is zero on the rows that the last step didn't touch."""
+    return p - 0.1 * jnp.where(g * s < 0, 0.5 * g, g), g
+
+
+def _poisoned(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    """The second step's scale is infinite: untouched rows become NaN in plain JAX, and so they must here."""
+    return p + g * (0.1 / (step.astype(jnp.float32) - 1.0)), s
+
+
+def _momentum(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
+    s = 0.9 * s + g
+    return p - 0.1 * s, s
+
+
+OPTIMIZERS = {
+    "sgd": lambda p, g, s, step, norm: (p - 0.1 * g, s),
+    "adagrad": _adagrad,
+    "row-wise adagrad": _row_adagrad,
+    "clipped by global norm": _clipped,
+    "scheduled": _scheduled,
+    "guarded": _guarded,
+    "last gradient": _last_gradient,
+    "poisoned": _poisoned,
+    "momentum": _momentum,
+}
+#: Move every row at every step: tables stay dense.
+DENSE = {"momentum"}
+
+
+def make_step(recipe: Recipe) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        params, count = state["params"], state["count"]
+
+        def loss(params: Tree, ids: jax.Array, y: jax.Array) -> jax.Array:
+            return _loss(recipe, params, ids, y, count)
+
+        value, grads = GRADIENTS[recipe.gradient](loss, params, batch["ids"], batch["y"])
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        new, slots = {}, {}
+        for name, p in params.items():
+            update = OPTIMIZERS["sgd" if p.ndim == 0 else recipe.optimizer]
+            new[name], slots[name] = update(p, grads[name], state["slots"][name], count, norm)
+        return {"params": new, "slots": slots, "count": count + 1}, {"loss": value, "norm": norm}
+
+    def repeated(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        return lax.scan(step, state, jax.tree.map(lambda x: x[:, None], batch))
+
+    return repeated if recipe.repeated else step
+
+
+def make_state(recipe: Recipe) -> Tree:
+    rng = np.random.default_rng(recipe.seed)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(0, 0.5, shape), jnp.float32)
+
+    params = {name: normal(ROWS, WIDTH) for name in _tables(recipe)}
+    params |= {"w": jnp.eye(WIDTH) + 0.1 * normal(WIDTH, WIDTH), "bias": normal(WIDTH), "scale": jnp.float32(1.25)}
+    by_row = recipe.optimizer == "row-wise adagrad"
+    slots = {name: jnp.zeros(p.shape[:-1] if by_row else p.shape) for name, p in params.items()}
+    return {"params": params, "slots": slots, "count": jnp.zeros((), jnp.int32)}
+
+
+def make_batch(seed: int) -> Tree:
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-ROWS - 3, ROWS + 4, (PARTS, IDS)).astype(np.int32)
+    y = rng.normal(0, 1, (PARTS, IDS, WIDTH)).astype(np.float32)
+    return {"ids": jnp.asarray(ids), "y": jnp.asarray(y)}
+
+
+RECIPES = st.builds(
+    Recipe,
+    chain=st.lists(st.sampled_from(sorted(CHAIN)), max_size=3).map(tuple),
+    lookups=st.lists(
+        st.tuples(st.sampled_from(sorted(LOOKUPS)), st.sampled_from(sorted(ID_KINDS))), min_size=1, max_size=3
+    ).map(tuple),
+    after=st.sampled_from(sorted(AFTER)),
+    loss=st.sampled_from(sorted(LOSSES)),
+    gradient=st.sampled_from(sorted(GRADIENTS)),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    tables=st.integers(1, 2),
+    repeated=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
