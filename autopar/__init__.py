@@ -24,8 +24,9 @@ from autopar.init import init
 from autopar.mpi.start import start as _start
 from autopar.mpi.start import watchdog
 from autopar.shard import shard
+from autopar.spread_table import Table
 from autopar.step import ParallelStep
-from autopar.table import Table, materialize
+from autopar.table import materialize
 from autopar.verify import Verification, verify
 
 __version__ = "0.1.0"

@@ -15,38 +15,56 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
 from autopar.errors import DonatedStateError
+from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
 from autopar.ir.program import Equation
+from autopar.ir.rules import resized
+from autopar.spread_table import Table
 from autopar.table_leaf import TableLeaf
 
 
 class Journaling:
     """What a planned step knows of a family's journals: how to begin one, and how to flush it early."""
 
-    def __init__(self, flush: Equation) -> None:
+    def __init__(self, flush: Equation, layout: RowLayout | None, devices: Devices) -> None:
         """
         Args:
           flush: The equation of the planned step that flushes the family's journal.
+          layout: How rows are spread over the devices; None where each has all.
+          devices: Where they are.
         """
         deferred = deferred_of(flush)
-        self.replay = deferred.replay
-        self._signature = [str(deferred.replay), *format_block(deferred.body)]
-        n, read = self.replay.changed, self.replay.read
+        replay = self.replay = deferred.replay
+        self.layout = layout
+        self._signature = [str((replay, layout, devices)), *format_block(deferred.body)]
+        n, m = replay.changed, len(replay.leaves)
+        given, returned = deferred.spread(len(replay.records), layout is not None)
+        axes = given[m:]
+        self.shardings = tuple(map(devices.sharding, axes))
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, now, *records) = operands[: n + read], operands[n + read :]
+            leaves, (stamps, now, *records) = operands[:m], operands[m:]
             return deferred.flush(leaves, stamps, now, records, due=True)
 
-        self.flush = jax.jit(run, donate_argnums=(*range(n), n + read))
-        self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
+        def begin(*leaves: Any) -> tuple[Any, ...]:
+            stamps = devices.local(lambda *some: deferred.stamps(some), given[:n], axes[0], *leaves)
+            records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
+            return stamps, jnp.zeros((), jnp.int32), *records
+
+        places = tuple(map(devices.sharding, returned))
+        self.flush = jax.jit(
+            lambda *operands: devices.local(run, given, returned, *operands),
+            out_shardings=places,
+            donate_argnums=(*range(n), m),
+        )
+        self._begin = jax.jit(begin, out_shardings=self.shardings)
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """An empty journal for leaves that are up to date: stamps, now, records."""
-        stamps = self._stamps(*leaves[: self.replay.changed])
-        records = [jnp.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
-        return [stamps, jnp.zeros((), jnp.int32), *records]
+        return list(self._begin(*leaves[: self.replay.changed]))
 
     def continues(self, other: Journaling) -> bool:
         """Whether a journal of another plan is one of this one's, too."""
@@ -98,15 +116,20 @@ class DeferredTable(TableLeaf):
     Attributes:
       journal: Shared by the table and its slots.
       place: Which of the journal's leaves it is.
+      layout: How rows are stored, None where as they are.
+      axis: The row axis.
     """
 
     journal: Journal
     place: int
+    layout: RowLayout | None
+    axis: int
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The table's own shape, [..., V, ...]."""
-        return self.journal.leaves[self.place].shape
+        stored = self.journal.leaves[self.place].shape
+        return stored if self.layout is None else resized(stored, self.axis, self.layout.extent)
 
     @property
     def dtype(self) -> Any:
@@ -117,16 +140,22 @@ class DeferredTable(TableLeaf):
         """Whether the rows were given to a step, which updated them in place."""
         return self.journal.is_deleted()
 
+    def current(self) -> jax.Array | Table:
+        """The table with all rows up to date: the journal's own array, or a `Table` of it. The next step takes it."""
+        stored = self.journal.settled(self.place)
+        return stored if self.layout is None else Table(stored, self.layout, self.axis)
+
     def materialize(self) -> jax.Array:
         """The table as an ordinary array, a copy."""
-        return jnp.copy(self.journal.settled(self.place))
+        found = self.current()
+        return found.materialize() if isinstance(found, Table) else jnp.copy(found)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = np.asarray(self.journal.settled(self.place))
+        found = np.asarray(self.current())
         return np.array(found, dtype or found.dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self.journal.settled(self.place)[index]
+        return self.current()[index]
 
     def __repr__(self) -> str:
         shape = ",".join(map(str, self.shape))

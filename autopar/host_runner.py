@@ -22,7 +22,7 @@ from autopar.ir.program import ArrayType, Program
 from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.room import require_room
 from autopar.placing import separated
-from autopar.table import Table
+from autopar.spread_table import Table
 
 #: Room for more rows than a step was found to need, and what it is rounded up to.
 _HEADROOM = 1.25

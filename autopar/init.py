@@ -19,8 +19,8 @@ from autopar.host_init import HostMaker
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
 from autopar.planned import Entry
+from autopar.spread_table import Table
 from autopar.step import ParallelStep
-from autopar.table import Table
 
 #: From what is made to all arguments of the step.
 Call = Callable[[Any], Sequence[Any]]

@@ -20,9 +20,11 @@ from autopar.compile import Compiled
 from autopar.deferred_table import DeferredTable, Journal, Journaling, common_journal
 from autopar.errors import DonatedStateError
 from autopar.ir.layout import RowLayout
+from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.ir.rules import resized
-from autopar.table import Table, is_table
+from autopar.spread_table import Table
+from autopar.table import is_table
 
 
 def separate_buffers(
@@ -112,6 +114,12 @@ def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
 
 
+def _layout(plan: Plan, family: int) -> RowLayout | None:
+    """How a family's rows are spread over the devices."""
+    found = plan.family(family)
+    return None if found is None else found.layout
+
+
 class SpreadRunner:
     """Calls a planned step on several devices: places its arguments, and makes Tables of what is stored in a layout.
 
@@ -124,8 +132,13 @@ class SpreadRunner:
 
     def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
         plan, analysed = compiled.plan, compiled.analysed
-        self._journalings = [Journaling(e) for e in compiled.program.block.equations if e.op == "flush"]
+        self._journalings = [
+            Journaling(e, _layout(plan, e.params["family"]), devices)
+            for e in compiled.program.block.equations
+            if e.op == "flush"
+        ]
         journals = compiled.program.block.inputs[len(analysed.inputs) :]
+        entries = [s for j in self._journalings for s in j.shardings]
         self._devices = devices
         self._layouts = plan.layouts
         self._shardings = [devices.sharding(along) for along in plan.placements]
@@ -140,13 +153,15 @@ class SpreadRunner:
         self._across = devices.processes.several
         self._run = jax.jit(
             lambda *leaves: tuple(run(*leaves)),
-            in_shardings=(*self._shardings, *[devices.sharding(None)] * len(journals)),
-            out_shardings=(*self._returned(analysed, bool(plan.fallback)), *[devices.sharding(None)] * len(journals)),
+            in_shardings=(*self._shardings, *entries),
+            out_shardings=self._returned(analysed, entries, bool(plan.fallback)),
             donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
         )
         self._call = watched(self._run) if self._across else self._run
 
-    def _returned(self, analysed: Program, flag: bool) -> tuple[NamedSharding | None, ...]:
+    def _returned(
+        self, analysed: Program, entries: Sequence[NamedSharding], flag: bool
+    ) -> tuple[NamedSharding | None, ...]:
         """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
         the batch are spread, and the rest is on every device, so that every process can read it."""
 
@@ -159,7 +174,7 @@ class SpreadRunner:
 
         pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
         found = [of(atom, out.state) for atom, out in pairs]
-        return (*found, *([self._devices.sharding(None) if self._across else None] if flag else []))
+        return (*found, *entries, *([self._devices.sharding(None) if self._across else None] if flag else []))
 
     def lower(self) -> Any:
         """`jax.jit(...).lower` at the plan's shapes."""
@@ -181,11 +196,13 @@ class SpreadRunner:
             if not known:
                 known += journaling.begin([placed[k] for k in journaling.replay.leaves])
         results = list(self._call(*placed, *(x for known in entries for x in known)))
-        self._keep_journals(results, [len(known) for known in entries])
-        if len(results) > self._count:
+        lengths = [len(known) for known in entries]
+        if len(results) > self._count + sum(lengths):
             self._flags.append(results.pop())
+        self._keep_journals(results, lengths)
         for out, (layout, axis) in self._tables.items():
-            results[out] = Table(results[out], layout, axis)
+            if not isinstance(results[out], DeferredTable):
+                results[out] = Table(results[out], layout, axis)
         return results
 
     def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
@@ -196,7 +213,7 @@ class SpreadRunner:
             journal = common_journal([leaves[k] for k in members], journaling)
             entries.append([] if journal is None else list(journal.entries))
             for k, stored in zip(members, journal.leaves if journal is not None else (), strict=False):
-                leaves[k] = stored
+                leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, entries
 
     def _keep_journals(self, results: list[Any], lengths: Sequence[int]) -> None:
@@ -207,8 +224,10 @@ class SpreadRunner:
             entries, rest = rest[:length], rest[length:]
             outs = [self._new_states[k] for k in journaling.replay.leaves]
             journal = Journal(journaling, [results[out] for out in outs], entries)
+            axes, layout = journaling.replay.axes, journaling.layout
+            layout = None if layout is None or layout.is_plain else layout
             for n, out in enumerate(outs[: journaling.replay.changed]):
-                results[out] = DeferredTable(journal, n)
+                results[out] = DeferredTable(journal, n, layout, axes[n])
 
     def was_exceeded(self) -> bool:
         """Whether an earlier call is known to have exceeded a measured capacity.
@@ -225,7 +244,7 @@ class SpreadRunner:
     def _placed(self, k: int, leaf: Any) -> Any:
         layout = self._layouts.get(k)
         if isinstance(leaf, DeferredTable):
-            leaf = leaf.materialize()
+            leaf = leaf.current()
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored

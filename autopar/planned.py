@@ -57,10 +57,10 @@ class Entry:
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
         plan = self.compiled.plan
-        if self.devices is not None:
-            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
         if plan.defers:  # ordinary arrays have no rows that wait
             return self.plain
+        if self.devices is not None:
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
@@ -84,7 +84,7 @@ class Entry:
             return spread(self.plain, plan, analysed, self.devices)
         run = self._emitted(program, plan)
         if self.compiled.fallback is not None:
-            run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), analysed)
+            run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), program)
         return spread(self._typed(run), plan, analysed, self.devices)
 
     def _emitted(self, program: Program, plan: Plan) -> Callable[..., Sequence[Any]]:

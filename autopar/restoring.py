@@ -24,8 +24,8 @@ from autopar.init import call_of, plan_of
 from autopar.ir.layout import RowLayout
 from autopar.mpi.world import World
 from autopar.saving import NUMBERS
+from autopar.spread_table import Table
 from autopar.step import ParallelStep
-from autopar.table import Table
 
 
 @dataclass(frozen=True)

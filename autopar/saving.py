@@ -17,7 +17,7 @@ from autopar.checkpoint_files.rows import file_name
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
-from autopar.table import Table
+from autopar.spread_table import Table
 
 #: Types of Python numbers that a state may hold.
 NUMBERS: Mapping[Any, type] = {"bool": bool, "int": int, "float": float, "complex": complex}

@@ -1,4 +1,5 @@
-"""Deferred rows on a device: replay what they missed, before they are read, or of all rows when the journal is full.
+"""Deferred rows on a device (all of a table's, or its share of them): replay what they missed, before they are read, or
+of all rows when the journal is full.
 
 A row's *stamp* is the step of the journal up to which it has moved; of a settled row (`ir.deferred.Settled`) it is
 held inverted, so that it is negative. Rows are replayed in groups of about the same stamp, each until it is up to date:
@@ -41,6 +42,17 @@ class Deferred:
     phi: Callable[..., Sequence[Array]]
 
     # --- what a step does ---
+
+    def spread(self, entries: int, along: bool) -> tuple[list[int | None], tuple[int | None, ...]]:
+        """Along which axis the operands of a catch-up or flush, and its results, are spread over devices, if they are.
+
+        Args:
+          entries: How many arrays of the journal there are beside stamps and `now`.
+          along: Whether rows are spread.
+        """
+        rows = [axis if along else None for axis in self.replay.axes]
+        stamps = 0 if along else None
+        return [*rows, stamps, None, *[None] * entries], (*rows[: self.replay.changed], stamps, None)
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, now: Array, records: Sequence[Array]) -> tuple[Array, ...]:
         """The rows ([U, ...] of each leaf, changed ones first) as they are after `now` steps; of the changed leaves."""
@@ -92,10 +104,10 @@ class Deferred:
 
     def stamps(self, changed: Sequence[Array]) -> Array:
         """int32[V]: stamps of rows that are all up to date with an empty journal."""
-        settled = self.replay.settled
+        settled, extent = self.replay.settled, changed[0].shape[self.replay.axes[0]]
         if settled is None:
-            return jnp.zeros((self.replay.extent,), jnp.int32)
-        good = jnp.ones((self.replay.extent,), bool)
+            return jnp.zeros((extent,), jnp.int32)
+        good = jnp.ones((extent,), bool)
         for k, leaf in enumerate(changed):
             others = tuple(d for d in range(leaf.ndim) if d != self.replay.axes[k])
             if k in settled.zero:
@@ -165,19 +177,19 @@ class Deferred:
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array, records: Sequence[Array]
     ) -> tuple[Array, ...]:
         """All rows that lag behind, gathered by their stamps."""
-        p = self.replay
-        row_elements = max(1, max(leaf.size // p.extent for leaf in changed))
-        size = int(min(p.extent, max(1, _FLUSH_ELEMENTS // row_elements)))
+        p, extent = self.replay, begin.shape[0]
+        row_elements = max(1, max(leaf.size // extent for leaf in changed))
+        size = int(min(extent, max(1, _FLUSH_ELEMENTS // row_elements)))
         lag = begin < now
         order = jnp.argsort(jnp.where(lag, begin, _NEVER)).astype(jnp.int32)
-        rounds = -(-p.extent // size)
-        order = jnp.concatenate([order, jnp.full((rounds * size - p.extent,), p.extent, jnp.int32)])
+        rounds = -(-extent // size)
+        order = jnp.concatenate([order, jnp.full((rounds * size - extent,), extent, jnp.int32)])
         waiting = jnp.sum(lag, dtype=jnp.int32)
         numbers = jax.lax.iota(jnp.int32, size)
 
         def group(k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             some = jax.lax.dynamic_slice_in_dim(order, k * size, size)
-            some = jnp.sort(jnp.where(k * size + numbers < waiting, some, p.extent))
+            some = jnp.sort(jnp.where(k * size + numbers < waiting, some, extent))
             first = begin.at[some].get(mode="fill", fill_value=_NEVER)
             pairs = zip((*changed, *read), p.axes, strict=True)
             mine = [jnp.moveaxis(x.at[along(axis, some)].get(mode="clip"), axis, 0) for x, axis in pairs]

@@ -201,9 +201,14 @@ class _Emitter:
 
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
-        n = deferred.replay.changed + deferred.replay.read
-        rows, (stamps, now, *records) = operands[:n], operands[n:]
-        return deferred.catch_up(rows, stamps, now, records)
+        n = len(deferred.replay.leaves)
+
+        def run(*operands: Array) -> Sequence[Array]:
+            rows, (stamps, now, *records) = operands[:n], operands[n:]
+            return deferred.catch_up(rows, stamps, now, records)
+
+        given, returned = deferred.spread(len(deferred.replay.records), self._is_spread(equation))
+        return self._by_device(run, given, returned[:-2], operands)
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -213,9 +218,30 @@ class _Emitter:
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
-        n = deferred.replay.changed + deferred.replay.read
-        leaves, (stamps, now, *records) = operands[:n], operands[n:]
-        return deferred.flush(leaves, stamps, now, records, due=now >= deferred.replay.length)
+        n = len(deferred.replay.leaves)
+
+        def run(*operands: Array) -> Sequence[Array]:
+            leaves, (stamps, now, *records) = operands[:n], operands[n:]
+            return deferred.flush(leaves, stamps, now, records, due=now >= deferred.replay.length)
+
+        given, returned = deferred.spread(len(deferred.replay.records), self._is_spread(equation))
+        return self._by_device(run, given, returned, operands)
+
+    def _is_spread(self, equation: Equation) -> bool:
+        """Whether the rows of a journal's family are spread over devices."""
+        return self._backends.get(equation.params["family"], self._single).is_spread
+
+    def _by_device(
+        self,
+        run: Callable[..., Sequence[Array]],
+        given: Sequence[int | None],
+        returned: Sequence[int | None],
+        operands: Sequence[Array],
+    ) -> Sequence[Array]:
+        """Each device by itself, on what it has of the operands."""
+        if self._devices is None:
+            return run(*operands)
+        return self._devices.local(run, given, tuple(returned), *operands)
 
     def _padding(self, rows: Array, axis: int, equation: Equation) -> Array:
         if equation.op == "changes":  # of one rank's own rows

@@ -15,7 +15,13 @@ Route = Any
 
 
 class RowBackend(Protocol):
-    """See DESIGN, 'Row-space operations'; shapes with U routed rows, F fetched ones, V rows in the table."""
+    """See DESIGN, 'Row-space operations'; shapes with U routed rows, F fetched ones, V rows in the table.
+
+    Attributes:
+      is_spread: Whether rows are spread over the devices; else each device has all.
+    """
+
+    is_spread: bool
 
     def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
         """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.

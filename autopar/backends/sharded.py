@@ -67,6 +67,8 @@ class ShardedRows:
       capacity: C, the most rows that one device asks another one for.
     """
 
+    is_spread = True
+
     def __init__(self, devices: Devices, layout: RowLayout, capacity: int) -> None:
         self._devices = devices
         self._layout = layout

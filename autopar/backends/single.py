@@ -50,6 +50,8 @@ class Route:
 class SingleDevice:
     """Implements `protocol.RowBackend`."""
 
+    is_spread = False
+
     def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
         flat = jnp.concatenate([i.astype(jnp.int32) for i in ids]) if ids else jnp.zeros((0,), jnp.int32)
         rows = sorted_unique(flat, params["rows"], params["extent"])

@@ -38,7 +38,8 @@ def mapped(program: Program, plan: Plan, devices: Devices) -> Callable[..., Sequ
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis)
     run = emit(program.block, backends(plan, inside), inside)
-    given = [devices.spec(along) for along in plan.placements]
+    entries = (entry.entry_axis for entry in program.inputs[len(plan.placements) :])
+    given = [devices.spec(along) for along in (*plan.placements, *entries)]
     outputs = [devices.spec(state.axis if isinstance(state, Spread) else None) for state in program.local.outputs]
     return jax.shard_map(run, mesh=devices.mesh, in_specs=tuple(given), out_specs=outputs, check_vma=False)
 
@@ -50,7 +51,9 @@ def spread(
     types = [v.type for v in program.block.inputs]
 
     def constrained(value: Array, k: int) -> Array:
-        return devices.constrain(value, plan.placements[k]) if isinstance(types[k], ArrayType) else value
+        if k >= len(types) or not isinstance(types[k], ArrayType):  # a journal's entry is where its rows are
+            return value
+        return devices.constrain(value, plan.placements[k])
 
     def spread_run(*inputs: Array) -> Sequence[Array]:
         outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag

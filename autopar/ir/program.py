@@ -180,12 +180,17 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state' (it comes back), 'table' (it is only read, and comes in a layout) or 'batch'
-    (everything else). `layout`: of a table its layout and row axis."""
+    """A flat input: `role` is 'state' (it comes back), 'table' (it is only read, and comes in a layout), 'journal' (it
+    comes back, and is autopar's own) or 'batch' (everything else). `layout`: of a table its layout and row axis."""
 
     path: str
     role: str
     layout: tuple[RowLayout, int] | None = None
+
+    @property
+    def entry_axis(self) -> int | None:
+        """Of a journal's entry the axis along which it is spread, as its family's rows are."""
+        return self.layout[1] if self.role == "journal" and self.layout is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.cost.model import JOURNAL_STEPS
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.row_ids import RowIds
@@ -28,10 +29,16 @@ def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int) 
     if method != "ps" or devices == 1:
         travels = method == "allgather" and any(ids.batched)
         sums = devices * asked if travels else None
-        return FamilyPlan(space.family, min(space.extent, ids.count) + 1, ids.count, method, lazy, sums)
+        rows = min(space.extent, ids.count) + 1
+        return FamilyPlan(space.family, rows, ids.count, method, lazy, sums, journal=_journal(space))
     layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
-    family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout)
+    family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout, journal=_journal(space))
     return _with_capacity(family, min(asked, layout.share), tight=False)
+
+
+def _journal(space: RowSpace) -> int:
+    """Steps that the family's rows may wait for."""
+    return JOURNAL_STEPS if space.deferred else 0
 
 
 def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int) -> FamilyPlan:

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Output, Program, RouteType, Var, count_equations
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.rules import resized
@@ -45,13 +45,10 @@ def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.rows - 1} rows" for f in plan.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
-    journals = [name for f, journal in lift.journals.items() for name in journal.names(f"journal {f}")]
-    begin = len(program.inputs)
+    journals = [given for journal in lift.journals.values() for given in journal.inputs()]
+    kept = (Output(given.path, k) for k, given in enumerate(journals, len(program.inputs)))
     lifted = dataclasses.replace(
-        program,
-        block=block,
-        inputs=(*program.inputs, *(Input(name, "journal") for name in journals)),
-        outputs=(*program.outputs, *flag, *(Output(name, begin + k) for k, name in enumerate(journals))),
+        program, block=block, inputs=(*program.inputs, *journals), outputs=(*program.outputs, *kept, *flag)
     )
     return lifted, f"{before} equations became {after}; at most {rows} a step"
 
@@ -117,10 +114,9 @@ class _Lift:
                 self._commit(family)
         states = [out.state for out in self.program.outputs]
         outputs = [self._output(a, k) for a, k in zip(block.outputs, states, strict=True)]
-        if self.exceeded is not None:
-            outputs.append(self.exceeded)
         old = [v for journal in self.journals.values() for v in journal.old]
         outputs += [v for journal in self.journals.values() for v in journal.new]
+        outputs += [] if self.exceeded is None else [self.exceeded]
         lifted, _ = eliminate_dead(Block((*self.inputs, *old), tuple(self.scope.equations), tuple(outputs)))
         return lifted
 
@@ -254,16 +250,17 @@ class _Lift:
             if journal is not None and k in leaves:
                 journal.committed[k] = new
                 continue
-            atom = dict(self._updates(space))[k]
-            if not isinstance(atom, Var):
-                continue
-            if k in self.plan.layouts:
-                scope.stored[atom] = new, *self.plan.layouts[k]
-            else:
-                scope.dense[atom] = new
+            self._name(dict(self._updates(space))[k], k, new)
         if journal is not None:
             self._defer(space, journal, kept)
         self.committed.add(family)
+
+    def _name(self, atom: Atom, leaf: int, new: Atom) -> None:
+        """The new value of a leaf, as it is stored."""
+        if isinstance(atom, Var) and leaf in self.plan.layouts:
+            self.scope.stored[atom] = new, *self.plan.layouts[leaf]
+        elif isinstance(atom, Var):
+            self.scope.dense[atom] = new
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
@@ -280,8 +277,10 @@ class _Lift:
         axes = dict(zip(space.leaves, space.axes, strict=True))
         new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
         phi = read_phi(scope, off, space.family, kept, inner, new)
-        flushed = journal.end(scope, phi, {k: inputs[k] for k in phi.read})
-        scope.dense.update((var, flushed[k]) for k in kept if isinstance(var := updates[k], Var))
+        flushed = journal.end(scope, phi, {k: inputs[k] for k in phi.read}, self.exceeded)
+        for k in kept:
+            self._name(updates[k], k, flushed[k])
+            self.guarded.add((flushed[k], k))
 
     def _position(self, family: int) -> int:
         return next(i for i, f in enumerate(self.plan.families) if f.family == family)

@@ -214,6 +214,32 @@ def _sweep(walk: Walk, equation: Equation) -> None:
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(block,)))
 
 
+def _catch_up(walk: Walk, equation: Equation) -> None:
+    """Each owner by itself; what was written down every device has."""
+    inputs, states = _of_journal(walk, equation)
+    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
+    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+
+
+def _flush(walk: Walk, equation: Equation) -> None:
+    inputs, states = _of_journal(walk, equation)
+    changed = equation.params["replay"].changed
+    ends = (*states[:changed], states[-1], None)
+    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, ends, strict=True))
+    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+
+
+def _of_journal(walk: Walk, equation: Equation) -> tuple[list[Atom], list[State]]:
+    """Operands, and what a device has of the leaves' rows and of their stamps."""
+    family = walk.shared.plan.family(equation.params["family"])
+    assert family is not None, "a journal belongs to a family of the plan"
+    axes = (*equation.params["replay"].axes, 0)
+    states: list[State] = [None if family.layout is None else Spread(axis, owner=True) for axis in axes]
+    pairs = zip(equation.inputs, states, strict=False)
+    rows = [walk.as_state(a, s, equation) for a, s in pairs]
+    return [*rows, *(walk.whole(a, equation) for a in equation.inputs[len(axes) :])], states
+
+
 def _exceeded(walk: Walk, equation: Equation) -> None:
     part = Var(equation.outputs[0].type)
     walk.emit(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
@@ -276,6 +302,10 @@ ROW_OPS: Mapping[str, Callable[[Walk, Equation], None]] = {
     "densify": _densify,
     "commit": _commit,
     "sweep": _sweep,
+    "catch_up": _catch_up,
+    "record": _whole_operands,
+    "flush": _flush,
+    "next": _whole_operands,
     "exceeded": _exceeded,
     "plus": _plus,
     "any": _whole_operands,

@@ -47,9 +47,11 @@ def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Pr
     """
     walk = Walk(Shared(plan, examples))
     inputs = []
-    owned = {k for k, axis in enumerate(plan.placements) if axis is not None and _is_owned(program, plan, k)}
+    entries = [given.entry_axis for given in program.inputs[len(plan.placements) :]]
+    placements = (*plan.placements, *entries)
+    owned = {k for k, axis in enumerate(placements) if axis is not None and _is_owned(program, plan, k)}
     for k, var in enumerate(program.block.inputs):
-        axis = plan.placements[k]
+        axis = placements[k]
         state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
         inputs.append(walk.define(var, state))
     given = [walk.state(v) for v in program.block.inputs]
@@ -77,7 +79,8 @@ def _is_owned(program: Program, plan: Plan, k: int) -> bool:
     """Whether an input is spread along its rows, over their owners."""
     planned = {f.family for f in plan.families if f.layout is not None}
     space = program.rows.space_of(k)
-    return k in plan.shares or (space is not None and space.family in planned)
+    is_entry = program.inputs[k].entry_axis is not None
+    return is_entry or k in plan.shares or (space is not None and space.family in planned)
 
 
 @dataclass(eq=False)

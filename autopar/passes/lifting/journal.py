@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.ir.program import ArrayType, Atom, Equation, Var
+from autopar.ir.layout import RowLayout
+from autopar.ir.program import ArrayType, Atom, Equation, Input, Var
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.deferral import Phi
@@ -28,11 +29,13 @@ class Journal:
     """One family's.
 
     Attributes:
+      layout: How stamps are stored, with their rows; None where every device has all.
       old, new: The step's inputs and outputs that the journal is: stamps, now, records.
       committed: Leaf -> the leaf with the rows that the step touched.
     """
 
     family: int
+    layout: RowLayout | None
     caught: dict[int, Var]
     waiting: Equation
     stamps: Var
@@ -51,7 +54,9 @@ class Journal:
         """
         family = space.family
         axes = dict(zip(space.leaves, space.axes, strict=True))
-        stamps, now = Var(ArrayType((space.extent,), _INT)), Var(ArrayType((), _INT))
+        layout = scope.lifting.families[family].layout
+        count = space.extent if layout is None else layout.stored
+        stamps, now = Var(ArrayType((count,), _INT)), Var(ArrayType((), _INT))
         raw = {k: scope.pull(inputs[k], axes[k], family) for k in changed}
         stamped = scope.pull(stamps, 0, family)
         caught = {k: Var(atom.type) for k, atom in raw.items()}
@@ -59,25 +64,29 @@ class Journal:
         scope.equations.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
-        return Journal(family, caught, waiting, stamps, now)
+        return Journal(family, layout, caught, waiting, stamps, now)
 
-    def end(self, scope: Scope, phi: Phi, read: Mapping[int, Var]) -> dict[int, Atom]:
+    def end(self, scope: Scope, phi: Phi, read: Mapping[int, Var], exceeded: Atom | None) -> dict[int, Atom]:
         """Write down the step, and flush the journal if it is full; the leaves after that.
 
         Args:
           phi: What the step does to rows that it doesn't touch.
           read: Leaves that phi only reads.
+          exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
         """
-        replay, n = phi.replay, len(self.caught)
+        replay = phi.replay
         records = [Var(dataclasses.replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
         self.old = [self.stamps, self.now, *records]
-        params = {"replay": replay}
+        params = {"replay": replay, "family": self.family}
         self._complete(scope, phi, read, records)
         route = scope.route(self.family)
         after = scope.emit("next", (self.now,), self.now.type)
         rows = scope.full(after, self.stamps.type, 0, self.family)
-        commit = {"axis": 0, "extent": replay.extent, "guarded": None}
-        stamps = scope.emit("commit", (self.stamps, rows, route), self.stamps.type, commit)
+        guard = () if exceeded is None else (exceeded,)
+        if exceeded is not None:
+            after = scope.emit("select", (exceeded, after, self.now), self.now.type)
+        commit = {"axis": 0, "extent": replay.extent, "guarded": exceeded is not None or None}
+        stamps = scope.emit("commit", (self.stamps, rows, route, *guard), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(phi.body)
         scope.equations.append(
@@ -89,7 +98,7 @@ class Journal:
         body, _ = clone(phi.body)
         scope.equations.append(Equation("flush", operands, (*flushed, *ends), params, (body,)))
         self.new = [*ends, *written]
-        assert list(self.committed) == list(self.caught) and len(flushed) == n, "leaves keep their order"
+        assert list(self.committed) == list(self.caught), "leaves keep their order"
         return dict(zip(self.caught, flushed, strict=True))
 
     def _complete(self, scope: Scope, phi: Phi, read: Mapping[int, Var], records: Sequence[Var]) -> None:
@@ -103,9 +112,13 @@ class Journal:
         pulls, scope.equations[end:] = scope.equations[end:], []
         body, _ = clone(phi.body)
         inputs = (*raw, *also, stamped, now, *records)
-        done = dataclasses.replace(self.waiting, inputs=inputs, params={"replay": phi.replay}, bodies=(body,))
+        params = {"replay": phi.replay, "family": self.family}
+        done = dataclasses.replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
         scope.equations[place : place + 1] = [*pulls, done]
 
-    def names(self, lead: str) -> list[str]:
-        """Paths of the journal's inputs."""
-        return [f"{lead}/stamps", f"{lead}/now", *(f"{lead}/record {k}" for k in range(len(self.old) - 2))]
+    def inputs(self) -> list[Input]:
+        """Paths and layouts of the journal's inputs."""
+        lead = f"journal {self.family}"
+        stamps = Input(f"{lead}/stamps", "journal", None if self.layout is None else (self.layout, 0))
+        rest = ("now", *(f"record {k}" for k in range(len(self.old) - 2)))
+        return [stamps, *(Input(f"{lead}/{name}", "journal") for name in rest)]
