@@ -93,7 +93,7 @@ def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tupl
 
 
 def _may_defer(options: Options) -> bool:
-    return not options.hosts and options.sparse == "exact"
+    return options.sparse == "exact"
 
 
 def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.host.journal import HostJournal, HostJournaling, common_journal
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.stages import Outgrown, StagedProgram, Step
 from autopar.backends.host.storage import HostRows
@@ -69,6 +70,8 @@ class HostRunner:
         self._limits = {
             f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
         }
+        flushes = [e for e in compiled.program.block.equations if e.op == "flush"]
+        self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes]
         self._staged: StagedProgram | None = None
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Any]] = {}
@@ -91,7 +94,9 @@ class HostRunner:
         self._make_room(leaves)
         tables = self._storages(leaves)
         leaves = self._separated(leaves)
+        journals = self._journals(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        inputs += [x for journal in journals for x in (journal.stamps, journal.now, *journal.records)]
         before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = Step({})
         self._ranks.step = PROGRESS.last.step
@@ -107,6 +112,7 @@ class HostRunner:
                 if step.has_written:  # else the tables are as they were
                     self._hand_on(leaves, tables)
                 raise
+        results = self._written(results, journals)
         results = [before.get(out, value) for out, value in enumerate(results)]
         found = [self._result(out, value) for out, value in enumerate(results)]
         new = self._hand_on(leaves, tables)
@@ -117,6 +123,33 @@ class HostRunner:
         }
         return [new[self._new[out]] if self._new.get(out) in new else value for out, value in enumerate(found)]
 
+    # --- deferred rows ---
+
+    def _journals(self, tables: Mapping[int, HostRows]) -> list[HostJournal]:
+        """What deferred rows miss: a journal for each family of such. All other tables are brought up to date."""
+        found = []
+        waiting: set[int] = set()
+        for journaling in self._journalings:
+            members = journaling.replay.leaves
+            leaves = [tables[k] for k in members]
+            layout, ranks = self._tables[members[0]][1], self._ranks.exchange
+            found.append(common_journal(leaves, journaling) or journaling.begin(leaves, layout, ranks.rank))
+            waiting.update(members)
+        for k, storage in tables.items():
+            if k not in waiting:
+                storage.settle()
+        return found
+
+    def _written(self, results: Sequence[Any], journals: Sequence[HostJournal]) -> Sequence[Any]:
+        """The step's own results; the journals have what it wrote down."""
+        start = len(self._program.outputs)
+        rest = results[start:]
+        for journal in journals:
+            n = 2 + len(journal.records)
+            (_, now, *records), rest = rest[:n], rest[n:]
+            journal.wrote(self._ranks.own(now), [self._ranks.own(x) for x in records])
+        return results[:start]
+
     # --- programs ---
 
     def _compile(self) -> StagedProgram:
@@ -125,7 +158,7 @@ class HostRunner:
         donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
         self.compilations += 1
         mark(self._ranks.step, "compiling", "compiles")
-        self._staged = StagedProgram(program, plan, self._ranks, donated)
+        self._staged = StagedProgram(program, plan, self._ranks, donated, self._journalings)
         return self._staged
 
     def _grow(self, needed: Mapping[int, tuple[int, int]]) -> None:
@@ -164,7 +197,7 @@ class HostRunner:
                 path = self._program.inputs[k].path
                 found[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
                 continue
-            storage = leaf.storage
+            storage = leaf.waiting
             is_new = k in self._new.values()
             again = any(storage is other for other in found.values())
             found[k] = storage.copy() if is_new and (again or not self._donate) else storage
@@ -176,7 +209,7 @@ class HostRunner:
         for k in self._new.values():
             if k in tables:
                 leaf = leaves[k]
-                same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.storage is tables[k]
+                same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.waiting is tables[k]
                 found[k] = leaf.handed_on() if same else HostTable(tables[k])
         return found
 

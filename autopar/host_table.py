@@ -42,11 +42,18 @@ class HostTable(TableLeaf):
 
     @property
     def storage(self) -> HostRows:
-        """This rank's share.
+        """This rank's share, all rows up to date.
 
         Raises:
           DonatedStateError: the table was given to a step, which updated it in place.
         """
+        found = self.waiting
+        found.settle()
+        return found
+
+    @property
+    def waiting(self) -> HostRows:
+        """This rank's share as it is; some rows may lag behind, where they are deferred. Errors as of `storage`."""
         if self.is_deleted():
             raise DonatedStateError(
                 f"{self._storage.path or 'this table'} was given to a step, which updates its state in place: go on "
@@ -81,7 +88,7 @@ class HostTable(TableLeaf):
 
     def handed_on(self) -> HostTable:
         """The same rows under a new handle; this one is deleted."""
-        storage = self.storage
+        storage = self.waiting
         storage.generation += 1
         return HostTable(storage)
 

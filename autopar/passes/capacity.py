@@ -46,7 +46,10 @@ def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int) -> FamilyP
     asked = max(1, min(space.extent, ids.count_on(ranks)))
     layout = RowLayout(space.extent, ranks, dealt=ranks > 1)
     owned = min(layout.share, ranks * asked) + 1
-    return FamilyPlan(space.family, ranks * owned, ids.count, "ps", lazy, ranks * asked, layout=layout, where="hosts")
+    rows, sums = ranks * owned, ranks * asked
+    return FamilyPlan(
+        space.family, rows, ids.count, "ps", lazy, sums, layout=layout, where="hosts", journal=_journal(space)
+    )
 
 
 def _with_capacity(family: FamilyPlan, capacity: int, *, tight: bool) -> FamilyPlan:

@@ -249,6 +249,7 @@ class _Lift:
                 new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
             if journal is not None and k in leaves:
                 journal.committed[k] = new
+                journal.rows.append(rows)
                 continue
             self._name(dict(self._updates(space))[k], k, new)
         if journal is not None:

@@ -18,11 +18,11 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.stages import Exchange, Segment, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
-EXCHANGES = ("route", "pull", "fetch", "deliver", "reduce", "sweep", "densify", "commit")
+EXCHANGES = ("route", "pull", "fetch", "deliver", "reduce", "sweep", "densify", "commit", "flush")
 #: Those that one rank has, too.
-_ALONE = ("route", "pull", "sweep", "densify", "commit")
+_ALONE = ("route", "pull", "sweep", "densify", "commit", "flush")
 #: Exchanges whose results are the owner's.
-_TO_OWNER = frozenset({"pull", "deliver", "sweep", "densify", "commit"})
+_TO_OWNER = frozenset({"pull", "deliver", "sweep", "densify", "commit", "flush"})
 
 
 def split_stages(program: Program, ranks: int) -> Stages:

@@ -38,6 +38,7 @@ class Ranks:
       exchange: Between ranks.
       device_view, owner_view: How programs of either side see the devices.
       mesh: Of the device programs: the rank's own devices ("mpi"), or all ranks' ("xla").
+      host: The device of the owner's programs, where that isn't the default one.
       step: The number of the step, for messages.
     """
 
@@ -54,7 +55,7 @@ class Ranks:
             self.device_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
         self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
         self.is_single = not self.is_global and len(mine) == 1
-        self._host = None if mine[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
+        self.host = None if mine[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self._buffers = Buffers()
         self.step = -1
 
@@ -103,13 +104,13 @@ class Ranks:
             program = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), out_shardings=shardings)
             return watched(program) if self.is_global and self.exchange.size > 1 else program
         compiled = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated))
-        if side == "owner" and self._host is not None:
+        if side == "owner" and self.host is not None:
             return self._on_host(compiled)
         return compiled
 
     def _on_host(self, compiled: Callable[..., Sequence[Array]]) -> Callable[..., Sequence[Array]]:
         def run(*operands: Array) -> Sequence[Array]:
-            with jax.default_device(self._host):
+            with jax.default_device(self.host):
                 return compiled(*operands)
 
         return run
@@ -142,7 +143,7 @@ class Ranks:
 
     def for_owner(self, value: Any) -> Any:
         """A value, all of it, as an owner's program takes it."""
-        if isinstance(value, jax.Array) and (self._host is not None or not self.is_single):
+        if isinstance(value, jax.Array) and (self.host is not None or not self.is_single):
             return np.asarray(local(value))
         return value
 
@@ -175,7 +176,7 @@ class Ranks:
     def reduce(self, values: Sequence[Any], op: str) -> Sequence[Any]:
         """Values of all ranks, reduced."""
         if self.exchange.size == 1:
-            return values if self._host is None else [np.asarray(v) for v in values]
+            return values if self.host is None else [np.asarray(v) for v in values]
         given = [np.asarray(v) for v in values]
         self._wait("reducing")
         found = self.exchange.reduce(given, op)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.backends.emit import emit
+from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
@@ -66,14 +67,24 @@ class Step:
 class StagedProgram:
     """A step's stages, compiled for certain sizes."""
 
-    def __init__(self, program: Program, plan: Plan, ranks: Ranks, donated: frozenset[int]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        ranks: Ranks,
+        donated: frozenset[int],
+        journalings: Sequence[HostJournaling] = (),
+    ) -> None:
         """
         Args:
           program: Localized, with stages.
           plan: Whose sizes it was made for.
           ranks: Who exchanges.
           donated: Inputs whose buffers may be used for their new values.
+          journalings: How deferred rows are brought up to date, in the order of the program's flushes.
         """
+        flushes = (e for e in program.block.equations if e.op == "flush")
+        self._journalings = dict(zip(flushes, journalings, strict=True))
         self._ranks = ranks
         self._plan = plan
         self._inputs = program.block.inputs
@@ -121,7 +132,7 @@ class StagedProgram:
         for item in program.stages.items:
             if isinstance(item, Segment):
                 found.update(item.block.inputs if item.side == "owner" else ())
-            elif item.op in ("reduce", "commit", "sweep"):
+            elif item.op in ("reduce", "commit", "sweep", "flush"):
                 found.update(a for e in item.equations for a in e.inputs)
         return found
 
@@ -226,6 +237,21 @@ class StagedProgram:
             leaf.spread_last(np.asarray(rows))
             leaf.commit(route.rows, route.count, np.asarray(rows))
             step.values[out] = leaf
+
+    def _flush(self, equations: Sequence[Equation], step: Step) -> None:
+        """Deferred rows, where the journal is full."""
+        for equation in equations:
+            journaling = self._journalings[equation]
+            m = len(journaling.replay.leaves)
+            operands = [self._value(step, a) for a in equation.inputs]
+            leaves, (stamps, now, *records) = operands[:m], operands[m:]
+            now = np.asarray(self._ranks.own(now))
+            if int(now) >= journaling.replay.length:
+                step.has_written = True
+                journaling.flush(leaves, stamps, int(now), [np.asarray(self._ranks.own(x)) for x in records])
+                now = np.zeros_like(now)
+            results = (*leaves[: journaling.replay.changed], stamps, now)
+            step.values.update(zip(equation.outputs, results, strict=True))
 
     def _sweep(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:

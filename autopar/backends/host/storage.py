@@ -7,13 +7,16 @@ one current generation: a state that was given to a step is gone, as a donated a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.layout import RowLayout
 from autopar.mpi.buffers import allocate_table
+
+if TYPE_CHECKING:
+    from autopar.backends.host.journal import HostJournal
 
 
 class HostRows:
@@ -26,7 +29,10 @@ class HostRows:
       axis: The row axis of the table.
       path: Of the leaf, for messages.
       generation: How often the rows were handed on.
+      journal: What some rows still miss, if they are deferred.
     """
+
+    journal: HostJournal | None = None
 
     def __init__(self, rows: np.ndarray, layout: RowLayout, rank: int, axis: int, path: str) -> None:
         self.rows = rows
@@ -64,8 +70,14 @@ class HostRows:
         places = np.arange(start, end) + self.rank * self.layout.share
         return np.minimum(self.layout.row(places), self.layout.extent - 1)
 
+    def settle(self) -> None:
+        """Bring all rows up to date, those of the whole family."""
+        if self.journal is not None:
+            self.journal.settle()
+
     def copy(self) -> HostRows:
-        """Another storage with the same rows."""
+        """Another storage with the same rows, all up to date."""
+        self.settle()
         found = HostRows(allocate_table(self.rows.shape, self.rows.dtype, self.path), *self._rest())
         np.copyto(found.rows, self.rows)
         return found

@@ -32,6 +32,7 @@ class Journal:
       layout: How stamps are stored, with their rows; None where every device has all.
       old, new: The step's inputs and outputs that the journal is: stamps, now, records.
       committed: Leaf -> the leaf with the rows that the step touched.
+      rows: Those rows.
     """
 
     family: int
@@ -43,6 +44,7 @@ class Journal:
     old: list[Var] = field(default_factory=list)
     new: list[Atom] = field(default_factory=list)
     committed: dict[int, Atom] = field(default_factory=dict)
+    rows: list[Atom] = field(default_factory=list)
 
     @staticmethod
     def begin(scope: Scope, space: RowSpace, changed: Sequence[int], inputs: Sequence[Var]) -> Journal:
@@ -86,7 +88,8 @@ class Journal:
         if exceeded is not None:
             after = scope.emit("select", (exceeded, after, self.now), self.now.type)
         commit = {"axis": 0, "extent": replay.extent, "guarded": exceeded is not None or None}
-        stamps = scope.emit("commit", (self.stamps, rows, route, *guard), self.stamps.type, commit)
+        # Not before the rows themselves: a step that fails between the two would leave rows that count as moved.
+        stamps = scope.emit("commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(phi.body)
         scope.equations.append(
