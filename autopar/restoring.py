@@ -18,6 +18,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.checkpoint_files.dense import read_dense
 from autopar.checkpoint_files.manifest import LeafRecord, Manifest
 from autopar.checkpoint_files.rows import RowFiles, block_rows, check_content
+from autopar.deferred_table import DeferredTable
 from autopar.errors import CheckpointError, StateError
 from autopar.host_table import HostTable
 from autopar.init import call_of, plan_of
@@ -51,6 +52,7 @@ def as_saved(record: LeafRecord) -> Place:
 
 def place_of(leaf: Any) -> Place:
     """As a template's leaf is."""
+    leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
     if isinstance(leaf, HostTable):
         return Place("hosts", leaf.layout, leaf.axis)
     if isinstance(leaf, Table):

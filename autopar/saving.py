@@ -14,10 +14,12 @@ from autopar import jax_compat
 from autopar.arguments import path_name
 from autopar.checkpoint_files.manifest import LeafRecord
 from autopar.checkpoint_files.rows import file_name
+from autopar.deferred_table import DeferredTable
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
 from autopar.spread_table import Table
+from autopar.table import is_table
 
 #: Types of Python numbers that a state may hold.
 NUMBERS: Mapping[Any, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -75,11 +77,12 @@ def leaves_of(state: Any) -> list[SavedLeaf]:
     found = []
     for number, (path, leaf) in enumerate(pairs):
         known = path_name(path)
-        if isinstance(leaf, (Table, jax.Array, HostTable)) and leaf.is_deleted():
+        if (isinstance(leaf, jax.Array) or is_table(leaf)) and leaf.is_deleted():
             raise DonatedStateError(
                 f"{known or 'the state'} was given to a step, which updated it in place: save the state that the step "
                 "returned"
             )
+        leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
         found.append(_leaf(known, name, leaf))
     return found
