@@ -140,6 +140,11 @@ class DeferredTable(TableLeaf):
         """Whether the rows were given to a step, which updated them in place."""
         return self.journal.is_deleted()
 
+    def block_until_ready(self) -> DeferredTable:
+        """Wait for the step that returned it; rows that lag behind stay so."""
+        jax.block_until_ready((self.journal.leaves, self.journal.entries))
+        return self
+
     def current(self) -> jax.Array | Table:
         """The table with all rows up to date: the journal's own array, or a `Table` of it. The next step takes it."""
         stored = self.journal.settled(self.place)

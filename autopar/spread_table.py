@@ -50,6 +50,11 @@ class Table(TableLeaf):
         """Whether the rows were given to a step, which updated them in place."""
         return self.stored.is_deleted()
 
+    def block_until_ready(self) -> Table:
+        """Wait for the step that returned it."""
+        self.stored.block_until_ready()
+        return self
+
     def materialize(self) -> jax.Array:
         """The table as an ordinary array, [..., V, ...], on the same devices.
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import choice, contract, devices, exchange, hosts, one_device, soak
+from benchmarks import adamw, choice, contract, devices, exchange, hosts, one_device, soak
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
+    "adamw": adamw.adamw,
     "dispatch": one_device.dispatch,
     "planning": one_device.planning,
     "crossover": one_device.crossover,

@@ -1,0 +1,120 @@
+"""AdamW moves every row in every step. autopar leaves those that a batch doesn't touch to later steps, and is exact.
+
+The step of `lookup` with AdamW, decay and a schedule: plain JAX, autopar, and a lazy Adam by hand, which is another
+function (untouched rows don't move). Whole runs are timed, flushes of the journal included: at least two in each part.
+`python -m benchmarks adamw`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import autopar
+from benchmarks.lookup import IDS, D, loss_of, make_state, zipf_ids
+
+ROWS = 800_000
+RATE, DECAY, B1, B2, EPS, CLIP = 1e-3, 1e-2, 0.9, 0.999, 1e-8, 1.0
+#: Steps of a turn, of which the first few aren't timed: a plain step leaves a machine slow for a while.
+TURNS, STEPS, PLAIN_STEPS, SKIPPED = 6, 110, 2, 10
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def transformation() -> optax.GradientTransformation:
+    schedule = optax.cosine_decay_schedule(RATE, 100_000)
+    adam = optax.adamw(schedule, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
+    return optax.chain(optax.clip_by_global_norm(CLIP), adam)
+
+
+def plain_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+    """What a user writes."""
+
+    def loss_fn(params: dict[str, Any]) -> jax.Array:
+        return loss_of(params["emb"][batch["ids"]], params["w1"], params["w2"])
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    updates, opt = transformation().update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+
+def lazy_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+    """Lazy AdamW by hand: `plain_step` on the touched rows; the others don't move."""
+    ids, params = batch["ids"], state["params"]
+    extent = params["emb"].shape[0]
+    unique, inverse = jnp.unique(ids.ravel(), return_inverse=True, size=min(extent, ids.size), fill_value=extent)
+    at = jnp.where(unique < extent, unique, extent + jnp.arange(unique.size, dtype=unique.dtype))
+
+    def pull(leaf: jax.Array) -> jax.Array:
+        return leaf.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+    def commit(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+        return leaf.at[at].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+    is_table = [leaf.shape == params["emb"].shape for leaf in jax.tree.leaves(state)]
+    leaves, tree = jax.tree.flatten(state)
+    rows = tree.unflatten([pull(x) if t else x for x, t in zip(leaves, is_table, strict=True)])
+    new, loss = plain_step(rows, {"ids": inverse.reshape(ids.shape)})
+    pairs = zip(leaves, jax.tree.leaves(new), is_table, strict=True)
+    return tree.unflatten([commit(old, x) if t else x for old, x, t in pairs]), loss
+
+
+def adamw(rows: int = ROWS) -> None:
+    """V=800,000, D=256, an MLP, 640 Zipf ids, clip by the norm over all, AdamW with decay and a schedule."""
+    planned = autopar.parallelize(plain_step)
+    steps: dict[str, Step] = {
+        "plain": jax.jit(plain_step, donate_argnums=0),
+        "autopar": planned,
+        "lazy by hand": jax.jit(lazy_step, donate_argnums=0),
+    }
+    states = {name: _state(rows) for name in steps}
+    batches = [{"ids": jnp.asarray(zipf_ids(rows, IDS, seed))} for seed in range(200)]
+    touched: set[int] = set()
+    for batch in batches:
+        touched.update(np.asarray(batch["ids"]).ravel().tolist())
+    _compare(steps, states, batches, f"{len(touched) / rows:.1%} of the rows touched")
+    print(autopar.explain(planned))
+    everything = np.random.default_rng(0).permutation(rows)
+    for start in range(0, rows, IDS[0] * IDS[1]):
+        ids = np.resize(everything[start : start + IDS[0] * IDS[1]], IDS).astype(np.int32)
+        states["autopar"], _ = planned(states["autopar"], {"ids": jnp.asarray(ids)})
+    _compare(steps, states, batches, "every row touched")
+
+
+def _state(rows: int) -> dict[str, Any]:
+    params = make_state(8)["params"]
+    params["emb"] = jax.random.normal(jax.random.key(1), (rows, D)) * 0.01
+    return {"params": params, "opt": transformation().init(params)}
+
+
+def _compare(steps: Mapping[str, Step], states: dict[str, Any], batches: list[Any], told: str) -> None:
+    """Seconds a step, a mean of each turn, and the longest step."""
+    means: dict[str, list[float]] = {name: [] for name in steps}
+    worst = dict.fromkeys(steps, 0.0)
+    done = 0
+    for turn in range(TURNS + 1):
+        for name, step in steps.items():
+            count = PLAIN_STEPS if name == "plain" else STEPS
+            seconds = []
+            for k in range(count):
+                start = time.perf_counter()
+                states[name], loss = step(states[name], batches[(done + k) % len(batches)])
+                jax.block_until_ready((states[name], loss))
+                seconds.append(time.perf_counter() - start)
+            if turn:  # the first one compiles
+                means[name].append(float(np.mean(seconds[min(SKIPPED, count - 1) :])))
+                worst[name] = max(worst[name], *seconds)
+        done += STEPS
+    total = {name: float(np.mean(found)) * 1e3 for name, found in means.items()}
+    shown = ", ".join(f"{name} {ms:.1f} ms (longest {worst[name] * 1e3:.0f})" for name, ms in total.items())
+    print(
+        f"{told}: {shown}; plain / autopar {total['plain'] / total['autopar']:.1f}, "
+        f"autopar / lazy {total['autopar'] / total['lazy by hand']:.2f}",
+        flush=True,
+    )
