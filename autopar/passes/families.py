@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.exchange import Sizes, host_sent_bytes, sent_bytes, step_seconds
-from autopar.cost.model import JOURNAL_STEPS, lifting_pays
+from autopar.cost.model import lifting_pays
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
@@ -36,6 +36,7 @@ class Wishes:
       example: Gives the flat ids of the example batch.
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost.
+      journal_steps: Steps that deferred rows wait for at most.
       hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
     """
 
@@ -45,6 +46,7 @@ class Wishes:
     example: Example | None
     headroom: float
     rates: Callable[[], Rates] | None
+    journal_steps: int
     hosts: frozenset[int] = frozenset()
 
 
@@ -92,7 +94,7 @@ def decide_family(
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         family = bounds(space, ids, "ps" if method == "auto" else method, wishes.sparse == "lazy", 1)
-        family = dataclasses.replace(family, journal=JOURNAL_STEPS if space.deferred else 0)
+        family = dataclasses.replace(family, journal=wishes.journal_steps if space.deferred else 0)
         return (family, family), _lifted(space, ids, family, paths, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
