@@ -195,6 +195,8 @@ def _add(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
 
 def _plus_number(walk: Walk, value: Value, number: Number) -> Value:
     if number.literal and _is_positive(number):
+        if isinstance(value, Scaled):
+            value = _root(walk, value)
         return Sign(positive=True) if isinstance(value, (Zero, Sign)) else None
     if isinstance(value, (Zero, Scaled)):
         walk.assume(number.value == 0)
@@ -281,6 +283,8 @@ def _square(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
 
 def _integer_pow(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     (a,), y = values, equation.params["y"]
+    if y == 1:
+        return a
     if isinstance(a, Number):
         return Number(a.value ** float(y), a.literal)
     if y == 2:
@@ -293,10 +297,15 @@ def _sqrt(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     if isinstance(a, Number):
         return Number(walk.xp.sqrt(a.value), a.literal)
     if isinstance(a, Scaled):
-        walk.not_negative.add(a.leaf)
-        walk.assume(a.unit + a.rest >= 0)
-        return Sign(positive=False)
+        return _root(walk, a)
     return Sign(a.positive) if isinstance(a, Sign) else a if isinstance(a, Zero) else None
+
+
+def _root(walk: Walk, scaled: Scaled) -> Sign:
+    """A leaf that is to be nowhere negative, or its root."""
+    walk.not_negative.add(scaled.leaf)
+    walk.assume(scaled.unit + scaled.rest >= 0)
+    return Sign(positive=False)
 
 
 def _rsqrt(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
@@ -343,7 +352,7 @@ def _moved(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     dims = equation.params.get("broadcast_dimensions", ())
     in_order = equation.op != "transpose" and list(dims) == sorted(dims)
     if isinstance(a, Number):
-        return a if _is_scalar(a) else None
+        return _full(walk, equation, values) if _is_scalar(a) else None
     return a if not isinstance(a, Scaled) or (old == new and in_order) else None
 
 
@@ -399,6 +408,12 @@ def _chosen(walk: Walk, index: Any, numbers: Sequence[Any]) -> Any:
     return found
 
 
+def _full(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    zero = isinstance(a, Number) and a.literal and not np.any(a.value) and equation.outputs[0].shape != ()
+    return Zero() if zero else a
+
+
 def _identity(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     return values[0]
 
@@ -421,7 +436,7 @@ _RULES: Mapping[str, Rule] = {
     "convert_element_type": _convert,
     "reduce_sum": _sum,
     "select_n": _select,
-    "full": _identity,
+    "full": _full,
     "copy": _identity,
     "copy_p": _identity,
     "stop_gradient": _identity,
