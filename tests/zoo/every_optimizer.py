@@ -92,7 +92,9 @@ RECIPES: Mapping[str, Make] = {
     ),
     "optax.scale_by_schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(-0.1, -0.02, 10)),
     "optax.scale_by_zoom_linesearch": lambda: _before(optax.scale_by_zoom_linesearch(4), optax.sgd(_RATE)),
-    "optax.selective_transform": lambda: optax.selective_transform(optax.adam(_RATE), freeze_mask=_nothing),
+    "optax.selective_transform": lambda: optax.selective_transform(
+        optax.adam(_RATE), freeze_mask={"emb": False, "w": True}
+    ),
     "optax.sgd": lambda: optax.sgd(_RATE, momentum=0.9),
     "optax.snapshot": lambda: optax.chain(optax.adam(_RATE), optax.snapshot("largest", _largest)),
     "optax.stateless": lambda: optax.stateless(lambda g, p: jax.tree.map(lambda g, p: -_RATE * (g + 1e-2 * p), g, p)),
@@ -190,10 +192,11 @@ def _guess(name: str, member: Callable[..., Any]) -> Make | None:
 
 def optimizer_case(name: str, dtype: Any = np.float32) -> Case:
     """A lookup of Zipf ids in `emb` [ROWS, WIDTH], `w` beside it, trained by one of `names()`."""
-    return lookup_case(names()[name](), dtype, EXTRAS.get(name, ()), pairs=name == "optax.lookahead")
+    kind = {"pairs": name == "optax.lookahead", "filled": name in ("optax.monitor", "optax.measure_with_ema")}
+    return lookup_case(names()[name](), dtype, EXTRAS.get(name, ()), **kind)
 
 
-def lookup_case(tx: Any, dtype: Any = np.float32, extras: tuple[str, ...] = (), *, pairs: bool = False) -> Case:
+def lookup_case(tx: Any, dtype: Any = np.float32, extras: tuple[str, ...] = (), *, pairs: bool = False, filled: bool = False) -> Case:
     """The same with any GradientTransformation.
 
     Args:
@@ -201,6 +204,7 @@ def lookup_case(tx: Any, dtype: Any = np.float32, extras: tuple[str, ...] = (), 
       dtype: Of the parameters and the whole step.
       extras: What its update takes besides gradients and parameters.
       pairs: Whether it trains `optax.LookaheadParams`.
+      filled: Whether its state has its final structure after the first step only, which is then taken beforehand.
     """
     rng = np.random.default_rng(0)
     params = {"emb": rng.normal(size=(ROWS, WIDTH)), "w": rng.normal(size=(WIDTH, WIDTH))}
@@ -222,4 +226,7 @@ def lookup_case(tx: Any, dtype: Any = np.float32, extras: tuple[str, ...] = (), 
         ids = zipf_ids(rng, IDS, ROWS)
         return {"ids": ids, "target": rng.normal(size=(*IDS, WIDTH)).astype(np.float32)}
 
-    return Case(step, concrete({"params": start, "opt": tx.init(start)}), batches, ("params/emb",))
+    opt = tx.init(start)
+    if filled:
+        _, opt = tx.update(jax.tree.map(jnp.zeros_like, start), opt, start)
+    return Case(step, concrete({"params": start, "opt": opt}), batches, ("params/emb",))
