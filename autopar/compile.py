@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.cost.model import JOURNAL_STEPS
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.examples import BatchAxis
@@ -55,6 +56,8 @@ class Options:
     headroom: float = 1.25
     #: What exchanges cost on the devices; asked for where "auto" has to choose between several devices' methods.
     rates: Callable[[], Rates] | None = None
+    #: Steps that deferred rows wait for at most.
+    journal_steps: int = JOURNAL_STEPS
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
 
@@ -111,6 +114,7 @@ def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
         headroom=options.headroom,
         rates=options.rates,
         emit=options.emit,
+        journal_steps=options.journal_steps,
     )
     return program, plan, note
 

@@ -221,8 +221,8 @@ OPTIMIZERS = {
     "poisoned": _poisoned,
     "momentum": _momentum,
 }
-#: Move every row at every step: tables stay dense.
-DENSE = {"momentum"}
+#: Move every row at every step: untouched ones are deferred.
+DEFERRED = {"momentum"}
 
 
 def make_step(recipe: Recipe) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:

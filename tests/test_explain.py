@@ -76,7 +76,15 @@ def test_an_optimizer_that_moves_every_row_is_named() -> None:
     step, state = make(optax.adam(0.1))
     told = autopar.explain(autopar.parallelize(step), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "all rows" and "changes on every row" in emb.reason and "lazy" in emb.remedy
+    assert emb.action == "touched rows" and "the others move, too: they wait for up to" in emb.reason
+    assert "test_explain.py" in emb.line
+
+
+def test_an_optimizer_that_mixes_rows_is_named() -> None:
+    step, state = make(optax.lamb(0.1))
+    told = autopar.explain(autopar.parallelize(step), state, IDS)
+    emb = next(r for r in told.rows if r.path == "params/emb")
+    assert emb.action == "all rows" and "reduce_sum over all rows" in emb.reason
     assert "test_explain.py" in emb.line
 
 

@@ -20,7 +20,7 @@ from autopar.verify import compare
 from .recipes import (
     AFTER,
     CHAIN,
-    DENSE,
+    DEFERRED,
     ID_KINDS,
     IDS,
     LOOKUPS,
@@ -58,7 +58,10 @@ def _is_open(recipe: Recipe) -> bool:
     # A lookup by columns makes rows of a dense parameter's columns.
     by_columns = "projected" in recipe.chain and any(lookup == "columns too" for lookup, _ in recipe.lookups)
     # Zero off the rows after the first of the repeated steps, but not before it.
-    return by_columns or (recipe.repeated and recipe.optimizer == "last gradient")
+    # What becomes of an untouched row depends on its number or its mask, or on all steps of a loop: not deferred yet.
+    masked = {"padding row masked", "mask from outside"}.intersection(recipe.chain)
+    moves = recipe.optimizer in DEFERRED and (recipe.repeated or masked)
+    return bool(by_columns or moves or (recipe.repeated and recipe.optimizer == "last gradient"))
 
 
 def _check(recipe: Recipe) -> None:
@@ -70,7 +73,8 @@ def _check(recipe: Recipe) -> None:
     entry = planned.entry(state, batches[0])
     if not _is_open(recipe):
         lifted = [p.lifted for p in entry.compiled.plan.parameters if p.path.startswith("params/table")]
-        assert lifted == [recipe.optimizer not in DENSE] * recipe.tables, entry.compiled.plan.parameters
+        assert lifted == [True] * recipe.tables, entry.compiled.plan.parameters
+        assert entry.compiled.plan.defers == (recipe.optimizer in DEFERRED)
     found = compare(entry, [jax.tree.leaves((state, batch)) for batch in batches])
     assert found.ok, str(found)
 

@@ -18,7 +18,8 @@ def test_variant(name: str) -> None:
     step = autopar.parallelize(case.step, strategy="ps", donate=False)
     entry = step.entry(case.state, case.batches(0))
     lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
-    if variant.expect == "lift":
+    assert (variant.expect == "defer") == entry.compiled.plan.defers
+    if variant.expect != "dense":
         assert set(case.tables) <= lifted, str(autopar.explain(step, case.state, case.batches(0)))
     else:
         assert not lifted.intersection(case.tables)

@@ -121,23 +121,25 @@ class Deferred:
     # --- settled rows ---
 
     def _scales(self, now: Array, records: Sequence[Array]) -> tuple[list[Array], Array]:
-        """For each scaled leaf [K + 1], what a row with that stamp is to be multiplied by, less one; whether they hold.
+        """For each scaled leaf [K + 1], what a row with that stamp is to be multiplied by; and whether they hold.
 
-        The factors' logarithms are added where they are near one: a product would round each of them.
+        Where factors are near one it is the logarithm of that, a sum: a product would round each of them.
         """
         p = self.replay
         assert p.settled is not None, "there are settled rows"
         *rates, holds = records[len(p.values) :]
         done = jax.lax.iota(jnp.int32, p.length) < now
+        hold = jnp.all(jnp.where(done, holds, True))
         scales = []
         for rate, near_one in zip(rates, p.settled.near_one, strict=True):
             if near_one:
-                logs = jnp.where(done, jnp.log1p(rate), 0)
-                less = jnp.expm1(jax.lax.cumsum(logs, reverse=True))
+                by = jax.lax.cumsum(jnp.where(done, jnp.log1p(rate), 0), reverse=True)
+                hold &= jnp.all(jnp.isfinite(jnp.exp(by)))
             else:
-                less = jax.lax.cumprod(jnp.where(done, rate, 1), reverse=True) - 1
-            scales.append(jnp.concatenate([less, jnp.zeros((1,), less.dtype)]))
-        return scales, jnp.all(jnp.where(done, holds, True))
+                by = jax.lax.cumprod(jnp.where(done, rate, 1), reverse=True)
+                hold &= jnp.all(jnp.isfinite(by))  # zero times a product that overflows isn't zero
+            scales.append(jnp.concatenate([by, jnp.full((1,), 0 if near_one else 1, by.dtype)]))
+        return scales, hold
 
     def _scaled(
         self, changed: Sequence[Array], stamps: Array, now: Array, records: Sequence[Array]
@@ -150,9 +152,9 @@ class Deferred:
             return changed, begin
         scales, hold = self._scales(now, records)
         scale_now = (stamps < 0) & hold
-        for k, less in zip(settled.scaled, scales, strict=True):
-            by = jnp.where(scale_now, less.at[begin].get(mode="clip"), 0)
-            changed[k] = _times(changed[k], by, 0)
+        for k, scale, near_one in zip(settled.scaled, scales, settled.near_one, strict=True):
+            by = jnp.where(scale_now, scale.at[begin].get(mode="clip"), 0 if near_one else 1)
+            changed[k] = _times(changed[k], by, 0, near_one)
         return changed, jnp.where(scale_now, now, begin)
 
     def _scaled_whole(
@@ -166,9 +168,9 @@ class Deferred:
             return leaves, begin
         scales, hold = self._scales(now, records)
         scale_now = (stamps < 0) & hold
-        for k, less in zip(settled.scaled, scales, strict=True):
-            by = jnp.where(scale_now, less.at[begin].get(mode="clip"), 0)
-            leaves[k] = _times_in_place(leaves[k], by, self.replay.axes[k])
+        for k, scale, near_one in zip(settled.scaled, scales, settled.near_one, strict=True):
+            by = jnp.where(scale_now, scale.at[begin].get(mode="clip"), 0 if near_one else 1)
+            leaves[k] = _times_in_place(leaves[k], by, self.replay.axes[k], near_one)
         return leaves, jnp.where(scale_now, now, begin)
 
     # --- rows that are replayed ---
@@ -235,25 +237,29 @@ def _beside(flags: Array, rows: Array) -> Array:
     return flags.reshape(flags.shape[0], *(1,) * (rows.ndim - 1))
 
 
-def _times(leaf: Array, less: Array, axis: int) -> Array:
-    """Rows times (1 + less)."""
+def _times(leaf: Array, by: Array, axis: int, near_one: bool) -> Array:
+    """Rows times `by`, or times e^by, where that is near one without rounding it."""
     shape = [1] * leaf.ndim
-    shape[axis] = less.shape[0]
-    return leaf + leaf * less.reshape(shape).astype(leaf.dtype)
+    shape[axis] = by.shape[0]
+    by = by.reshape(shape).astype(leaf.dtype)
+    if not near_one:
+        return leaf * by
+    return jnp.where(by < -0.5, leaf * jnp.exp(by), leaf + leaf * jnp.expm1(by))
 
 
-def _times_in_place(leaf: Array, less: Array, axis: int) -> Array:
+def _times_in_place(leaf: Array, by: Array, axis: int, near_one: bool) -> Array:
     """The same block by block; not at all where every row would be multiplied by one."""
     extent = leaf.shape[axis]
     size = min(extent, max(1, _BLOCK_ELEMENTS // max(1, leaf.size // extent)))
     numbers = jax.lax.iota(jnp.int32, size)
+    nothing = 0 if near_one else 1
 
     def block(k: Array, leaf: Array) -> Array:
         start = jnp.minimum(k * size, extent - size)  # the last block reaches back over rows that are done
         some = jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
-        by = jax.lax.dynamic_slice_in_dim(less, start, size)
-        by = jnp.where(start + numbers >= k * size, by, 0)
-        return jax.lax.dynamic_update_slice_in_dim(leaf, _times(some, by, axis), start, axis)
+        mine = jax.lax.dynamic_slice_in_dim(by, start, size)
+        mine = jnp.where(start + numbers >= k * size, mine, nothing)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, _times(some, mine, axis, near_one), start, axis)
 
-    rounds = jnp.where(jnp.any(less != 0), -(-extent // size), 0)
+    rounds = jnp.where(jnp.any(by != nothing), -(-extent // size), 0)
     return jax.lax.fori_loop(0, rounds, block, leaf)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
@@ -44,9 +45,13 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """At least not negative, if not more than zero, in rows whose elements are finite."""
+    """At least not negative, if not more than zero; perhaps infinite, unless it is bounded; never NaN.
+
+    In rows whose elements are finite: a square of a large one may overflow.
+    """
 
     positive: bool
+    bounded: bool = False
 
 
 Value = Zero | Scaled | Number | Sign | None
@@ -78,12 +83,29 @@ class Walk:
 
         for equation in body.equations:
             values = [read(a) for a in equation.inputs]
+            if equation.op == "cond":
+                env.update(zip(equation.outputs, self._cond(equation, values), strict=True))
+                continue
             rule = _RULES.get(equation.op)
             found = None
             if rule is not None and len(equation.outputs) == 1 and not equation.bodies:
                 found = rule(self, equation, values)
             env.update(dict.fromkeys(equation.outputs, found))
         return [read(a) for a in body.outputs]
+
+    def _cond(self, equation: Equation, values: Sequence[Value]) -> list[Value]:
+        """Each branch by itself; what they take for granted must hold of the one that is taken."""
+        which, *operands = values
+        if not isinstance(which, Number) or not _is_scalar(which):
+            return [None] * len(equation.outputs)
+        index = _scalar(self, which)
+        branches: list[list[Value]] = []
+        for k, body in enumerate(equation.bodies):
+            walk = Walk(self.xp)
+            branches.append(walk.run(body, operands))
+            self.assumed += [(index != k) | condition for condition in walk.assumed]
+            self.not_negative |= walk.not_negative
+        return [_one_of(self, index, cases) for cases in zip(*branches, strict=True)]
 
 
 def find_settled(body: Block, changed: int, read: int) -> Settled | None:
@@ -109,8 +131,6 @@ def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Set
         return None
     if not all(isinstance(v := outputs[k], Scaled) and v.leaf == k and v.unit in (0, 1) for k in scaled):
         return None
-    if any(k >= changed for k in walk.not_negative):
-        return None
     near_one = tuple(isinstance(v := outputs[k], Scaled) and v.unit == 1 for k in scaled)
     dtypes = tuple(body.inputs[k].dtype for k in scaled)
     return Settled(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
@@ -126,14 +146,17 @@ def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequ
         value = outputs[k]
         assert isinstance(value, Scaled) and value.leaf == k and value.unit == near_one, "as it was when it was planned"
         rest = xp.asarray(value.rest, dtype).reshape(())
-        walk.assume(rest > -1 if near_one else xp.isfinite(rest))
+        walk.assume(xp.isfinite(rest) & (rest > -1 if near_one else True))
         found.append(rest)
     holds = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else xp.asarray(True)
     return [*found, holds]
 
 
 def _leaves(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:
-    return [Zero() if k in zero else Scaled(k, 1, np.zeros((), body.inputs[k].dtype)) for k in range(changed + read)]
+    """Leaves that are only read may hold anything: nobody looks whether they are finite."""
+    types = [v.dtype for v in body.inputs[:changed]]
+    mine = [Zero() if k in zero else Scaled(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
+    return [*mine, *[None] * read]
 
 
 # --- rules ---
@@ -171,15 +194,30 @@ def _add(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
 
 
 def _plus_number(walk: Walk, value: Value, number: Number) -> Value:
-    if number.literal and np.all(number.value > 0):
+    if number.literal and _is_positive(number):
+        if isinstance(value, Scaled):
+            value = _root(walk, value)
         return Sign(positive=True) if isinstance(value, (Zero, Sign)) else None
     if isinstance(value, (Zero, Scaled)):
         walk.assume(number.value == 0)
         return value
+    if isinstance(value, Sign) and not number.literal:  # a divisor's epsilon, most likely
+        walk.assume(number.value >= _tiny(number))
+        return Sign(positive=True)
     if isinstance(value, Sign):
         walk.assume(number.value >= 0)
-        return value
+        return Sign(value.positive)
     return None
+
+
+def _tiny(number: Number) -> Any:
+    """The smallest number whose reciprocal is finite, also where subnormal ones are taken for zero."""
+    dtype = number.value.dtype
+    return jax.numpy.finfo(dtype).tiny if jax_compat.is_float(dtype) else 1
+
+
+def _is_positive(number: Number) -> bool:
+    return bool(np.all(number.value >= _tiny(number)))
 
 
 def _neg(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
@@ -209,6 +247,9 @@ def _mul(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
             walk.assume(b.value > 0)
             walk.finite(b)
             return Sign(positive=False)  # a product of small numbers may be zero
+    for zero, other in ((a, b), (b, a)):
+        if isinstance(zero, Zero) and isinstance(other, Sign) and other.bounded:
+            return zero
     return None
 
 
@@ -226,6 +267,7 @@ def _div(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
             return Scaled(a.leaf, 0, (a.unit + a.rest) / _scalar(walk, b))
         if isinstance(a, Sign):
             walk.assume(b.value > 0)
+            walk.finite(b)
             return Sign(positive=False)
     if isinstance(a, Zero) and isinstance(b, Sign) and b.positive:
         return a
@@ -241,6 +283,8 @@ def _square(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
 
 def _integer_pow(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     (a,), y = values, equation.params["y"]
+    if y == 1:
+        return a
     if isinstance(a, Number):
         return Number(a.value ** float(y), a.literal)
     if y == 2:
@@ -253,10 +297,22 @@ def _sqrt(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     if isinstance(a, Number):
         return Number(walk.xp.sqrt(a.value), a.literal)
     if isinstance(a, Scaled):
-        walk.not_negative.add(a.leaf)
-        walk.assume(a.unit + a.rest >= 0)
-        return Sign(positive=False)
-    return a if isinstance(a, (Zero, Sign)) else None
+        return _root(walk, a)
+    return Sign(a.positive) if isinstance(a, Sign) else a if isinstance(a, Zero) else None
+
+
+def _root(walk: Walk, scaled: Scaled) -> Sign:
+    """A leaf that is to be nowhere negative, or its root."""
+    walk.not_negative.add(scaled.leaf)
+    walk.assume(scaled.unit + scaled.rest >= 0)
+    return Sign(positive=False)
+
+
+def _rsqrt(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(1 / walk.xp.sqrt(a.value), a.literal)
+    return Sign(positive=False, bounded=True) if isinstance(a, Sign) and a.positive else None
 
 
 def _abs(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
@@ -270,13 +326,18 @@ def _max(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     a, b = values
     if isinstance(a, Zero) and isinstance(b, Zero):
         return a
-    signs = [v for v in values if isinstance(v, Sign)]
-    positive = any(v.positive for v in signs) or any(
-        isinstance(v, Number) and v.literal and bool(np.all(v.value > 0)) for v in values
-    )
-    if positive:
+    if a is None or b is None:
+        return None  # it may be NaN
+    for number in values:
+        if isinstance(number, Number) and not number.literal:
+            walk.assume(~walk.xp.isnan(number.value))
+    if any(v.positive if isinstance(v, Sign) else isinstance(v, Number) and _literally_positive(v) for v in values):
         return Sign(positive=True)
-    return Sign(positive=False) if signs or any(isinstance(v, Zero) for v in values) else None
+    return Sign(positive=False) if any(isinstance(v, (Sign, Zero)) for v in values) else None
+
+
+def _literally_positive(number: Number) -> bool:
+    return number.literal and _is_positive(number)
 
 
 def _odd(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
@@ -291,7 +352,7 @@ def _moved(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     dims = equation.params.get("broadcast_dimensions", ())
     in_order = equation.op != "transpose" and list(dims) == sorted(dims)
     if isinstance(a, Number):
-        return a if _is_scalar(a) else None
+        return _full(walk, equation, values) if _is_scalar(a) else None
     return a if not isinstance(a, Scaled) or (old == new and in_order) else None
 
 
@@ -315,20 +376,42 @@ def _select(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
     which, *cases = values
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
-    if len(cases) != 2:
+    if not isinstance(which, Number):
         return None
-    if isinstance(which, Number) and all(isinstance(c, Number) for c in cases):
-        first, second = (c.value for c in cases if isinstance(c, Number))
-        return Number(walk.xp.where(which.value, second, first))
+    if all(isinstance(c, Number) for c in cases):
+        return Number(_chosen(walk, which.value, [c.value for c in cases if isinstance(c, Number)]))
+    if not _is_scalar(which):
+        return None
+    return _one_of(walk, _scalar(walk, which), cases)
+
+
+def _one_of(walk: Walk, index: Any, cases: Sequence[Value]) -> Value:
+    """One of several, which a number of the step chooses."""
+    if all(isinstance(c, Zero) for c in cases):
+        return cases[0]
+    if all(isinstance(c, Sign) for c in cases):
+        return Sign(all(c.positive for c in cases if isinstance(c, Sign)))
+    if all(isinstance(c, Number) for c in cases):
+        return Number(_chosen(walk, index, [c.value for c in cases if isinstance(c, Number)]))
     leaves = {c.leaf for c in cases if isinstance(c, Scaled)}
-    if not (isinstance(which, Number) and _is_scalar(which) and len(leaves) == 1):
+    if len(leaves) != 1 or not all(isinstance(c, (Zero, Scaled)) for c in cases):
         return None
-    if not all(isinstance(c, (Zero, Scaled)) for c in cases):
-        return None
-    first, second = (c if isinstance(c, Scaled) else Scaled(min(leaves), 0, 0.0) for c in cases)
-    unit = min(first.unit, second.unit)
-    rests = [c.rest + (c.unit - unit) for c in (first, second)]
-    return Scaled(first.leaf, unit, walk.xp.where(_scalar(walk, which), rests[1], rests[0]))
+    scaled = [c if isinstance(c, Scaled) else Scaled(min(leaves), 0, 0.0) for c in cases]
+    unit = min(c.unit for c in scaled)
+    return Scaled(scaled[0].leaf, unit, _chosen(walk, index, [c.rest + (c.unit - unit) for c in scaled]))
+
+
+def _chosen(walk: Walk, index: Any, numbers: Sequence[Any]) -> Any:
+    found = numbers[-1]
+    for k in range(len(numbers) - 2, -1, -1):
+        found = walk.xp.where(index == k, numbers[k], found)
+    return found
+
+
+def _full(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
+    (a,) = values
+    zero = isinstance(a, Number) and a.literal and not np.any(a.value) and equation.outputs[0].shape != ()
+    return Zero() if zero else a
 
 
 def _identity(walk: Walk, equation: Equation, values: Sequence[Value]) -> Value:
@@ -345,6 +428,7 @@ _RULES: Mapping[str, Rule] = {
     "square": _square,
     "integer_pow": _integer_pow,
     "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
     "abs": _abs,
     "max": _max,
     **dict.fromkeys(("sign", "tanh", "sin", "asin", "atan", "expm1", "log1p", "cbrt", "floor", "ceil", "round"), _odd),
@@ -352,7 +436,7 @@ _RULES: Mapping[str, Rule] = {
     "convert_element_type": _convert,
     "reduce_sum": _sum,
     "select_n": _select,
-    "full": _identity,
+    "full": _full,
     "copy": _identity,
     "copy_p": _identity,
     "stop_gradient": _identity,

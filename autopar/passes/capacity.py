@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cost.model import JOURNAL_STEPS
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.row_ids import RowIds
@@ -23,33 +22,26 @@ _IMBALANCE = 1.25
 _STEP = 8
 
 
-def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int) -> FamilyPlan:
+def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int, journal: int) -> FamilyPlan:
     """The family with the bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
     asked = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
         travels = method == "allgather" and any(ids.batched)
         sums = devices * asked if travels else None
         rows = min(space.extent, ids.count) + 1
-        return FamilyPlan(space.family, rows, ids.count, method, lazy, sums, journal=_journal(space))
+        return FamilyPlan(space.family, rows, ids.count, method, lazy, sums, journal=journal)
     layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
-    family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout, journal=_journal(space))
+    family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout, journal=journal)
     return _with_capacity(family, min(asked, layout.share), tight=False)
 
 
-def _journal(space: RowSpace) -> int:
-    """Steps that the family's rows may wait for."""
-    return JOURNAL_STEPS if space.deferred else 0
-
-
-def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int) -> FamilyPlan:
+def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int, journal: int) -> FamilyPlan:
     """The same of a family on hosts. Messages have the length that they need, so there is no capacity."""
     asked = max(1, min(space.extent, ids.count_on(ranks)))
     layout = RowLayout(space.extent, ranks, dealt=ranks > 1)
     owned = min(layout.share, ranks * asked) + 1
     rows, sums = ranks * owned, ranks * asked
-    return FamilyPlan(
-        space.family, rows, ids.count, "ps", lazy, sums, layout=layout, where="hosts", journal=_journal(space)
-    )
+    return FamilyPlan(space.family, rows, ids.count, "ps", lazy, sums, layout=layout, where="hosts", journal=journal)
 
 
 def _with_capacity(family: FamilyPlan, capacity: int, *, tight: bool) -> FamilyPlan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from autopar.cost.model import JOURNAL_STEPS
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout, even_axis
@@ -24,6 +25,7 @@ def choose(
     headroom: float = 1.25,
     rates: Callable[[], Rates] | None = None,
     emit: Emit = "pjit",
+    journal_steps: int = JOURNAL_STEPS,
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
@@ -35,6 +37,7 @@ def choose(
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost on the devices; without it the fewest bytes are chosen.
       emit: Whether XLA partitions one program, or each device's own is written.
+      journal_steps: Steps that deferred rows wait for at most.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
@@ -42,7 +45,7 @@ def choose(
     methods, shared, hosts = _methods(program, strategy)
     families, parameters = [], []
     has_effects = any(e.effects for e in program.block.equations)
-    options = Wishes(methods, sparse, devices, None if has_effects else example, headroom, rates, hosts)
+    options = Wishes(methods, sparse, devices, None if has_effects else example, headroom, rates, hosts, journal_steps)
     for space in program.rows.spaces:
         chosen, told = decide_family(program, space, options)
         families += [chosen] if chosen else []

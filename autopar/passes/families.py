@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.exchange import Sizes, host_sent_bytes, sent_bytes, step_seconds
-from autopar.cost.model import lifting_pays
+from autopar.cost.model import JOURNAL_STEPS, lifting_pays
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
@@ -37,6 +37,7 @@ class Wishes:
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost.
       hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
+      journal_steps: Steps that deferred rows wait for at most.
     """
 
     methods: Mapping[int, tuple[str, bool]]
@@ -46,6 +47,11 @@ class Wishes:
     headroom: float
     rates: Callable[[], Rates] | None
     hosts: frozenset[int] = frozenset()
+    journal_steps: int = JOURNAL_STEPS
+
+    def waits(self, space: RowSpace) -> int:
+        """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
+        return self.journal_steps if space.deferred else 0
 
 
 def decide_family(
@@ -84,14 +90,16 @@ def decide_family(
     if wishes.hosts and method == "auto" and wishes.devices > 1 and _pays(program, space, ids):
         hosted = True  # beside others that are there
     if hosted:
-        family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices)
+        family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
         sent = {} if wishes.devices == 1 else host_sent_bytes(_host_sizes(program, space, ids, family, wishes))
         return (family, family), _lifted(space, ids, family, paths, source, sent)
     if wishes.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
-        family = bounds(space, ids, "ps" if method == "auto" else method, wishes.sparse == "lazy", 1)
+        family = bounds(
+            space, ids, "ps" if method == "auto" else method, wishes.sparse == "lazy", 1, wishes.waits(space)
+        )
         return (family, family), _lifted(space, ids, family, paths, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
@@ -108,7 +116,7 @@ def decide_family(
             reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
             return dense(reason, "strategy='ps'", sent=sent, seconds=seconds)
     if method != "ps":
-        safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices)
+        safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
     return (safe, tight), _lifted(space, ids, tight, paths, source, sent, seconds)
 
 
@@ -156,7 +164,7 @@ def _sharded(
 
     What comes in a layout (`stored`) keeps it.
     """
-    family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices)
+    family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
     family = family if stored is None else dataclasses.replace(family, layout=stored)
     if wishes.example is None or space.depends_on:
         return family, family

@@ -19,13 +19,14 @@ from .case import Tree, key_path
 class Optimizer:
     """An optimizer; `make()` is a new Optax transformation, good for any parameters.
 
-    `lifts`: on a row whose gradient is zero, the update and the slots' change are zero as well, and no
-    row's update depends on another row but through sums that untouched rows don't enter.
+    `lifts`: no row's update depends on another row but through sums that untouched rows don't enter.
+    `moves`: rows of the table whose gradient is zero move all the same, so that they are deferred.
     """
 
     name: str
     make: Callable[[], optax.GradientTransformation]
     lifts: bool
+    moves: bool
 
 
 def is_table(path: str) -> bool:
@@ -130,22 +131,26 @@ _LIFTING: dict[str, Callable[[], optax.GradientTransformation]] = {
     "decay_dense": _decay_dense,
     "rowwise_adagrad": lambda: rowwise_adagrad(0.1),
     "counted_sgd": lambda: counted_sgd(0.1),
-    # The moments move on every row and stay dense; the table itself doesn't, and lifts.
+    # The moments move on every row, the table itself doesn't.
     "rmsprop": lambda: optax.rmsprop(0.02),
     "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=4),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adagrad(0.1), 3),
 }
 
-# Untouched rows of the table move, or a row's update depends on all rows (trust ratios).
-_DENSE: dict[str, Callable[[], optax.GradientTransformation]] = {
+# Untouched rows of the table move.
+_DEFERRED: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adam": lambda: optax.adam(0.02),
     "adamw": lambda: optax.adamw(0.02, weight_decay=1e-2),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+}
+
+# A row's update depends on all rows (trust ratios).
+_DENSE: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lamb": lambda: optax.lamb(0.02),
 }
 
 OPTIMIZERS = {
-    name: Optimizer(name, make, lifts)
-    for group, lifts in ((_LIFTING, True), (_DENSE, False))
+    name: Optimizer(name, make, lifts, moves)
+    for group, lifts, moves in ((_LIFTING, True, False), (_DEFERRED, True, True), (_DENSE, False, True))
     for name, make in group.items()
 }

@@ -12,19 +12,20 @@ from typing import Literal
 from .case import Case
 from .lookups import DENSE_ID_CASES, DENSE_LOOKS, ID_CASES, LOOKS, TABLE_CASES
 from .single import Look, table_case
-from .whole_steps import DENSE_STEPS, STEPS
+from .whole_steps import DEFERRED_STEPS, DENSE_STEPS, STEPS
 
 
 @dataclass(frozen=True)
 class Variant:
     """A named Case; `make()` builds it.
 
-    `expect`: under "lift" all of the Case's `tables` must be lifted, under "dense" none of them may be.
+    `expect`: under "lift" all of the Case's `tables` must be lifted, under "defer" their untouched rows are to be
+    deferred besides, under "dense" none of them may be lifted.
     """
 
     name: str
     make: Callable[[], Case]
-    expect: Literal["lift", "dense"]
+    expect: Literal["lift", "defer", "dense"]
 
 
 def _all() -> dict[str, Variant]:
@@ -34,6 +35,7 @@ def _all() -> dict[str, Variant]:
     lifting = {**of(LOOKS), **ID_CASES, **TABLE_CASES, **STEPS}
     dense = {**of(DENSE_LOOKS), **DENSE_ID_CASES, **DENSE_STEPS}
     variants = [Variant(name, make, "lift") for name, make in lifting.items()]
+    variants += [Variant(name, make, "defer") for name, make in DEFERRED_STEPS.items()]
     variants += [Variant(name, make, "dense") for name, make in dense.items()]
     return {variant.name: variant for variant in variants}
 

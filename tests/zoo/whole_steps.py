@@ -202,10 +202,13 @@ STEPS: dict[str, Callable[[], Case]] = {
     "report_nonzero": _reporting(lambda u: {"nonzero": jnp.sum(u.grads["emb"] != 0)}),
 }
 
-DENSE_STEPS: dict[str, Callable[[], Case]] = {
+DEFERRED_STEPS: dict[str, Callable[[], Case]] = {
     "weight_decay": lambda: table_case(tx=optax.chain(optax.add_decayed_weights(1e-2), optax.sgd(0.1))),
     "momentum": lambda: table_case(tx=optax.sgd(0.1, momentum=0.9)),
     "adam": lambda: table_case(tx=optax.adam(0.02)),
-    "l2_whole_table": lambda: table_case(penalty=lambda p, b: 1e-2 * jnp.sum(p["emb"] ** 2)),
     "max_norm": max_norm,
+}
+
+DENSE_STEPS: dict[str, Callable[[], Case]] = {
+    "l2_whole_table": lambda: table_case(penalty=lambda p, b: 1e-2 * jnp.sum(p["emb"] ** 2)),
 }
