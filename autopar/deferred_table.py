@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.deferred import Entries
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
 from autopar.errors import DonatedStateError
@@ -41,29 +42,29 @@ class Journaling:
         self.layout = layout
         self._signature = [str((replay, layout, devices)), *format_block(deferred.body)]
         n, m = replay.changed, len(replay.leaves)
-        given, returned = deferred.spread(len(replay.records), layout is not None)
+        given, returned = deferred.spread(layout is not None)
         axes = given[m:]
         self.shardings = tuple(map(devices.sharding, axes))
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, now, *records) = operands[:m], operands[m:]
-            return deferred.flush(leaves, stamps, now, records, due=True)
+            return deferred.flush(operands[:m], operands[m], Entries.of(replay, operands[m + 1 :]), due=True, full=True)
 
         def begin(*leaves: Any) -> tuple[Any, ...]:
             stamps = devices.local(lambda *some: deferred.stamps(some), given[:n], axes[0], *leaves)
             records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
-            return stamps, jnp.zeros((), jnp.int32), *records
+            volumes = (jnp.zeros(t.shape, t.dtype) for t in replay.volumes)
+            return stamps, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), *records, *volumes
 
         places = tuple(map(devices.sharding, returned))
         self.flush = jax.jit(
             lambda *operands: devices.local(run, given, returned, *operands),
             out_shardings=places,
-            donate_argnums=(*range(n), m),
+            donate_argnums=(*range(n), m, m + 1, m + 2),
         )
         self._begin = jax.jit(begin, out_shardings=self.shardings)
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """An empty journal for leaves that are up to date: stamps, now, records."""
+        """An empty journal for leaves that are up to date: stamps and entries."""
         return list(self._begin(*leaves[: self.replay.changed]))
 
     def continues(self, other: Journaling) -> bool:
@@ -77,7 +78,7 @@ class Journal:
 
     Attributes:
       leaves: Changed ones, then those that are only read.
-      entries: stamps, now, records.
+      entries: Stamps, now, volume, records, volumes.
     """
 
     journaling: Journaling
@@ -94,9 +95,9 @@ class Journal:
             )
         if not self.is_settled:
             changed = self.journaling.replay.changed
-            *leaves, stamps, now = self.journaling.flush(*self.leaves, *self.entries)
-            self.leaves[:changed] = leaves
-            self.entries[:2] = [stamps, now]
+            results = self.journaling.flush(*self.leaves, *self.entries)
+            self.leaves[:changed] = results[:changed]
+            self.entries[:3] = results[changed : changed + 3]  # there are no volumes then
             self.is_settled = True
         return self.leaves[k]
 

@@ -96,7 +96,7 @@ class HostRunner:
         leaves = self._separated(leaves)
         journals = self._journals(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
-        inputs += [x for journal in journals for x in (journal.stamps, journal.now, *journal.records)]
+        inputs += [x for journal in journals for x in (journal.stamps, *journal.entries)]
         before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = Step({})
         self._ranks.step = PROGRESS.last.step
@@ -145,9 +145,9 @@ class HostRunner:
         start = len(self._program.outputs)
         rest = results[start:]
         for journal in journals:
-            n = 2 + len(journal.records)
-            (_, now, *records), rest = rest[:n], rest[n:]
-            journal.wrote(self._ranks.own(now), [self._ranks.own(x) for x in records])
+            n = 1 + len(journal.entries)
+            (_, *entries), rest = rest[:n], rest[n:]
+            journal.wrote([self._ranks.own(x) for x in entries])
         return results[:start]
 
     # --- programs ---

@@ -1,11 +1,16 @@
-"""Deferred rows on a device (all of a table's, or its share of them): replay what they missed, before they are read, or
-of all rows when the journal is full.
+"""Deferred rows on a device (all of a table's, or its share of them): replay what they missed before they are read, and
+those that lag behind when the journal is full.
 
-A row's *stamp* is the step of the journal up to which it has moved; of a settled row (`ir.deferred.Settled`) it is
-held inverted, so that it is negative. Rows are replayed in groups of about the same stamp, each until it is up to date:
-an old row doesn't make the others wait. Settled rows are multiplied once. A flush leaves all stamps at zero.
+A row's *stamp* is the step of the journal up to which it has moved. Rows are replayed in groups of about the same
+stamp, each until it is up to date: an old row doesn't make the others wait. A full journal is flushed: all its rows are
+replayed, and it begins anew.
 
-Invariants: stamps are at most `now`; entries of the journal from `now` on are never read.
+Settled rows (`ir.deferred.Settled`) wait on, at no cost: what a full journal multiplies them by is kept as a *volume*,
+a number for each leaf, and the stamp of such a row is the inverted number of the volume from which on it is to be
+multiplied. Only when there is no room for volumes, or a step breaks what settled rows rest on, a flush takes all rows.
+
+Invariants: stamps of rows that aren't settled are at most `now`; records from `now` on, and volumes from `volume` on,
+are never read; the scales of all volumes together are finite.
 """
 
 from __future__ import annotations
@@ -28,9 +33,30 @@ Array = Any
 #: Rows of a group when some rows are brought up to date, and elements of a group in a flush.
 _GROUP_ROWS = 32
 _FLUSH_ELEMENTS = 1 << 19
-#: Rows whose scales are applied at a time.
-_BLOCK_ELEMENTS = 1 << 20
 _NEVER = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A journal, but for the stamps.
+
+    Attributes:
+      now: int32[], how many steps it holds.
+      volume: int32[], how many journals were closed before.
+      records: [K, ...] each, what the steps wrote down.
+      volumes: [M] each, what the closed journals multiply settled rows by, leaf by leaf (logarithms where near one).
+    """
+
+    now: Array
+    volume: Array
+    records: Sequence[Array]
+    volumes: Sequence[Array]
+
+    @staticmethod
+    def of(replay: Replay, flat: Sequence[Array]) -> Entries:
+        """From flat arrays."""
+        n = len(replay.records)
+        return Entries(flat[0], flat[1], flat[2 : 2 + n], flat[2 + n :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,42 +67,41 @@ class Deferred:
     body: Block
     phi: Callable[..., Sequence[Array]]
 
+    def spread(self, along: bool) -> tuple[list[int | None], tuple[int | None, ...]]:
+        """Along which axis the operands of a flush, and its results, are spread over devices, if rows are."""
+        p = self.replay
+        rows = [axis if along else None for axis in p.axes]
+        stamps = 0 if along else None
+        entries = 2 + len(p.records) + len(p.volumes)
+        return [*rows, stamps, *[None] * entries], (*rows[: p.changed], stamps, None, None, *[None] * len(p.volumes))
+
     # --- what a step does ---
 
-    def spread(self, entries: int, along: bool) -> tuple[list[int | None], tuple[int | None, ...]]:
-        """Along which axis the operands of a catch-up or flush, and its results, are spread over devices, if they are.
-
-        Args:
-          entries: How many arrays of the journal there are beside stamps and `now`.
-          along: Whether rows are spread.
-        """
-        rows = [axis if along else None for axis in self.replay.axes]
-        stamps = 0 if along else None
-        return [*rows, stamps, None, *[None] * entries], (*rows[: self.replay.changed], stamps, None)
-
-    def catch_up(self, rows: Sequence[Array], stamps: Array, now: Array, records: Sequence[Array]) -> tuple[Array, ...]:
+    def catch_up(
+        self, rows: Sequence[Array], stamps: Array, entries: Entries, group_rows: int = _GROUP_ROWS
+    ) -> tuple[Array, ...]:
         """The rows ([U, ...] of each leaf, changed ones first) as they are after `now` steps; of the changed leaves."""
         front = [jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)]
         changed, read = self._parts(front)
-        changed, begin = self._scaled(changed, stamps, now, records)
-        count = stamps.shape[0]
+        changed, begin = self._scaled(changed, stamps, entries)
+        count, now = stamps.shape[0], entries.now
         order = jnp.argsort(begin)
-        groups = -(-count // _GROUP_ROWS)
-        order = jnp.concatenate([order, jnp.full((groups * _GROUP_ROWS - count,), count, order.dtype)])
+        groups = -(-count // group_rows)
+        order = jnp.concatenate([order, jnp.full((groups * group_rows - count,), count, order.dtype)])
         waiting = jnp.sum(begin < now, dtype=jnp.int32)
 
         def group(k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
-            some = jax.lax.dynamic_slice_in_dim(order, k * _GROUP_ROWS, _GROUP_ROWS)
+            some = jax.lax.dynamic_slice_in_dim(order, k * group_rows, group_rows)
             first = begin.at[some].get(mode="fill", fill_value=_NEVER)
             mine = [x.at[some].get(mode="clip") for x in (*changed, *read)]
-            new = self._replayed(mine, first, now, records)
+            new = self._replayed(mine, first, entries)
             return tuple(x.at[some].set(v, mode="drop") for x, v in zip(changed, new, strict=True))
 
-        changed = jax.lax.fori_loop(0, -(-waiting // _GROUP_ROWS), group, tuple(changed))
+        changed = jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
         return tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(changed, self.replay.axes, strict=False))
 
     def record(self, now: Array, records: Sequence[Array], values: Sequence[Array]) -> list[Array]:
-        """The journal with one step more."""
+        """The journal's records with one step more."""
         p = self.replay
         found = list(map(jnp.asarray, values))
         if p.settled is not None:
@@ -85,25 +110,67 @@ class Deferred:
         return [jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), now, 0) for old, new in pairs]
 
     def flush(
-        self, leaves: Sequence[Array], stamps: Array, now: Array, records: Sequence[Array], *, due: Array | bool
+        self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, due: Array | bool, full: bool
     ) -> tuple[Array, ...]:
-        """Changed leaves, stamps and `now` after all rows were brought up to date, if that is `due`; else as they are.
+        """Changed leaves, stamps, now, volume and volumes after rows were brought up to date, if that is `due`.
 
         In place where the leaves are donated: a loop of no round leaves them alone.
+
+        Args:
+          due: Whether there is anything to do.
+          full: Take settled rows, too.
         """
         changed, read = self._parts(leaves)
+        n, extent = len(changed), stamps.shape[0]
+        row_elements = max(1, max(leaf.size // extent for leaf in changed))
+        size = int(min(extent, max(1, _FLUSH_ELEMENTS // row_elements)))
+        numbers = jax.lax.iota(jnp.int32, size)
 
         def once(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            *changed, stamps, now = state
-            changed, begin = self._scaled_whole(changed, stamps, now, records)
-            changed = self._replayed_whole(changed, read, begin, now, records)
-            return (*changed, self.stamps(changed), jnp.zeros_like(now))
+            *changed, stamps = state[: n + 1]
+            takes_all, volume, volumes = self.close(entries)
+            takes_all = takes_all | full
+            volume = jnp.where(takes_all, 0, volume)
+            taken = (stamps >= 0) | takes_all
+            # The oldest first, settled rows last.
+            order = jnp.argsort(jnp.where(taken, jnp.where(stamps < 0, _NEVER - 1, stamps), _NEVER)).astype(jnp.int32)
+            order = jnp.concatenate([order, jnp.full((-extent % size,), extent, jnp.int32)])
+            count = jnp.sum(taken, dtype=jnp.int32)
+
+            def group(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+                *changed, stamps = state
+                some = jax.lax.dynamic_slice_in_dim(order, k * size, size)
+                some = jnp.sort(jnp.where(k * size + numbers < count, some, extent))
+                pairs = zip((*changed, *read), self.replay.axes, strict=True)
+                mine = [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
+                stamped = stamps.at[some].get(mode="fill", fill_value=_NEVER)
+                new = self.catch_up(mine, stamped, entries, size)
+                triples = zip(changed, new, self.replay.axes, strict=False)
+                changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
+                return (*changed, set_rows(stamps, self.stamps(new, volume), some, 0))
+
+            done = jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
+            return (*done, jnp.zeros_like(entries.now), volume, *volumes)
 
         rounds = jnp.where(due, 1, 0)
-        return jax.lax.fori_loop(0, rounds, once, (*changed, stamps, now))
+        start = (*changed, stamps, entries.now, entries.volume, *entries.volumes)
+        return jax.lax.fori_loop(0, rounds, once, start)
 
-    def stamps(self, changed: Sequence[Array]) -> Array:
-        """int32[V]: stamps of rows that are all up to date with an empty journal."""
+    def close(self, entries: Entries) -> tuple[Array, Array, list[Array]]:
+        """Whether settled rows can't wait any longer, the number of the next volume, and the volumes with this one."""
+        p = self.replay
+        if p.settled is None:
+            return jnp.zeros((), bool), jnp.zeros((), jnp.int32), []
+        tables, _, hold = self._scales(entries)
+        volumes = []
+        for scales, by in zip(entries.volumes, tables, strict=True):
+            own = by[jnp.minimum(entries.volume, scales.shape[0] - 1)]  # from this volume on: this journal alone
+            volumes.append(jax.lax.dynamic_update_index_in_dim(scales, own, entries.volume, 0))
+        last = entries.volume + 1 >= entries.volumes[0].shape[0] if p.volumes else jnp.zeros((), bool)
+        return ~hold | last, entries.volume + 1, volumes
+
+    def stamps(self, changed: Sequence[Array], volume: Array | int = 0) -> Array:
+        """int32[rows]: stamps of rows that are all up to date, at the beginning of a volume."""
         settled, extent = self.replay.settled, changed[0].shape[self.replay.axes[0]]
         if settled is None:
             return jnp.zeros((extent,), jnp.int32)
@@ -116,99 +183,62 @@ class Deferred:
                 holds = jnp.isfinite(leaf)
                 holds = holds & (leaf >= 0) if k in settled.not_negative else holds
                 good &= jnp.all(holds, axis=others)
-        return jnp.where(good, -1, 0).astype(jnp.int32)
+        return jnp.where(good, ~jnp.asarray(volume, jnp.int32), 0).astype(jnp.int32)
 
     # --- settled rows ---
 
-    def _scales(self, now: Array, records: Sequence[Array]) -> tuple[list[Array], Array]:
-        """For each scaled leaf [K + 1], what a row with that stamp is to be multiplied by; and whether they hold.
+    def _scales(self, entries: Entries) -> tuple[list[Array], list[Array], Array]:
+        """For each scaled leaf [M], by volume, what a row that has waited since then is to be multiplied by.
 
-        Where factors are near one it is the logarithm of that, a sum: a product would round each of them.
+        Logarithms where factors are near one, and sums of them: a product would round each factor.
+
+        Returns:
+          With this journal's steps, without them, and whether the first may be used.
         """
-        p = self.replay
+        p, volume = self.replay, entries.volume
         assert p.settled is not None, "there are settled rows"
-        *rates, holds = records[len(p.values) :]
-        done = jax.lax.iota(jnp.int32, p.length) < now
+        *rates, holds = entries.records[len(p.values) :]
+        done = jax.lax.iota(jnp.int32, p.length) < entries.now
         hold = jnp.all(jnp.where(done, holds, True))
-        scales = []
-        for rate, near_one in zip(rates, p.settled.near_one, strict=True):
+        closed, whole = [], []
+        for rate, scales, near_one in zip(rates, entries.volumes, p.settled.near_one, strict=True):
+            past = jax.lax.iota(jnp.int32, scales.shape[0]) < volume
             if near_one:
-                by = jax.lax.cumsum(jnp.where(done, jnp.log1p(rate), 0), reverse=True)
+                before = jax.lax.cumsum(jnp.where(past, scales, 0), reverse=True)
+                by = before + jnp.sum(jnp.where(done, jnp.log1p(rate), 0))
                 hold &= jnp.all(jnp.isfinite(jnp.exp(by)))
             else:
-                by = jax.lax.cumprod(jnp.where(done, rate, 1), reverse=True)
+                before = jax.lax.cumprod(jnp.where(past, scales, 1), reverse=True)
+                by = before * jnp.prod(jnp.where(done, rate, 1))
                 hold &= jnp.all(jnp.isfinite(by))  # zero times a product that overflows isn't zero
-            scales.append(jnp.concatenate([by, jnp.full((1,), 0 if near_one else 1, by.dtype)]))
-        return scales, hold
+            closed.append(before)
+            whole.append(by)
+        return whole, closed, hold
 
-    def _scaled(
-        self, changed: Sequence[Array], stamps: Array, now: Array, records: Sequence[Array]
-    ) -> tuple[list[Array], Array]:
+    def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
         """Settled rows up to date; and from which step on each row is to be replayed (`now`: not at all)."""
         changed = list(changed)
-        begin = jnp.where(stamps < 0, ~stamps, stamps)
         settled = self.replay.settled
         if settled is None:
-            return changed, begin
-        scales, hold = self._scales(now, records)
-        scale_now = (stamps < 0) & hold
-        for k, scale, near_one in zip(settled.scaled, scales, settled.near_one, strict=True):
-            by = jnp.where(scale_now, scale.at[begin].get(mode="clip"), 0 if near_one else 1)
-            changed[k] = _times(changed[k], by, 0, near_one)
-        return changed, jnp.where(scale_now, now, begin)
-
-    def _scaled_whole(
-        self, leaves: Sequence[Array], stamps: Array, now: Array, records: Sequence[Array]
-    ) -> tuple[list[Array], Array]:
-        """The same of all rows, block by block; a leaf that isn't scaled at all is left alone."""
-        leaves = list(leaves)
-        begin = jnp.where(stamps < 0, ~stamps, stamps)
-        settled = self.replay.settled
-        if settled is None:
-            return leaves, begin
-        scales, hold = self._scales(now, records)
-        scale_now = (stamps < 0) & hold
-        for k, scale, near_one in zip(settled.scaled, scales, settled.near_one, strict=True):
-            by = jnp.where(scale_now, scale.at[begin].get(mode="clip"), 0 if near_one else 1)
-            leaves[k] = _times_in_place(leaves[k], by, self.replay.axes[k], near_one)
-        return leaves, jnp.where(scale_now, now, begin)
+            return changed, stamps
+        whole, closed, hold = self._scales(entries)
+        waits = stamps < 0
+        since = jnp.where(waits, ~stamps, 0)
+        for k, all_, before, near_one in zip(settled.scaled, whole, closed, settled.near_one, strict=True):
+            by = jnp.where(hold, all_, before).at[since].get(mode="clip")
+            changed[k] = jnp.where(_beside(waits, changed[k]), _times(changed[k], by, near_one), changed[k])
+        return changed, jnp.where(waits, jnp.where(hold, entries.now, 0), stamps)
 
     # --- rows that are replayed ---
 
-    def _replayed_whole(
-        self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array, records: Sequence[Array]
-    ) -> tuple[Array, ...]:
-        """All rows that lag behind, gathered by their stamps."""
-        p, extent = self.replay, begin.shape[0]
-        row_elements = max(1, max(leaf.size // extent for leaf in changed))
-        size = int(min(extent, max(1, _FLUSH_ELEMENTS // row_elements)))
-        lag = begin < now
-        order = jnp.argsort(jnp.where(lag, begin, _NEVER)).astype(jnp.int32)
-        rounds = -(-extent // size)
-        order = jnp.concatenate([order, jnp.full((rounds * size - extent,), extent, jnp.int32)])
-        waiting = jnp.sum(lag, dtype=jnp.int32)
-        numbers = jax.lax.iota(jnp.int32, size)
-
-        def group(k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
-            some = jax.lax.dynamic_slice_in_dim(order, k * size, size)
-            some = jnp.sort(jnp.where(k * size + numbers < waiting, some, extent))
-            first = begin.at[some].get(mode="fill", fill_value=_NEVER)
-            pairs = zip((*changed, *read), p.axes, strict=True)
-            mine = [jnp.moveaxis(x.at[along(axis, some)].get(mode="clip"), axis, 0) for x, axis in pairs]
-            new = self._replayed(mine, first, now, records)
-            triples = zip(changed, new, p.axes, strict=False)
-            return tuple(set_rows(leaf, jnp.moveaxis(rows, 0, axis), some, axis) for leaf, rows, axis in triples)
-
-        return jax.lax.fori_loop(0, -(-waiting // size), group, tuple(changed))
-
-    def _replayed(self, rows: Sequence[Array], begin: Array, now: Array, records: Sequence[Array]) -> list[Array]:
+    def _replayed(self, rows: Sequence[Array], begin: Array, entries: Entries) -> list[Array]:
         """Rows [B, ...] with phi replayed from each one's step on."""
-        p = self.replay
-        values = records[: len(p.values)]
+        p, now = self.replay, entries.now
+        values = entries.records[: len(p.values)]
         changed, read = self._parts(rows)
 
         def one(*row_and_values: Array) -> tuple[Array, ...]:
-            n = p.changed + p.read
+            n = len(p.leaves)
             alone = [jnp.expand_dims(x, axis) for x, axis in zip(row_and_values[:n], p.axes, strict=True)]
             new = self.phi(*alone, *row_and_values[n:])
             return tuple(jnp.squeeze(jnp.asarray(x), axis) for x, axis in zip(new, p.axes, strict=False))
@@ -233,33 +263,14 @@ class Deferred:
 
 
 def _beside(flags: Array, rows: Array) -> Array:
-    """Flags [B] in the shape of rows [B, ...]."""
+    """[B] in the shape of rows [B, ...]."""
     return flags.reshape(flags.shape[0], *(1,) * (rows.ndim - 1))
 
 
-def _times(leaf: Array, by: Array, axis: int, near_one: bool) -> Array:
-    """Rows times `by`, or times e^by, where that is near one without rounding it."""
-    shape = [1] * leaf.ndim
-    shape[axis] = by.shape[0]
-    by = by.reshape(shape).astype(leaf.dtype)
+def _times(rows: Array, by: Array, near_one: bool) -> Array:
+    """Rows times `by`, or times e^by: where that is near one, without rounding it."""
     if not near_one:
-        return leaf * by
-    return jnp.where(by < -0.5, leaf * jnp.exp(by), leaf + leaf * jnp.expm1(by))
-
-
-def _times_in_place(leaf: Array, by: Array, axis: int, near_one: bool) -> Array:
-    """The same block by block; not at all where every row would be multiplied by one."""
-    extent = leaf.shape[axis]
-    size = min(extent, max(1, _BLOCK_ELEMENTS // max(1, leaf.size // extent)))
-    numbers = jax.lax.iota(jnp.int32, size)
-    nothing = 0 if near_one else 1
-
-    def block(k: Array, leaf: Array) -> Array:
-        start = jnp.minimum(k * size, extent - size)  # the last block reaches back over rows that are done
-        some = jax.lax.dynamic_slice_in_dim(leaf, start, size, axis)
-        mine = jax.lax.dynamic_slice_in_dim(by, start, size)
-        mine = jnp.where(start + numbers >= k * size, mine, nothing)
-        return jax.lax.dynamic_update_slice_in_dim(leaf, _times(some, mine, axis, near_one), start, axis)
-
-    rounds = jnp.where(jnp.any(by != nothing), -(-extent // size), 0)
-    return jax.lax.fori_loop(0, rounds, block, leaf)
+        return rows * _beside(by, rows).astype(rows.dtype)
+    small = by < -0.5
+    kept, more = jnp.where(small, 0, 1), jnp.where(small, jnp.exp(by), jnp.expm1(by))
+    return rows * _beside(kept, rows).astype(rows.dtype) + rows * _beside(more, rows).astype(rows.dtype)

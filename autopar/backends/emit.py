@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.deferred import Deferred
+from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.indices import along, flat_ids
 from autopar.backends.layouts import store, whole
@@ -204,11 +204,10 @@ class _Emitter:
         n = len(deferred.replay.leaves)
 
         def run(*operands: Array) -> Sequence[Array]:
-            rows, (stamps, now, *records) = operands[:n], operands[n:]
-            return deferred.catch_up(rows, stamps, now, records)
+            return deferred.catch_up(operands[:n], operands[n], Entries.of(deferred.replay, operands[n + 1 :]))
 
-        given, returned = deferred.spread(len(deferred.replay.records), self._is_spread(equation))
-        return self._by_device(run, given, returned[:-2], operands)
+        given, returned = deferred.spread(self._is_spread(equation))
+        return self._by_device(run, given, returned[: deferred.replay.changed], operands)
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -221,10 +220,11 @@ class _Emitter:
         n = len(deferred.replay.leaves)
 
         def run(*operands: Array) -> Sequence[Array]:
-            leaves, (stamps, now, *records) = operands[:n], operands[n:]
-            return deferred.flush(leaves, stamps, now, records, due=now >= deferred.replay.length)
+            entries = Entries.of(deferred.replay, operands[n + 1 :])
+            due = entries.now >= deferred.replay.length
+            return deferred.flush(operands[:n], operands[n], entries, due=due, full=False)
 
-        given, returned = deferred.spread(len(deferred.replay.records), self._is_spread(equation))
+        given, returned = deferred.spread(self._is_spread(equation))
         return self._by_device(run, given, returned, operands)
 
     def _is_spread(self, equation: Equation) -> bool:

@@ -15,6 +15,9 @@ import numpy as np
 
 from autopar.ir.program import ArrayType
 
+#: Full journals that settled rows wait for at most.
+VOLUMES = 256
+
 
 @dataclass(frozen=True, slots=True)
 class Settled:
@@ -75,6 +78,12 @@ class Replay:
             return self.values
         factors = (ArrayType((), dtype) for dtype in self.settled.dtypes)
         return (*self.values, *factors, ArrayType((), np.dtype(bool)))
+
+    @property
+    def volumes(self) -> tuple[ArrayType, ...]:
+        """Types of what is kept of journals that were full: a number for each of them, and for each scaled leaf."""
+        dtypes = () if self.settled is None else self.settled.dtypes
+        return tuple(ArrayType((VOLUMES,), dtype) for dtype in dtypes)
 
     @property
     def record_bytes(self) -> int:

@@ -224,7 +224,8 @@ def _catch_up(walk: Walk, equation: Equation) -> None:
 def _flush(walk: Walk, equation: Equation) -> None:
     inputs, states = _of_journal(walk, equation)
     changed = equation.params["replay"].changed
-    ends = (*states[:changed], states[-1], None)
+    entries = len(equation.outputs) - changed - 1
+    ends = (*states[:changed], states[-1], *(None for _ in range(entries)))
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, ends, strict=True))
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
 

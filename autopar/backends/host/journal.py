@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.backends.deferred import Entries
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.ir.layout import RowLayout
@@ -37,46 +38,66 @@ class HostJournaling:
         m = len(self.replay.leaves)
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            rows, (stamps, now, *records) = operands[:m], operands[m:]
-            new = deferred.catch_up(rows, stamps, now, records)
-            return *new, deferred.stamps(new)
+            rows, stamps, volume = operands[:m], operands[m], operands[m + 1]
+            new = deferred.catch_up(rows, stamps, Entries.of(self.replay, operands[m + 2 :]))
+            return *new, deferred.stamps(new, volume)
+
+        def close(*flat: Any) -> tuple[Any, ...]:
+            takes_all, volume, volumes = deferred.close(Entries.of(self.replay, flat))
+            return takes_all, volume, *volumes
 
         self._run = jax.jit(run)
+        self._close = jax.jit(close)
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
 
     def begin(self, leaves: Sequence[HostRows], layout: RowLayout, rank: int) -> HostJournal:
         """An empty journal for leaves whose rows are up to date."""
         stamps = HostRows.empty((layout.extent,), np.dtype(np.int32), 0, layout, rank, "stamps of deferred rows")
         changed = leaves[: self.replay.changed]
-        for start, end in self._blocks(leaves):
+        for start in range(0, layout.share, self._rows(leaves)):
+            some = slice(start, start + self._rows(leaves))
             with jax.default_device(self._device):
-                found = self._stamps(*(rows_back(leaf.rows[start:end], leaf.axis) for leaf in changed))
-            stamps.rows[start:end] = np.asarray(found)
+                found = self._stamps(*(rows_back(leaf.rows[some], leaf.axis) for leaf in changed))
+            stamps.rows[some] = np.asarray(found)
         records = [np.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
-        return HostJournal(self, list(leaves), stamps, np.zeros((), np.int32), records)
+        volumes = [np.zeros(t.shape, t.dtype) for t in self.replay.volumes]
+        none = np.zeros((), np.int32)
+        return HostJournal(self, list(leaves), stamps, [none, none, *records, *volumes])
 
-    def flush(self, leaves: Sequence[HostRows], stamps: HostRows, now: Any, records: Sequence[Any]) -> None:
-        """Bring all rows up to date, in place."""
-        rows = self._rows(leaves)
-        for start, end in self._blocks(leaves):
-            some = [_padded(leaf.rows[start:end], rows) for leaf in leaves]
-            stamped = stamps.rows[start:end]
-            waiting = np.concatenate([stamped, np.full((rows - stamped.size,), now, np.int32)])
-            shaped = [rows_back(x, leaf.axis) for x, leaf in zip(some, leaves, strict=True)]
+    def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], *, full: bool) -> list[Any]:
+        """Bring rows up to date, in place.
+
+        Args:
+          leaves, stamps: The family's.
+          entries: now, volume, records, volumes.
+          full: Take settled rows, too.
+
+        Returns:
+          now, volume and volumes after it.
+        """
+        with jax.default_device(self._device):
+            takes_all, volume, *volumes = map(np.asarray, self._close(*entries))
+        if full or bool(takes_all):
+            taken, volume = np.arange(len(stamps.rows)), np.zeros((), np.int32)
+        else:
+            taken = np.flatnonzero(stamps.rows >= 0)
+        taken = taken[np.argsort(stamps.rows[taken], kind="stable")]
+        count = self._rows(leaves)
+        for start in range(0, taken.size, count):
+            some = taken[start : start + count]
+            padded = np.concatenate([some, np.repeat(some[-1:], count - some.size)])  # one program for all
+            rows = [rows_back(leaf.rows[padded], leaf.axis) for leaf in leaves]
             with jax.default_device(self._device):
-                *new, ends = self._run(*shaped, waiting, np.int32(now), *records)
+                *new, ends = self._run(*rows, stamps.rows[padded], volume, *entries)
             for leaf, x in zip(leaves, new, strict=False):
-                leaf.rows[start:end] = rows_first(np.asarray(x), leaf.axis)[: end - start]
-            stamps.rows[start:end] = np.asarray(ends)[: end - start]
+                leaf.rows[some] = rows_first(np.asarray(x), leaf.axis)[: some.size]
+            stamps.rows[some] = np.asarray(ends)[: some.size]
+        return [np.zeros((), np.int32), volume, *volumes]
 
     def _rows(self, leaves: Sequence[HostRows]) -> int:
-        """Rows of a block."""
+        """Rows that are brought up to date at a time."""
         widest = max(leaf.rows[:1].size for leaf in leaves)
         return min(len(leaves[0].rows), max(1, _BLOCK_ELEMENTS // max(1, widest)))
-
-    def _blocks(self, leaves: Sequence[HostRows]) -> list[tuple[int, int]]:
-        share, rows = len(leaves[0].rows), self._rows(leaves)
-        return [(start, min(start + rows, share)) for start in range(0, share, rows)]
 
 
 class HostJournal:
@@ -85,30 +106,31 @@ class HostJournal:
     Attributes:
       leaves: Changed ones, then those that are only read.
       stamps: By row the step up to which it has moved.
-      now: How many steps are written down.
-      records: What they wrote.
+      entries: now, volume, records, volumes.
     """
 
     def __init__(
-        self, journaling: HostJournaling, leaves: list[HostRows], stamps: HostRows, now: Any, records: list[Any]
+        self, journaling: HostJournaling, leaves: list[HostRows], stamps: HostRows, entries: list[Any]
     ) -> None:
         self.journaling = journaling
         self.leaves = leaves
         self.stamps = stamps
-        self.now = now
-        self.records = records
+        self.entries = entries
+        self._is_settled = True
         for leaf in leaves[: journaling.replay.changed]:
             leaf.journal = self
 
     def settle(self) -> None:
         """Bring all rows up to date."""
-        if int(self.now):
-            self.journaling.flush(self.leaves, self.stamps, int(self.now), self.records)
-            self.now = np.zeros((), np.int32)
+        if not self._is_settled:
+            now, volume, *_ = self.journaling.flush(self.leaves, self.stamps, self.entries, full=True)
+            self.entries[:2] = [now, volume]  # there are no volumes then
+            self._is_settled = True
 
-    def wrote(self, now: Any, records: Sequence[Any]) -> None:
+    def wrote(self, entries: Sequence[Any]) -> None:
         """A step was written down."""
-        self.now, self.records = np.asarray(now), list(map(np.asarray, records))
+        self.entries = list(map(np.asarray, entries))
+        self._is_settled = False
 
     def belongs_to(self, journaling: HostJournaling, leaves: Sequence[HostRows]) -> bool:
         """Whether a step can go on with it: these are its leaves, and it is kept in the same way."""
@@ -126,10 +148,3 @@ def common_journal(leaves: Sequence[HostRows], journaling: HostJournaling) -> Ho
         leaf.settle()
         leaf.journal = None
     return None
-
-
-def _padded(rows: np.ndarray, count: int) -> np.ndarray:
-    """Rows, and copies of the last one up to a number."""
-    if len(rows) == count:
-        return rows
-    return np.concatenate([rows, np.repeat(rows[-1:], count - len(rows), axis=0)])

@@ -244,13 +244,13 @@ class StagedProgram:
             journaling = self._journalings[equation]
             m = len(journaling.replay.leaves)
             operands = [self._value(step, a) for a in equation.inputs]
-            leaves, (stamps, now, *records) = operands[:m], operands[m:]
-            now = np.asarray(self._ranks.own(now))
-            if int(now) >= journaling.replay.length:
+            leaves, (stamps, *entries) = operands[:m], operands[m:]
+            entries = [np.asarray(self._ranks.own(x)) for x in entries]
+            ends = [*entries[:2], *entries[2 + len(journaling.replay.records) :]]
+            if int(entries[0]) >= journaling.replay.length:
                 step.has_written = True
-                journaling.flush(leaves, stamps, int(now), [np.asarray(self._ranks.own(x)) for x in records])
-                now = np.zeros_like(now)
-            results = (*leaves[: journaling.replay.changed], stamps, now)
+                ends = journaling.flush(leaves, stamps, entries, full=False)
+            results = (*leaves[: journaling.replay.changed], stamps, *ends)
             step.values.update(zip(equation.outputs, results, strict=True))
 
     def _sweep(self, equations: Sequence[Equation], step: Step) -> None:

@@ -1,9 +1,8 @@
 """A family's journal in the step that is rewritten: rows brought up to date at their pull, and what is written down.
 
-    stamps, now, records -> catch_up (before anything reads the rows) ... commit -> record -> flush
+    stamps, now, volume, records, volumes -> catch_up (before anything reads the rows) ... commit -> record -> flush
 
-`stamps` says for each row up to which step of the journal it has moved, `now` how many steps the journal holds. Source:
-DESIGN 4, "Deferred".
+What each is, `backends.deferred` says. Source: DESIGN 4, "Deferred".
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Journal:
 
     Attributes:
       layout: How stamps are stored, with their rows; None where every device has all.
-      old, new: The step's inputs and outputs that the journal is: stamps, now, records.
+      old, new: The step's inputs and outputs that the journal is: stamps, now, volume, records, volumes.
       committed: Leaf -> the leaf with the rows that the step touched.
       rows: Those rows.
     """
@@ -62,7 +61,7 @@ class Journal:
         raw = {k: scope.pull(inputs[k], axes[k], family) for k in changed}
         stamped = scope.pull(stamps, 0, family)
         caught = {k: Var(atom.type) for k, atom in raw.items()}
-        waiting = Equation("catch_up", (*raw.values(), stamped, now), tuple(caught.values()))
+        waiting = Equation("catch_up", (*raw.values(), stamped), tuple(caught.values()))
         scope.equations.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
@@ -77,10 +76,12 @@ class Journal:
           exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
         """
         replay = phi.replay
+        volume = Var(ArrayType((), _INT))
         records = [Var(dataclasses.replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
-        self.old = [self.stamps, self.now, *records]
+        volumes = [Var(t) for t in replay.volumes]
+        self.old = [self.stamps, self.now, volume, *records, *volumes]
         params = {"replay": replay, "family": self.family}
-        self._complete(scope, phi, read, records)
+        self._complete(scope, phi, read)
         route = scope.route(self.family)
         after = scope.emit("next", (self.now,), self.now.type)
         rows = scope.full(after, self.stamps.type, 0, self.family)
@@ -96,25 +97,25 @@ class Journal:
             Equation("record", (self.now, *records, *phi.values), written, params, (body,)),
         )
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
-        ends = Var(self.stamps.type), Var(self.now.type)
-        operands = (*self.committed.values(), *read.values(), stamps, after, *written)
+        ends = tuple(Var(v.type) for v in (self.stamps, self.now, volume, *volumes))
+        operands = (*self.committed.values(), *read.values(), stamps, after, volume, *written, *volumes)
         body, _ = clone(phi.body)
         scope.equations.append(Equation("flush", operands, (*flushed, *ends), params, (body,)))
-        self.new = [*ends, *written]
+        self.new = [*ends[:3], *written, *ends[3:]]
         assert list(self.committed) == list(self.caught), "leaves keep their order"
         return dict(zip(self.caught, flushed, strict=True))
 
-    def _complete(self, scope: Scope, phi: Phi, read: Mapping[int, Var], records: Sequence[Var]) -> None:
+    def _complete(self, scope: Scope, phi: Phi, read: Mapping[int, Var]) -> None:
         """The equation that brings rows up to date, now that phi is known."""
         place = scope.equations.index(self.waiting)
-        *raw, stamped, now = self.waiting.inputs
+        *raw, stamped = self.waiting.inputs
         space = next(s for s in scope.lifting.facts.spaces if s.family == self.family)
         axes = dict(zip(space.leaves, space.axes, strict=True))
         end = len(scope.equations)
         also = [scope.pull(leaf, axes[k], self.family) for k, leaf in read.items()]
         pulls, scope.equations[end:] = scope.equations[end:], []
         body, _ = clone(phi.body)
-        inputs = (*raw, *also, stamped, now, *records)
+        inputs = (*raw, *also, stamped, *self.old[1:])
         params = {"replay": phi.replay, "family": self.family}
         done = dataclasses.replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
         scope.equations[place : place + 1] = [*pulls, done]
@@ -123,5 +124,5 @@ class Journal:
         """Paths and layouts of the journal's inputs."""
         lead = f"journal {self.family}"
         stamps = Input(f"{lead}/stamps", "journal", None if self.layout is None else (self.layout, 0))
-        rest = ("now", *(f"record {k}" for k in range(len(self.old) - 2)))
+        rest = ("now", "volume", *(f"entry {k}" for k in range(len(self.old) - 3)))
         return [stamps, *(Input(f"{lead}/{name}", "journal") for name in rest)]
