@@ -1,6 +1,6 @@
 """`docs/optimizers.md`: how every optimizer of the installed Optax ends, as a page that is generated.
 
-    python -m tests.optimizers_page > docs/optimizers.md
+python -m tests.optimizers_page > docs/optimizers.md
 """
 
 from __future__ import annotations
