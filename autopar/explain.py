@@ -23,7 +23,7 @@ from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
-from autopar.step import ParallelStep
+from autopar.step import ParallelStep, WrappedStep, unwrapped
 
 #: Dense leaves that are listed one by one; the rest is summed up.
 _SHOWN_DENSE = 8
@@ -177,7 +177,7 @@ class Explanation:
         return Text(f"{text}.\nTraced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms:")
 
 
-def explain(step: ParallelStep, *args: Any, **kwargs: Any) -> Explanation:
+def explain(step: ParallelStep | WrappedStep, *args: Any, **kwargs: Any) -> Explanation:
     """The plan of a step, per parameter, with the reasons.
 
     Args:
@@ -190,11 +190,12 @@ def explain(step: ParallelStep, *args: Any, **kwargs: Any) -> Explanation:
 
     Across processes, all of them ask with arguments together; without arguments each may ask for itself.
     """
-    if not isinstance(step, ParallelStep):
+    if not isinstance(step, (ParallelStep, WrappedStep)):
         raise ArgumentsError("explain takes a step that parallelize returned")
     if args or kwargs:
-        entry = step.entry(*args, **kwargs)
-        leaves: Sequence[Any] | None = step.leaves(args, kwargs)
+        pure, arrays, named = unwrapped(step, args, kwargs, "explain")
+        entry = pure.entry(*arrays, **named)
+        leaves: Sequence[Any] | None = pure.leaves(arrays, named)
     else:
         latest = step.latest
         if latest is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,14 @@ class TableLeaf(abc.ABC):
     @abc.abstractmethod
     def materialize(self) -> Any:
         """The table as an ordinary array."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"an autopar.{type(self).__name__} has no attribute {name!r}: table[...] is an ordinary array, and "
+                "autopar.materialize(state) makes a state of such"
+            )
 
     @property
     def ndim(self) -> int:

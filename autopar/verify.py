@@ -21,7 +21,7 @@ from autopar import jax_compat
 from autopar.arguments import read_call
 from autopar.backends.across import local, place
 from autopar.backends.emit import emit
-from autopar.errors import ArgumentsError, StepError, VerificationError
+from autopar.errors import StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
 from autopar.ir.row_ids import collect_ids
@@ -29,7 +29,7 @@ from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
 from autopar.planned import Entry
-from autopar.step import ParallelStep
+from autopar.step import ParallelStep, WrappedStep, unwrapped
 from autopar.table import materialize
 
 #: Error allowed, as a share of the largest change in a leaf.
@@ -73,7 +73,7 @@ class Verification:
         return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
 
 
-def verify(step: ParallelStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
+def verify(step: ParallelStep | WrappedStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
     """Run the plain and the planned step on copies of the arguments and compare.
 
     Across processes, all of them verify together; each runs the plain step whole by itself.
@@ -90,11 +90,10 @@ def verify(step: ParallelStep, *args: Any, steps: int = 1, **kwargs: Any) -> Ver
       VerificationError: naming every leaf that differs.
       StepError: two traces of the step differ: it isn't a function of its arguments.
     """
-    if not isinstance(step, ParallelStep):
-        raise ArgumentsError("verify takes a step that parallelize returned")
-    entry = step.entry(*args, **kwargs)
-    _check_pure(step, entry, args, kwargs)
-    found = compare(entry, [step.leaves(args, kwargs)] * steps, lazy=step.options.sparse == "lazy")
+    pure, arrays, named = unwrapped(step, args, kwargs, "verify")
+    entry = pure.entry(*arrays, **named)
+    _check_pure(pure, entry, arrays, named)
+    found = compare(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
     if not found.ok:
         wrong = "\n".join(str(leaf) for leaf in found.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")

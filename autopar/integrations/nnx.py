@@ -1,0 +1,326 @@
+"""Steps of `flax.nnx` that change models and optimizers in place, as under `nnx.jit`.
+
+    from autopar.integrations import nnx as anx
+
+    @anx.parallelize
+    def train_step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(batch["ids"]) - batch["y"]) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    loss = train_step(model, optimizer, batch)  # model and optimizer have the new values
+
+An nnx object is split into its graph, which is static, and the values of its Variables, which are the arguments of an
+ordinary step; that one is planned (`autopar.parallelize`), and what it returns is put into the objects that the user
+holds. There is one ordinary step for each structure of the objects.
+
+Invariants: an object of which the step changed no value is not returned by the ordinary step, so that an evaluation
+brings no table together; objects that are shared between arguments are one object inside, too; what a step does to the
+structure (a new Variable, a static attribute) is done to the user's objects, as by `nnx.jit`.
+
+A planned step may keep a table as an `autopar.Table` or an `autopar.DeferredTable`. Such a leaf stays inside its
+Variable; `variable[...]`, which is what nnx's own layers read, gives the true rows, and `materialize(model)` puts
+ordinary arrays in place for everything else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+import autopar
+from autopar.errors import ArgumentsError, RecompileWarning
+from autopar.ir.plan import Plan
+from autopar.planned import Entry
+from autopar.step import MAX_PLANS, ParallelStep, WrappedStep
+from autopar.table_leaf import TableLeaf
+
+#: Names nnx's record of which inner object is which outer one.
+_TAG = "autopar"
+
+
+@dataclass(frozen=True)
+class Values:
+    """The values of an nnx object, as a pytree whose leaves are named as in the object.
+
+    `place` (which argument, which object of it) keeps two objects of one form apart.
+    """
+
+    place: tuple[Any, ...]
+    paths: tuple[str, ...]
+    leaves: tuple[Any, ...]
+
+
+def _flatten_values(values: Values) -> tuple[list[tuple[Any, Any]], Any]:
+    keys = map(jax.tree_util.GetAttrKey, values.paths)
+    return list(zip(keys, values.leaves, strict=True)), (values.place, values.paths)
+
+
+def _unflatten_values(data: Any, leaves: Any) -> Values:
+    place, paths = data
+    return Values(place, paths, tuple(leaves))
+
+
+jax.tree_util.register_pytree_with_keys(Values, _flatten_values, _unflatten_values)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Graphs:
+    """Structures of nnx objects, by their place. Static in the arguments and results of the ordinary step."""
+
+    found: tuple[tuple[Any, Any], ...]
+
+
+def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Run a step of nnx objects by a plan that autopar makes of it.
+
+    Args:
+      step: What `nnx.jit` would take: a function of nnx objects (modules, optimizers, metrics, Rngs, also within
+        containers) and arrays, which may change the objects.
+      **options: Those of `autopar.parallelize`. Positions are those of the step's own arguments.
+
+    Returns:
+      An `NnxStep`: call it like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
+
+    Raises:
+      ArgumentsError: an option that doesn't exist; an argument in which objects and arrays are mixed.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from autopar.integrations import nnx as anx
+      >>> model = nnx.Embed(100_000, 8, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> @anx.parallelize
+      ... def train_step(model, optimizer, ids):
+      ...     loss, grads = nnx.value_and_grad(lambda m: (m(ids) ** 2).sum())(model)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> before = float(train_step(model, optimizer, jnp.array([3, 5])))
+      >>> float(train_step(model, optimizer, jnp.array([3, 5]))) < before
+      True
+    """
+    if step is None:
+        return lambda fun: parallelize(fun, **options)
+    autopar.parallelize(step, **options)  # what is wrong with the options is said here
+    return NnxStep(step, options)
+
+
+def materialize(*objects: Any) -> None:
+    """Put ordinary arrays in place of the Tables in nnx objects: for `nnx.jit`, `nnx.split`, saving.
+
+    The next planned step takes them as well, and keeps its tables as before.
+    """
+    with nnx.split_context() as context:
+        for node in objects:
+            for _, leaf in context.flatten(node)[1]:
+                if isinstance(leaf, nnx.Variable) and isinstance(raw := leaf.get_raw_value(), TableLeaf):
+                    leaf.set_raw_value(raw.materialize())
+
+
+@dataclass(eq=False)
+class NnxStep(WrappedStep):
+    """A step of nnx objects that runs by a plan; made by `parallelize`.
+
+    Attributes:
+      fun: The user's step.
+      options: Those of `autopar.parallelize`.
+      steps: The ordinary step of each structure of the objects.
+    """
+
+    fun: Callable[..., Any]
+    options: Mapping[str, Any]
+    steps: dict[Graphs, ParallelStep] = field(default_factory=dict)
+    _latest: ParallelStep | None = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun)
+
+    @property
+    def latest(self) -> Entry | None:
+        """What is known of the step at the shapes of the latest call that was planned."""
+        return self._latest.latest if self._latest else None
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, None before the first call."""
+        return self._latest.plan if self._latest else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with nnx.update_context(_TAG):
+            given = self._split(args, kwargs)
+            step = self._step(given.graphs)
+            out, graphs, *new = step(*given.args, **given.kwargs)
+            if graphs is None:
+                given.update(new)
+                return out
+            with nnx.merge_context(_TAG, inner=False) as context:
+                return _merged([new, out], dict(graphs.found), context)[1]
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step."""
+        step, pure_args, pure_kwargs = self.pure(args, kwargs)
+        return step.lower(*pure_args, **pure_kwargs)
+
+    def pure(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
+        """The ordinary step, and its arguments."""
+        with nnx.update_context(_TAG):
+            given = self._split(args, kwargs)
+        return self._step(given.graphs), given.args, given.kwargs
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an instance, as a function does: a step may be a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+    @functools.cached_property
+    def _static(self) -> frozenset[Any]:
+        """Positions and names of static arguments."""
+        positions = autopar.parallelize(self.fun, **self.options).static_argnums
+        names = list(inspect.signature(self.fun).parameters)
+        return frozenset([*positions, *(names[k] for k in positions if k < len(names))])
+
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
+        with nnx.split_context(_TAG) as context:
+            split = _Split(context)
+            pure_args = [a if k in self._static else split(k, a) for k, a in enumerate(args)]
+            pure_kwargs = {k: a if k in self._static else split(k, a) for k, a in kwargs.items()}
+        return _Given(pure_args, pure_kwargs, Graphs(tuple(split.graphs.items())), split.variables)
+
+    def _step(self, graphs: Graphs) -> ParallelStep:
+        step = self.steps.get(graphs)
+        if step is None:
+            if self.steps:
+                change = "the nnx objects have another structure (a Variable, a static attribute)"
+                if len(self.steps) >= MAX_PLANS:
+                    raise ArgumentsError(
+                        f"{self.name} was called with {MAX_PLANS} different structures, and each is planned and "
+                        f"compiled anew: {change}. Keep what changes from call to call in Variables"
+                    )
+                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=3)
+            pure = _pure(self.fun, dict(graphs.found))
+            step = self.steps[graphs] = autopar.parallelize(pure, **self.options)
+        self._latest = step
+        return step
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A call of the ordinary step, and the Variables that its arguments' values are of, by place."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    graphs: Graphs
+    variables: Mapping[Any, Sequence[Any]]
+
+    def update(self, new: Any) -> None:
+        """Put what the step returned into the Variables."""
+        for values in _values_in(new):
+            for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
+                if isinstance(variable, nnx.Variable):
+                    variable.set_raw_value(leaf)
+
+
+class _Split:
+    """Takes the nnx objects out of arguments, and remembers their structure."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self.graphs: dict[Any, Any] = {}
+        self.variables: dict[Any, list[Any]] = {}
+
+    def __call__(self, name: Any, tree: Any) -> Any:
+        """The tree with Values in place of objects."""
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
+        objects = list(map(_is_object, leaves))
+        if any(objects) and not all(objects) and name is not _OUT:
+            other = next(x for x, found in zip(leaves, objects, strict=True) if not found)
+            raise ArgumentsError(
+                f"argument {name!r} holds nnx objects and something else (a {type(other).__name__}) together: "
+                "pass each as an argument of its own, or keep the arrays in an nnx.Variable"
+            )
+        pairs = enumerate(zip(leaves, objects, strict=True))
+        return treedef.unflatten([self._values((name, k), x) if found else x for k, (x, found) in pairs])
+
+    def _values(self, place: tuple[Any, ...], node: Any) -> Values:
+        graph, flat = self._context.flatten(node)
+        flat = list(flat)
+        self.graphs[place] = graph
+        self.variables[place] = [leaf for _, leaf in flat]
+        paths = tuple("/".join(map(str, path)) or "value" for path, _ in flat)
+        return Values(place, paths, tuple(map(_raw, self.variables[place])))
+
+
+#: The name of what the step returns, in places.
+_OUT = None
+
+
+def _is_object(x: Any) -> bool:
+    return nnx.graphlib.is_graph_node(x) or isinstance(x, nnx.Variable)
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _values_in(tree: Any) -> Iterator[Values]:
+    is_values = lambda x: isinstance(x, Values)  # noqa: E731
+    return (x for x in jax.tree.leaves(tree, is_leaf=is_values) if isinstance(x, Values))
+
+
+def _merged(tree: Any, graphs: Mapping[Any, Any], context: Any) -> Any:
+    """The tree with objects in place of Values."""
+    is_values = lambda x: isinstance(x, Values)  # noqa: E731
+    made = lambda v: context.unflatten(graphs[v.place], list(v.leaves)) if is_values(v) else v  # noqa: E731
+    return jax.tree.map(made, tree, is_leaf=is_values)
+
+
+def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., Any]:
+    """The step as a function of arrays, for objects of a structure.
+
+    It returns what the step returns; the new structures, or None if they are the old ones; and of each argument that
+    holds objects their new values, or None if they are the old ones.
+    """
+
+    @functools.wraps(fun)
+    def pure(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        with nnx.update_context(_TAG):
+            with nnx.merge_context(_TAG, inner=True) as merging:
+                own_args, own_kwargs = _merged((args, kwargs), graphs, merging)
+            out = fun(*own_args, **own_kwargs)
+            with nnx.split_context(_TAG) as splitting:
+                split = _Split(splitting)
+                named = [*enumerate(zip(args, own_args, strict=True))]
+                named += [(k, (kwargs[k], own_kwargs[k])) for k in kwargs]
+                pairs = [(old, split(k, own)) for k, (old, own) in named if any(_values_in(old))]
+                out = split(_OUT, out)
+        same = split.graphs.keys() == graphs.keys() and all(
+            graph.with_no_outer_index() == graphs[place] for place, graph in split.graphs.items()
+        )
+        for values in (v for old, _ in pairs for v in _values_in(old)):
+            changed = zip(split.variables[values.place], values.leaves, strict=True) if same else ()
+            same = same and not any(not isinstance(v, nnx.Variable) and v is not x for v, x in changed)
+        if not same:
+            return out, Graphs(tuple(split.graphs.items())), *(new for _, new in pairs)
+        return out, None, *(None if _is_same(old, new) else new for old, new in pairs)
+
+    return pure
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return all(a is b for a, b in pairs)
