@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost.model import JOURNAL_STEPS
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.examples import BatchAxis
@@ -56,8 +55,8 @@ class Options:
     headroom: float = 1.25
     #: What exchanges cost on the devices; asked for where "auto" has to choose between several devices' methods.
     rates: Callable[[], Rates] | None = None
-    #: Steps that deferred rows wait for at most.
-    journal_steps: int = JOURNAL_STEPS
+    #: Steps that deferred rows wait for at most; None: what is cheapest.
+    journal_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
 

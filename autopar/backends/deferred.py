@@ -30,8 +30,9 @@ from autopar.ir.settling import factors
 
 Array = Any
 
-#: Rows of a group when some rows are brought up to date, and elements of a group in a flush.
-_GROUP_ROWS = 32
+#: Elements of a leaf in a group of rows, which should stay in a core's cache, and rows in a group at least.
+_GROUP_ELEMENTS, _GROUP_ROWS = 1 << 14, 16
+#: Elements of a leaf that a flush takes at a time.
 _FLUSH_ELEMENTS = 1 << 19
 _NEVER = np.iinfo(np.int32).max
 
@@ -77,14 +78,13 @@ class Deferred:
 
     # --- what a step does ---
 
-    def catch_up(
-        self, rows: Sequence[Array], stamps: Array, entries: Entries, group_rows: int = _GROUP_ROWS
-    ) -> tuple[Array, ...]:
+    def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
         """The rows ([U, ...] of each leaf, changed ones first) as they are after `now` steps; of the changed leaves."""
         front = [jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)]
         changed, read = self._parts(front)
         changed, begin = self._scaled(changed, stamps, entries)
         count, now = stamps.shape[0], entries.now
+        group_rows = min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // _row_elements(changed, count)))
         order = jnp.argsort(begin)
         groups = -(-count // group_rows)
         order = jnp.concatenate([order, jnp.full((groups * group_rows - count,), count, order.dtype)])
@@ -122,9 +122,7 @@ class Deferred:
         """
         changed, read = self._parts(leaves)
         n, extent = len(changed), stamps.shape[0]
-        row_elements = max(1, max(leaf.size // extent for leaf in changed))
-        size = int(min(extent, max(1, _FLUSH_ELEMENTS // row_elements)))
-        numbers = jax.lax.iota(jnp.int32, size)
+        size = min(extent, max(1, _FLUSH_ELEMENTS // _row_elements(changed, extent)))
 
         def once(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             *changed, stamps = state[: n + 1]
@@ -132,19 +130,19 @@ class Deferred:
             takes_all = takes_all | full
             volume = jnp.where(takes_all, 0, volume)
             taken = (stamps >= 0) | takes_all
-            # The oldest first, settled rows last.
-            order = jnp.argsort(jnp.where(taken, jnp.where(stamps < 0, _NEVER - 1, stamps), _NEVER)).astype(jnp.int32)
-            order = jnp.concatenate([order, jnp.full((-extent % size,), extent, jnp.int32)])
-            count = jnp.sum(taken, dtype=jnp.int32)
+            places = jnp.cumsum(taken, dtype=jnp.int32) - 1
+            numbered = jax.lax.iota(jnp.int32, extent)
+            chosen = jnp.full((extent + -extent % size,), extent, jnp.int32)
+            chosen = chosen.at[jnp.where(taken, places, chosen.shape[0])].set(numbered, mode="drop")
+            count = places[-1] + 1
 
             def group(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
                 *changed, stamps = state
-                some = jax.lax.dynamic_slice_in_dim(order, k * size, size)
-                some = jnp.sort(jnp.where(k * size + numbers < count, some, extent))
+                some = jax.lax.dynamic_slice_in_dim(chosen, k * size, size)
                 pairs = zip((*changed, *read), self.replay.axes, strict=True)
                 mine = [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
                 stamped = stamps.at[some].get(mode="fill", fill_value=_NEVER)
-                new = self.catch_up(mine, stamped, entries, size)
+                new = self.catch_up(mine, stamped, entries)
                 triples = zip(changed, new, self.replay.axes, strict=False)
                 changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
                 return (*changed, set_rows(stamps, self.stamps(new, volume), some, 0))
@@ -260,6 +258,11 @@ class Deferred:
 
     def _parts(self, leaves: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         return leaves[: self.replay.changed], leaves[self.replay.changed :]
+
+
+def _row_elements(leaves: Sequence[Array], rows: int) -> int:
+    """Elements of a row of the widest leaf."""
+    return max(1, max(leaf.size // max(1, rows) for leaf in leaves))
 
 
 def _beside(flags: Array, rows: Array) -> Array:

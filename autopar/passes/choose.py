@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.cost.model import JOURNAL_STEPS
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout, even_axis
@@ -25,7 +24,7 @@ def choose(
     headroom: float = 1.25,
     rates: Callable[[], Rates] | None = None,
     emit: Emit = "pjit",
-    journal_steps: int = JOURNAL_STEPS,
+    journal_steps: int | None = None,
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
@@ -37,7 +36,7 @@ def choose(
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost on the devices; without it the fewest bytes are chosen.
       emit: Whether XLA partitions one program, or each device's own is written.
-      journal_steps: Steps that deferred rows wait for at most.
+      journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.

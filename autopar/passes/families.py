@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost.exchange import Sizes, host_sent_bytes, sent_bytes, step_seconds
-from autopar.cost.model import JOURNAL_STEPS, lifting_pays
+from autopar.cost.model import journal_steps, lifting_pays
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
@@ -37,7 +37,7 @@ class Wishes:
       headroom: How much more than the example's load a device may send to another one.
       rates: Gives what exchanges cost.
       hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
-      journal_steps: Steps that deferred rows wait for at most.
+      journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
     """
 
     methods: Mapping[int, tuple[str, bool]]
@@ -47,11 +47,11 @@ class Wishes:
     headroom: float
     rates: Callable[[], Rates] | None
     hosts: frozenset[int] = frozenset()
-    journal_steps: int = JOURNAL_STEPS
+    journal_steps: int | None = None
 
     def waits(self, space: RowSpace) -> int:
         """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
-        return self.journal_steps if space.deferred else 0
+        return (self.journal_steps or journal_steps(space.extent)) if space.deferred else 0
 
 
 def decide_family(
@@ -122,7 +122,7 @@ def decide_family(
 
 def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
     row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
-    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes)
+    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes, deferred=space.deferred)
 
 
 def _lifted(
