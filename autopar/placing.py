@@ -124,7 +124,9 @@ class SpreadRunner:
 
     def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
         plan, analysed = compiled.plan, compiled.analysed
-        self._journalings = [Journaling(e) for e in compiled.program.block.equations if e.op == "flush"]
+        block = compiled.program.block
+        flushes = [e for e in block.equations if e.op == "flush"]  # in the order of the journals among the outputs
+        self._journalings = [Journaling(e) for e in sorted(flushes, key=lambda e: block.outputs.index(e.outputs[-1]))]
         journals = compiled.program.block.inputs[len(analysed.inputs) :]
         self._devices = devices
         self._layouts = plan.layouts
