@@ -161,7 +161,9 @@ class DeferredTable(TableLeaf):
         return np.array(found, dtype or found.dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self.current()[index]
+        leaf = self.current()
+        found = leaf[index]
+        return jnp.copy(found) if found is leaf else found  # later steps update the leaf in place
 
     def __repr__(self) -> str:
         shape = ",".join(map(str, self.shape))

@@ -17,6 +17,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.compile import Compiled, Options, follow
 from autopar.errors import ArgumentsError
 from autopar.host_table import HostTable, exchange
+from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import Spread
 from autopar.ir.program import ArrayType, Program
@@ -70,8 +71,7 @@ class HostRunner:
         self._limits = {
             f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
         }
-        flushes = [e for e in compiled.program.block.equations if e.op == "flush"]
-        self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes]
+        self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._staged: StagedProgram | None = None
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Any]] = {}

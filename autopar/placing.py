@@ -19,6 +19,7 @@ from autopar.backends.watched import watched
 from autopar.compile import Compiled
 from autopar.deferred_table import DeferredTable, Journal, Journaling, common_journal
 from autopar.errors import DonatedStateError
+from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Program, Var
@@ -133,9 +134,7 @@ class SpreadRunner:
     def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
         plan, analysed = compiled.plan, compiled.analysed
         self._journalings = [
-            Journaling(e, _layout(plan, e.params["family"]), devices)
-            for e in compiled.program.block.equations
-            if e.op == "flush"
+            Journaling(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
         ]
         journals = compiled.program.block.inputs[len(analysed.inputs) :]
         entries = [s for j in self._journalings for s in j.shardings]

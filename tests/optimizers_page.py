@@ -32,9 +32,10 @@ none: it reads the step's program, so an optimizer of your own ends in the same 
 | deferred | move in each step, each by itself: they are replayed when they are read | the touched rows |
 | dense | depend on other rows | all rows |
 
-The last column says which leaves move, what else reads the whole table (*read whole*: once a step, all rows), or why the
-table is dense. What changes gradients only is followed by a learning rate; wrappers hold Adam. *At once*: rows at rest, never touched
-or long ago, are brought up to date by one multiplication, however many steps they missed; all others step by step.
+The last column says which leaves move, what else reads the whole table (*read whole*: once a step, all rows), or why
+the table is dense. What changes gradients only is followed by a learning rate; wrappers hold Adam. *At once*: rows at
+rest, never touched or long ago, are brought up to date by one multiplication, however many steps they missed; all
+others step by step.
 
 """
 

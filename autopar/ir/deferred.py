@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.program import ArrayType
+from autopar.ir.program import ArrayType, Block, Equation
 
 #: Full journals that settled rows wait for at most.
 VOLUMES = 256
@@ -89,3 +89,9 @@ class Replay:
     def record_bytes(self) -> int:
         """Bytes of one step in the journal."""
         return sum(t.nbytes for t in self.records)
+
+
+def flushes(block: Block) -> list[Equation]:
+    """The equations that flush a block's journals, in the order of the journals among its outputs."""
+    found = [e for e in block.equations if e.op == "flush"]
+    return sorted(found, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))

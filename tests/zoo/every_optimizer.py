@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -169,7 +170,9 @@ def names() -> dict[str, Make]:
             full = f"{module.__name__}.{name}"
             if name.startswith("_") or not callable(member) or id(member) in known or full in NOT_MADE:
                 continue
-            make = RECIPES.get(full) or _guess(name, member)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # an old optimizer is one, too
+                make = RECIPES.get(full) or _guess(name, member)
             if make is not None:
                 known.add(id(member))
                 found[full] = make
@@ -198,7 +201,10 @@ def _guess(name: str, member: Callable[..., Any]) -> Make | None:
 def optimizer_case(name: str, dtype: Any = np.float32) -> Case:
     """A lookup of Zipf ids in `emb` [ROWS, WIDTH], `w` beside it, trained by one of `names()`."""
     kind = {"pairs": name == "optax.lookahead", "filled": name in ("optax.monitor", "optax.measure_with_ema")}
-    return lookup_case(names()[name](), dtype, EXTRAS.get(name, ()), **kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        tx = names()[name]()
+    return lookup_case(tx, dtype, EXTRAS.get(name, ()), **kind)
 
 
 def lookup_case(

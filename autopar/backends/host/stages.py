@@ -18,6 +18,7 @@ from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
+from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
@@ -81,10 +82,9 @@ class StagedProgram:
           plan: Whose sizes it was made for.
           ranks: Who exchanges.
           donated: Inputs whose buffers may be used for their new values.
-          journalings: How deferred rows are brought up to date, in the order of the program's flushes.
+          journalings: How deferred rows are brought up to date, in the order of the journals.
         """
-        flushes = (e for e in program.block.equations if e.op == "flush")
-        self._journalings = dict(zip(flushes, journalings, strict=True))
+        self._journalings = dict(zip(flushes(program.block), journalings, strict=True))
         self._ranks = ranks
         self._plan = plan
         self._inputs = program.block.inputs
