@@ -17,6 +17,7 @@ from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
 from autopar.measure.memory import device_memory
 from autopar.mpi.world import world
+from autopar.per_device import PerDevice
 from autopar.step import ParallelStep
 
 
@@ -27,6 +28,7 @@ def parallelize(
     *,
     mesh: Any = ...,
     data_axis: str | None = ...,
+    axis_name: str | None = ...,
     batch_axis: BatchAxis = ...,
     emit: Emit = ...,
     strategy: Strategy = ...,
@@ -43,6 +45,7 @@ def parallelize(
     *,
     mesh: Any = ...,
     data_axis: str | None = ...,
+    axis_name: str | None = ...,
     batch_axis: BatchAxis = ...,
     emit: Emit = ...,
     strategy: Strategy = ...,
@@ -60,6 +63,7 @@ def parallelize(
     *,
     mesh: Any = None,
     data_axis: str | None = None,
+    axis_name: str | None = None,
     batch_axis: BatchAxis = 0,
     emit: Emit = "pjit",
     strategy: Strategy = "auto",
@@ -81,6 +85,9 @@ def parallelize(
         `(params, opt_state, batch) -> (params, opt_state, loss)`. Arguments that come back are the state.
       mesh: Devices to run on: all of the process by default.
       data_axis: The mesh's axis over which batches are spread; its first by default.
+      axis_name: Of a step that is written for one device of several, as for `jax.pmap(step, axis_name=...)`, the name
+        by which it reduces over them. What is run is what `pmap` computes over the mesh's devices; the state is given
+        once, the batch whole. Results that differ from device to device come stacked, [devices, ...].
       batch_axis: The axis of the batch's leaves that runs over its examples, leaves without it being on every device;
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
@@ -129,15 +136,18 @@ def parallelize(
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
         raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
+    if axis_name is not None and not isinstance(axis_name, str):
+        raise ArgumentsError(f"axis_name={axis_name!r}: give the name that the step reduces over, a string")
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
     hosts = asks_for_hosts(strategy)
+    count = world().size if hosts else devices.count
     return ParallelStep(
         fun=step,
         options=Options(
             strategy=strategy,
             sparse=sparse,
-            devices=world().size if hosts else devices.count,
+            devices=count,
             hosts=hosts,
             memory=functools.partial(device_memory, jax.local_devices()),
             batch_axis=batch_axis,
@@ -145,6 +155,7 @@ def parallelize(
             rates=functools.partial(rates_of, devices, functools.partial(_planned_by, devices)),
         ),
         devices=devices if devices.mesh.size > 1 else None,
+        per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         donate=donate,
         state_argnums=_positions(step, state_argnums),
         batch_argnums=_positions(step, batch_argnums),

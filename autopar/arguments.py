@@ -174,6 +174,15 @@ class States:
         return States(sure | likely if sure else {})
 
 
+def tops(tree: Any) -> frozenset[tuple[int, Any]]:
+    """(first leaf, structure) of the whole output and of each of its outermost parts."""
+    parts, start = {(0, tree)}, 0
+    for child in tree.children():
+        parts.add((start, child))
+        start += child.num_leaves
+    return frozenset(parts)
+
+
 def find_states(
     call: Call, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
 ) -> States:

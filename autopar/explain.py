@@ -73,6 +73,7 @@ class Explanation:
 
     Attributes:
       updates: Whether there is a state.
+      told: What is to be known of how the step was read.
       processes: Whose devices they are.
       hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
     """
@@ -86,6 +87,7 @@ class Explanation:
     updates: bool = True
     processes: int = 1
     hosted: str = ""
+    told: tuple[str, ...] = ()
 
     @property
     def dense_bytes(self) -> int:
@@ -106,6 +108,7 @@ class Explanation:
             return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}")]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r, "rank" if self.hosted else "device") for r in self.rows if r.reason]
+        parts += map(Text, self.told)
         if self.hosted:
             parts.append(Text(self.hosted))
         parts.append(self._totals())
@@ -220,7 +223,7 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
-    return Explanation(name, tuple(rows), passes, *told)
+    return Explanation(name, tuple(rows), passes, *told, tuple(entry.told))
 
 
 def _hosted(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from jax._src import config as _config
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import batching as _batching
 from jax._src.lax import lax as _lax
 from jax.extend import core as jex_core
 
@@ -118,6 +119,13 @@ def is_float(dtype: Any) -> bool:
 def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **jit_options: Any) -> Any:
     """`jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
     return jax.jit(fun, **jit_options).trace(*args, **kwargs)
+
+
+def vmap_inferred(
+    fun: Callable[..., Any], in_axes: Sequence[int | None], axis_name: str, axis_size: int
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.vmap` that says which results are batched: (results, a like tree of their axes, None for the others')."""
+    return jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
 
 
 def widens_bfloat16() -> bool:

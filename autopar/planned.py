@@ -27,7 +27,8 @@ from autopar.table import materialize
 class Entry:
     """What is known of the step at one set of shapes.
 
-    `example` holds the leaves of the first call's batch that ids depend on (None for all others).
+    `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
+    traced, the user's step or one made of it; `told` is what `explain` says of that.
     """
 
     call: Call
@@ -42,6 +43,8 @@ class Entry:
     donate: bool = True
     options: Options = field(default_factory=Options)
     headroom: float = 1.25
+    fun: Callable[..., Any] | None = None
+    told: Sequence[str] = ()
 
     def takes(self, call: Call) -> bool:
         """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read

@@ -15,7 +15,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.agreement import check_same_call, check_same_plan
-from autopar.arguments import Call, describe, find_states, read_call, static_keywords
+from autopar.arguments import Call, describe, find_states, read_call, static_keywords, tops
 from autopar.backends.across import local
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
@@ -29,6 +29,7 @@ from autopar.ir.trace import block_of
 from autopar.measure.alpha import example_ids, id_inputs
 from autopar.mpi.progress import mark
 from autopar.mpi.world import world
+from autopar.per_device import GlobalStep, PerDevice, global_step
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 from autopar.table import is_table, layout_of, materialize
@@ -54,6 +55,7 @@ class ParallelStep:
     batch_argnums: tuple[int, ...] | None
     static_argnums: tuple[int, ...]
     devices: Devices | None = None
+    per_device: PerDevice | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
     _known: dict[Any, Entry] = field(default_factory=dict)
@@ -178,8 +180,14 @@ class ParallelStep:
 
     def _make(self, call: Call, leaves: Sequence[Any]) -> Entry:
         args, kwargs = call.shapes
+        self._check_positions(call)
         start = time.perf_counter()
-        traced = jax_compat.trace(self.fun, args, kwargs, static_argnums=self.static_argnums)
+        try:
+            written = self._written_for(call)
+            fun = self.fun if written is None else written.fun
+            traced = jax_compat.trace(fun, args, kwargs, static_argnums=self.static_argnums)
+        except NameError as error:
+            raise self._told_of_axis(error) from error
         seconds = time.perf_counter() - start
         if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
             raise StepError(
@@ -187,10 +195,9 @@ class ParallelStep:
                 "Pass that value as an argument"
             )
         block = block_of(traced.jaxpr)
-        self._check_positions(call)
         states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None:
-            states = states.confirmed(call, block, _tops(traced.out_tree))
+            states = states.confirmed(call, block, tops(traced.out_tree))
         ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         inputs, outputs = describe(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
@@ -210,8 +217,23 @@ class ParallelStep:
                 inputs, outputs = describe(call, states, traced.out_info, options.devices)
                 compiled = self._compile(dataclasses.replace(program, inputs=inputs, outputs=outputs), options)
                 compiled = dataclasses.replace(compiled, plan=compiled.plan.told(leaving, _LEFT.format(memory / 2**30)))
-        return Entry(
-            call, states, compiled, traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options
+        given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options)
+        return Entry(call, states, compiled, *given, fun=fun, told=() if written is None else tuple(written.told))
+
+    def _written_for(self, call: Call) -> GlobalStep | None:
+        """Of a step that is written for one of several devices the step of all of them."""
+        if self.per_device is None:
+            return None
+        given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
+        return global_step(self.fun, self.name, call, self.per_device, *given)
+
+    def _told_of_axis(self, error: NameError) -> Exception:
+        """What to do about a reduction over devices that the step isn't said to be written for."""
+        if "axis name" not in str(error):
+            return error
+        return StepError(
+            f"{self.name} reduces over devices ({error}). If it is written for one device of several, as for "
+            "jax.pmap, say so: parallelize(step, axis_name='...')"
         )
 
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
@@ -390,15 +412,6 @@ def _donated(entry: Entry) -> frozenset[Any]:
 def _measuring(leaves: Sequence[Any] | None) -> Any:
     """What gives the ids of an example to the planner."""
     return lambda program, space, ids: example_ids(program, ids, leaves)
-
-
-def _tops(tree: Any) -> frozenset[tuple[int, Any]]:
-    """(first leaf, structure) of the whole output and of each of its outermost parts."""
-    parts, start = {(0, tree)}, 0
-    for child in tree.children():
-        parts.add((start, child))
-        start += child.num_leaves
-    return frozenset(parts)
 
 
 def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:

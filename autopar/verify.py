@@ -103,7 +103,7 @@ def verify(step: ParallelStep | WrappedStep, *args: Any, steps: int = 1, **kwarg
 def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     call = read_call(step.fun, args, kwargs, frozenset(step.static_argnums))
     shapes, named = call.shapes
-    again = jax_compat.trace(_fresh(step.fun), shapes, named, static_argnums=step.static_argnums)
+    again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, static_argnums=step.static_argnums)
     old, new = (_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
     for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:

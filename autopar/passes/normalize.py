@@ -1,4 +1,5 @@
-"""Dead-code elimination and value numbering.
+"""Dead-code elimination and value numbering, of a program in which lookups are gathers (`recognise_lookups`) and
+their gradients those of all examples (`sink_sums`).
 
 Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure
 equations of one block become one, so that the ids of a forward lookup and of its backward scatter are one value.
@@ -12,16 +13,24 @@ import dataclasses
 from autopar.ir.program import Atom, Block, Equation, Program, Var, count_equations
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.values import Numbering
+from autopar.passes.recognise_lookups import recognise_lookups
+from autopar.passes.sink_sums import sink_sums
 
 
 def normalize(program: Program) -> tuple[Program, str]:
     """The same program without dead and repeated equations; notes say how many went."""
+    program, sums = sink_sums(program)
+    program, lookups = recognise_lookups(program)
     before = count_equations(program.block)
     block, _ = eliminate_dead(program.block)
     live = count_equations(block)
     block = merge_equal(block)
     after = count_equations(block)
     note = f"{before} equations; {before - live} dead and {live - after} repeated ones removed"
+    if sums:
+        note += f"; {sums} sums over devices moved into what they add up"
+    if lookups:
+        note += f"; {lookups} products with one-hot matrices are lookups and their gradients"
     return dataclasses.replace(program, block=block), note
 
 

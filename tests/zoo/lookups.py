@@ -82,6 +82,11 @@ def _in_switch_in_scan(p: Params, b: Batch) -> jax.Array:
     return lax.scan(body, jnp.ones((IDS[0], WIDTH), jnp.float32), b["ids"].T)[1]
 
 
+def _one_hot_first(ids: jax.Array) -> jax.Array:
+    """The classes along the first axis, the ids' own axes swapped."""
+    return jax.nn.one_hot(ids.T, ROWS, axis=0)
+
+
 LOOKS: dict[str, Look] = {
     "plain": look_plain,
     "two_lookups": lambda p, b: p["emb"][b["ids"]] + p["emb"][b["ids"] % 7],
@@ -117,6 +122,14 @@ LOOKS: dict[str, Look] = {
     "unstacked_columns": lambda p, b: jnp.stack([c[b["ids"]] for c in jnp.unstack(p["emb"], axis=1)], -1),
     "split_columns": lambda p, b: jnp.concatenate([c[b["ids"]] for c in jnp.split(p["emb"], 2, axis=1)[::-1]], -1),
     "reversed_columns": lambda p, b: p["emb"][:, ::-1][b["ids"]],
+    "one_hot_matmul": lambda p, b: jax.nn.one_hot(b["ids"], ROWS, dtype=jnp.float32) @ p["emb"],
+    "one_hot_of_few_bits": lambda p, b: jax.nn.one_hot(b["ids"], ROWS, dtype=jnp.bfloat16) @ p["emb"],
+    "one_hot_by_hand": lambda p, b: (jnp.arange(ROWS) == b["ids"][..., None]).astype(jnp.float32) @ p["emb"],
+    "one_hot_einsum": lambda p, b: jnp.moveaxis(jnp.einsum("vd,vij->dji", p["emb"], _one_hot_first(b["ids"])), 0, -1),
+    "one_hot_transposed": lambda p, b: (p["emb"].T @ jax.nn.one_hot(b["ids"].ravel(), ROWS).T).T,
+    "one_hot_scaled_table": lambda p, b: jax.nn.one_hot(b["ids"], ROWS) @ (2 * p["emb"].astype(jnp.bfloat16)) * 1.0,
+    "one_hot_checkpoint": lambda p, b: jax.checkpoint(lambda e: jnp.sin(jax.nn.one_hot(b["ids"], ROWS) @ e))(p["emb"]),
+    "one_hot_and_lookup": lambda p, b: jax.nn.one_hot(b["ids"], ROWS) @ p["emb"] + p["emb"][b["ids"]],
     # The loop reads the whole old table; the lookup beside it is lifted all the same.
     "read_in_while": _in_while,
 }
@@ -131,11 +144,17 @@ _OUT_OF_RANGE_LOOKS: dict[str, Look] = {
     "take_default": lambda p, b: jnp.nan_to_num(jnp.take(p["emb"], b["ids"], axis=0)),
     "take_clip": lambda p, b: jnp.take(p["emb"], b["ids"], axis=0, mode="clip"),
     "take_wrap": lambda p, b: jnp.take(p["emb"], b["ids"], axis=0, mode="wrap"),
+    "one_hot": lambda p, b: jax.nn.one_hot(b["ids"], ROWS) @ p["emb"],
     "take_fill": lambda p, b: jnp.take(p["emb"], b["ids"], axis=0, mode="fill", fill_value=0.25),
 }
 
 DENSE_LOOKS: dict[str, Look] = {
-    "one_hot_matmul": lambda p, b: jax.nn.one_hot(b["ids"], ROWS, dtype=jnp.float32) @ p["emb"],
+    "one_hot_in_scan": lambda p, b: lax.scan(
+        lambda _, i: (None, jax.nn.one_hot(i, ROWS) @ p["emb"]), None, b["ids"].ravel()
+    )[1],
+    # No numbers of 0 and 1: smoothed labels touch every row.
+    "smoothed_one_hot": lambda p, b: (0.9 * jax.nn.one_hot(b["ids"], ROWS) + 0.1 / ROWS) @ p["emb"],
+    "one_hot_of_floats": lambda p, b: (b["ids"][..., None] * 1.0 == jnp.arange(ROWS)).astype(jnp.float32) @ p["emb"],
     "tied_softmax": lambda p, b: jax.nn.softmax(p["emb"][b["ids"]] @ p["emb"].T)[..., :WIDTH],
     "decode_feedback": _decode,
     "ids_from_own_rows": lambda p, b: p["emb"][jnp.argmax(p["emb"][b["ids"]], -1)],

@@ -1,0 +1,277 @@
+"""Lookups that are written as products with a one-hot matrix become gathers, their transposes scatter-adds.
+
+    one_hot(ids, V) @ table  ->  table[ids], a row of zeros where an id is out of range (also a negative one)
+    one_hot(ids, V).T @ g    ->  zeros.at[ids].add(g), ids out of range dropped
+
+`one_hot` is what `jax.nn.one_hot` computes, however it was written: ids compared with an iota, as numbers. Only
+products with what is made of the state alone are rewritten, and the transposes of products of so many classes: other
+one-hot products (the labels of a loss, the experts of a mixture) are no lookups in a table. A sum of products of which
+all but one are 0 is exact; only a table with an infinity or a NaN in a row that is not looked up differs (0 * inf).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.expand import expand
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+
+_FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
+#: Operations after which a value is still made of the state alone, row by row, so that its product is a lookup.
+_KEEPS = frozenset(
+    "convert_element_type copy mul div neg add sub transpose stop_gradient optimization_barrier reduce_precision "
+    "custom_jvp_call select_n broadcast_in_dim reshape squeeze".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OneHot:
+    """A one-hot array.
+
+    Attributes:
+      ids: What is compared with the classes, before it is repeated.
+      dims: Where the ids' axes are in the comparison.
+      compared: The shape of the comparison.
+      along: Its class axis.
+      order: The comparison's axes in the array, which may be transposed.
+    """
+
+    ids: Atom
+    dims: tuple[int, ...]
+    compared: tuple[int, ...]
+    along: int
+    order: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The array's own shape."""
+        return tuple(self.compared[d] for d in self.order)
+
+    @property
+    def axis(self) -> int:
+        """The array's class axis."""
+        return self.order.index(self.along)
+
+    def expanded(self, ids: Any) -> Any:
+        """The ids in the array's shape without the class axis; int32 or int64."""
+        others = [d for d in range(len(self.compared)) if d != self.along]
+        full = [self.compared[d] for d in others]
+        ids = ids if ids.dtype in (jnp.int32, jnp.int64) else ids.astype(jnp.int32)
+        if list(ids.shape) != full:
+            ids = jax.lax.broadcast_in_dim(ids, full, [others.index(d) for d in self.dims])
+        return jax.lax.transpose(ids, [others.index(d) for d in self.order if d != self.along])
+
+
+def recognise_lookups(program: Program) -> tuple[Program, int]:
+    """The program with lookups for one-hot products, and how many products there were."""
+    states = {
+        var for var, given in zip(program.block.inputs, program.inputs, strict=True) if given.role in ("state", "table")
+    }
+    extents: set[int] = set()
+    block, lookups = _lookups(program.block, states, extents)
+    if not lookups:
+        return program, 0
+    block, transposes = _transposes(block, extents)
+    return dataclasses.replace(program, block=block), lookups + transposes
+
+
+def _lookups(block: Block, states: set[Var], extents: set[int]) -> tuple[Block, int]:
+    """A block with gathers for products, and how many; `extents` grows by the numbers of rows that are looked up in.
+
+    Args:
+      block: Any block.
+      states: Its inputs that are made of the state alone.
+      extents: Filled in.
+    """
+    producers = {v: e for e in block.equations for v in e.outputs}
+    pure: set[Atom] = set(states)
+
+    def rewrite(equation: Equation) -> tuple[list[Equation] | None, int]:
+        variables = [a for a in equation.inputs if isinstance(a, Var)]
+        if equation.op in _KEEPS and variables and all(a in pure for a in variables):
+            pure.update(equation.outputs)
+        if equation.op == "dot_general":
+            made = _lookup(equation, producers, pure, extents)
+            return made, int(made is not None)
+        return _in_bodies(equation, lambda body: _lookups(body, _inner(equation, body, pure), extents))
+
+    return _rewritten(block, rewrite)
+
+
+def _transposes(block: Block, extents: set[int]) -> tuple[Block, int]:
+    """A block with scatter-adds for products of gradients with one-hot matrices of so many classes."""
+    producers = {v: e for e in block.equations for v in e.outputs}
+
+    def rewrite(equation: Equation) -> tuple[list[Equation] | None, int]:
+        if equation.op == "dot_general":
+            made = _push(equation, producers, extents)
+            return made, int(made is not None)
+        return _in_bodies(equation, lambda body: _transposes(body, extents))
+
+    return _rewritten(block, rewrite)
+
+
+def _rewritten(block: Block, rewrite: Callable[[Equation], tuple[list[Equation] | None, int]]) -> tuple[Block, int]:
+    equations: list[Equation] = []
+    total = 0
+    for equation in block.equations:
+        made, count = rewrite(equation)
+        equations += [equation] if made is None else made
+        total += count
+    return (Block(block.inputs, tuple(equations), block.outputs), total) if total else (block, 0)
+
+
+def _in_bodies(equation: Equation, rewrite: Callable[[Block], tuple[Block, int]]) -> tuple[list[Equation] | None, int]:
+    bodies = [rewrite(body) for body in equation.bodies]
+    total = sum(count for _, count in bodies)
+    if not total:
+        return None, 0
+    return [dataclasses.replace(equation, bodies=tuple(body for body, _ in bodies), original=None)], total
+
+
+def _inner(equation: Equation, body: Block, pure: set[Atom]) -> set[Var]:
+    skipped = len(equation.inputs) - len(body.inputs)
+    if equation.op not in ("scan", "remat", "cond") or skipped < 0:
+        return set()
+    sequences = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
+    pairs = list(zip(body.inputs, equation.inputs[skipped:], strict=True))[:sequences]
+    return {v for v, a in pairs if a in pure}
+
+
+def _lookup(
+    equation: Equation, producers: Mapping[Var, Equation], pure: set[Atom], extents: set[int]
+) -> list[Equation] | None:
+    """The lookup in place of `one_hot @ table`."""
+    contract, batch = equation.params["dimension_numbers"]
+    for k in (0, 1):
+        table, hot = equation.inputs[1 - k], equation.inputs[k]
+        if table not in pure or any(batch) or len(contract[k]) != 1:
+            continue
+        found = _one_hot(hot, producers)
+        if found is None or found.axis != contract[k][0]:
+            continue
+        rows, dtype = contract[1 - k][0], equation.outputs[0].dtype
+        extents.add(table.shape[rows])
+
+        def look(table: Any, ids: Any, found: Any = found, rows: int = rows, k: int = k, dtype: Any = dtype) -> Any:
+            ids = found.expanded(ids)
+            start = ids.ndim if k == 0 else 0  # the axes of the left operand lead in the result
+            numbers = jax.lax.GatherDimensionNumbers(tuple(range(start, start + table.ndim - 1)), (rows,), (rows,))
+            sizes = [1 if d == rows else size for d, size in enumerate(table.shape)]
+            return jax.lax.gather(table, ids[..., None], numbers, sizes, mode=_FILL, fill_value=0).astype(dtype)
+
+        return expand(look, equation, (table, found.ids), equation.outputs[0])
+    return None
+
+
+def _push(equation: Equation, producers: Mapping[Var, Equation], extents: set[int]) -> list[Equation] | None:
+    """The scatter-add in place of a product that contracts all axes of a one-hot array but its classes."""
+    contract, batch = equation.params["dimension_numbers"]
+    for k in (0, 1):
+        found = _one_hot(equation.inputs[k], producers)
+        if found is None or any(batch) or found.shape[found.axis] not in extents:
+            continue
+        along, grad = contract[k], equation.inputs[1 - k]
+        if sorted(along) != [d for d in range(len(found.shape)) if d != found.axis]:
+            continue
+        order = [contract[1 - k][list(along).index(d)] for d in sorted(along)]
+        dtype = equation.outputs[0].dtype
+
+        def push(grad: Any, ids: Any, found: Any = found, order: Any = order, k: int = k, dtype: Any = dtype) -> Any:
+            ids = found.expanded(ids)
+            rest = [d for d in range(grad.ndim) if d not in order]
+            extent = found.shape[found.axis]
+            wide = jnp.promote_types(dtype, jnp.float32)  # a product adds up in float32 at least
+            window = range(ids.ndim, ids.ndim + len(rest))
+            rows = jax.lax.scatter_add(
+                jnp.zeros((extent, *(grad.shape[d] for d in rest)), wide),
+                ids[..., None],
+                jax.lax.transpose(grad, (*order, *rest)).astype(wide),
+                jax.lax.ScatterDimensionNumbers(tuple(window), (0,), (0,)),
+                mode=_FILL,
+            ).astype(dtype)
+            return rows if k == 0 else jax.lax.transpose(rows, (*range(1, rows.ndim), 0))
+
+        return expand(push, equation, (grad, found.ids), equation.outputs[0])
+    return None
+
+
+# --- one-hot arrays ---
+
+
+def _one_hot(atom: Atom, producers: Mapping[Var, Equation]) -> OneHot | None:
+    """What a one-hot array is made of; None of anything else."""
+    equation = producers.get(atom) if isinstance(atom, Var) else None
+    converted, orders = False, []
+    while equation is not None and equation.op in ("convert_element_type", "transpose"):
+        converted = converted or equation.op == "convert_element_type"
+        orders += [equation.params["permutation"]] if equation.op == "transpose" else []
+        atom = equation.inputs[0]
+        equation = producers.get(atom) if isinstance(atom, Var) else None
+    if equation is None or equation.op != "eq" or not converted:
+        return None
+    shape = equation.outputs[0].shape
+    order = tuple(range(len(shape)))
+    for permutation in reversed(orders):
+        order = tuple(order[d] for d in permutation)
+    for ids, classes in (equation.inputs, equation.inputs[::-1]):
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            return None
+        axis = _iota_axis(classes, producers)
+        if axis is None or classes.shape[axis] != shape[axis]:
+            continue
+        found = _without(ids, axis, producers)
+        if found is not None:
+            return OneHot(*found, shape, axis, order)
+    return None
+
+
+def _iota_axis(atom: Atom, producers: Mapping[Var, Equation]) -> int | None:
+    """The axis along which a value counts from 0, being the same along all others."""
+    if isinstance(atom, Literal):
+        if jax_compat.is_key(atom.dtype) or len(atom.shape) == 0:
+            return None
+        long = [d for d, size in enumerate(atom.shape) if size > 1]
+        if len(long) != 1 or not np.array_equal(np.asarray(atom.value).reshape(-1), np.arange(atom.shape[long[0]])):
+            return None
+        return long[0]
+    equation = producers.get(atom)
+    if equation is None:
+        return None
+    if equation.op == "iota":
+        return equation.params["dimension"]
+    if equation.op == "convert_element_type" and _holds(equation):
+        return _iota_axis(equation.inputs[0], producers)
+    if equation.op == "broadcast_in_dim":
+        axis = _iota_axis(equation.inputs[0], producers)
+        return None if axis is None else equation.params["broadcast_dimensions"][axis]
+    if equation.op == "reshape":  # arange[None, :]
+        axis = _iota_axis(equation.inputs[0], producers)
+        old, new = equation.inputs[0].shape, atom.shape
+        if axis is None or max(old) != int(np.prod(old)):
+            return None
+        return next((d for d, size in enumerate(new) if size == old[axis]), None)
+    return None
+
+
+def _holds(equation: Equation) -> bool:
+    """Whether a cast keeps all integers up to the number of classes."""
+    dtype, largest = equation.outputs[0].dtype, max(equation.outputs[0].shape, default=0)
+    return bool(jnp.issubdtype(dtype, jnp.integer)) and largest <= jnp.iinfo(dtype).max
+
+
+def _without(ids: Atom, axis: int, producers: Mapping[Var, Equation]) -> tuple[Atom, tuple[int, ...]] | None:
+    """Ids that are repeated along an axis, before they are, and where their axes are."""
+    equation = producers.get(ids) if isinstance(ids, Var) else None
+    if equation is None or equation.op != "broadcast_in_dim":
+        return None
+    source, dims = equation.inputs[0], equation.params["broadcast_dimensions"]
+    return None if axis in dims else (source, tuple(map(int, dims)))

@@ -1,0 +1,193 @@
+"""Sums over devices' shares of the examples move to where the shares are made.
+
+A step that was written for one device of several (`axis_name=`) is traced for all of them: a table's gradient is then
+[N, V, D], of each device by itself, and a sum over the N follows. Here that sum goes through linear equations to the
+scatter-add (or product) that made the shares, which so adds all examples' rows to one [V, D]:
+
+    reduce_sum(zeros[N, V, D].at[n, ids[n]].add(g[n]), axis=0)  ->  zeros[V, D].at[ids].add(g)
+    reduce_sum(einsum("nbi,nbo->nio", x, g), axis=0)            ->  einsum("nbi,nbo->io", x, g)
+
+What is nonlinear stays (a norm of each device's own gradient). Batching writes such a sum as `psum` over a numbered
+axis, `pmax` and `pmin` likewise; they become the reductions that they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.expand import expand
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+
+_REDUCTIONS: Mapping[str, Callable[..., Any]] = {
+    "psum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
+    "psum_invariant": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
+    "pmax": lambda x, axes: jax.lax.reduce_max(x, axes),
+    "pmin": lambda x, axes: jax.lax.reduce_min(x, axes),
+}
+
+
+def sink_sums(program: Program) -> tuple[Program, int]:
+    """The program with its sums over shares where they are made, and how many there were."""
+    block, count = _sink(program.block)
+    return (program if block is program.block else dataclasses.replace(program, block=block)), count
+
+
+def _sink(block: Block) -> tuple[Block, int]:
+    equations: list[Equation] = []
+    producers: dict[Atom, Equation] = {}
+    total = 0
+    for equation in block.equations:
+        if equation.bodies:
+            bodies, counts = zip(*map(_sink, equation.bodies), strict=True)
+            if any(new is not old for new, old in zip(bodies, equation.bodies, strict=True)):
+                equation = dataclasses.replace(equation, bodies=bodies, original=None)
+            total += sum(counts)
+        made = _reduction(equation)
+        new: list[Equation] = []
+        for e in made:
+            sunk = _Sinking(producers).sum(e)
+            total += sunk is not None
+            new += [e] if sunk is None else sunk
+        equations += new
+        producers.update((v, e) for e in new for v in e.outputs)
+    if len(equations) == len(block.equations) and all(a is b for a, b in zip(equations, block.equations, strict=True)):
+        return block, total
+    return Block(block.inputs, tuple(equations), block.outputs), total
+
+
+def _reduction(equation: Equation) -> list[Equation]:
+    """A collective over numbered axes as reductions; anything else as it is."""
+    reduce, axes = _REDUCTIONS.get(equation.op), equation.params.get("axes", ())
+    if reduce is None or equation.params.get("axis_index_groups") or not all(isinstance(a, int) for a in axes):
+        return [equation]
+    pairs = zip(equation.inputs, equation.outputs, strict=True)
+    of_one = functools.partial(reduce, axes=axes)
+    return [e for a, out in pairs for e in expand(of_one, equation, (a,), out)]
+
+
+class _Sinking:
+    """Writes the equations of one sum."""
+
+    def __init__(self, producers: Mapping[Atom, Equation]) -> None:
+        self._producers = producers
+        self._made: list[Equation] = []
+
+    def sum(self, equation: Equation) -> list[Equation] | None:
+        """The equations in place of a sum that reaches what makes the shares; None where it doesn't."""
+        if equation.op != "reduce_sum" or len(equation.params["axes"]) != 1:
+            return None
+        if not self._reaches(equation.inputs[0], int(equation.params["axes"][0])):
+            return None
+        self._summed(equation.inputs[0], int(equation.params["axes"][0]), equation.outputs[0])
+        return self._made
+
+    def _reaches(self, atom: Atom, axis: int) -> bool:
+        """Whether a value's shares along an axis are made by scatter-adds or products, linear equations between."""
+        equation = self._producers.get(atom)
+        if equation is None:
+            return False
+        if equation.op == "scatter-add":
+            numbers = equation.params["dimension_numbers"]
+            return axis in numbers.operand_batching_dims and self._is_zero(equation.inputs[0])
+        if equation.op == "dot_general":
+            return axis < len(equation.params["dimension_numbers"][1][0])
+        return bool(inner := _through(equation, axis)) and all(self._reaches(a, d) for a, d in inner)
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
+        equation = self._producers.get(atom)
+        moved = equation is not None and equation.op in ("broadcast_in_dim", "convert_element_type", "reshape")
+        return moved and equation is not None and self._is_zero(equation.inputs[0])
+
+    def _summed(self, atom: Atom, axis: int, output: Var | None = None) -> Var:
+        """The sum of a value along an axis."""
+        equation = self._producers[atom]
+        if equation.op == "scatter-add":
+            return self._emit(
+                lambda indices, updates: _scattered(equation, axis, indices, updates), equation, output, 1
+            )
+        if equation.op == "dot_general":
+            return self._emit(lambda *xs: _contracted(equation, axis, xs), equation, output, 0)
+        sums = {a: self._summed(a, d) for a, d in _through(equation, axis) or ()}
+        atoms = tuple(sums.get(a, a) for a in equation.inputs)
+        apply = lambda *xs: jax_compat.bind(equation.primitive, xs, _reduced(equation, axis))[0]  # noqa: E731
+        return self._append(expand(apply, equation, atoms, output))
+
+    def _emit(self, fun: Callable[..., Any], equation: Equation, output: Var | None, start: int) -> Var:
+        return self._append(expand(fun, equation, equation.inputs[start:], output))
+
+    def _append(self, equations: list[Equation]) -> Var:
+        self._made += equations
+        return equations[-1].outputs[0]
+
+
+def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
+    """Operands whose sums along an axis give that of a linear equation's result; None of any other equation."""
+    if equation.op in ("add", "add_any", "sub"):
+        same = all(a.shape == equation.outputs[0].shape for a in equation.inputs)
+        return [(a, axis) for a in equation.inputs] if same else None
+    if equation.op in ("neg", "copy"):
+        return [(equation.inputs[0], axis)]
+    if equation.op == "convert_element_type":
+        wide, narrow = equation.outputs[0].dtype, equation.inputs[0].dtype
+        floats = jax_compat.is_float(wide) and jax_compat.is_float(narrow)
+        return [(equation.inputs[0], axis)] if floats and jax_compat.holds_floats(wide, narrow) else None
+    if equation.op in ("mul", "div") and equation.inputs[1].shape == ():
+        return [(equation.inputs[0], axis)]
+    if equation.op == "mul" and equation.inputs[0].shape == ():
+        return [(equation.inputs[1], axis)]
+    if equation.op == "transpose":
+        return [(equation.inputs[0], int(equation.params["permutation"][axis]))]
+    return None
+
+
+def _reduced(equation: Equation, axis: int) -> Mapping[str, Any]:
+    """The parameters of a linear equation without an axis of its result."""
+    if equation.op != "transpose":
+        return equation.params
+    gone = equation.params["permutation"][axis]
+    kept = [d for d in equation.params["permutation"] if d != gone]
+    return {**equation.params, "permutation": tuple(d - (d > gone) for d in kept)}
+
+
+def _contracted(equation: Equation, axis: int, operands: Any) -> Any:
+    """The product that adds up the shares, too."""
+    contract, batch = equation.params["dimension_numbers"]
+    numbers = (
+        tuple((*c, b[axis]) for c, b in zip(contract, batch, strict=True)),
+        tuple((*b[:axis], *b[axis + 1 :]) for b in batch),
+    )
+    return jax_compat.bind(equation.primitive, operands, {**equation.params, "dimension_numbers": numbers})[0]
+
+
+def _scattered(equation: Equation, axis: int, indices: Any, updates: Any) -> Any:
+    """The scatter-add of all shares into one."""
+    numbers, old = equation.params["dimension_numbers"], equation.outputs[0]
+    k = numbers.operand_batching_dims.index(axis)
+    shape = [size for d, size in enumerate(old.shape) if d != axis]
+    less = lambda dims: tuple(int(d) - (d > axis) for d in dims if d != axis)  # noqa: E731
+    reduced = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(map(int, numbers.update_window_dims)),
+        inserted_window_dims=less(numbers.inserted_window_dims),
+        scatter_dims_to_operand_dims=tuple(int(d) - (d > axis) for d in numbers.scatter_dims_to_operand_dims),
+        operand_batching_dims=less(numbers.operand_batching_dims),
+        scatter_indices_batching_dims=tuple(
+            int(d) for n, d in enumerate(numbers.scatter_indices_batching_dims) if n != k
+        ),
+    )
+    return jax.lax.scatter_add(
+        jnp.zeros(shape, old.dtype),
+        indices,
+        updates,
+        reduced,
+        mode=equation.params["mode"],
+    )

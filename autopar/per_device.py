@@ -1,0 +1,210 @@
+"""Steps that are written for one device of several, as for `jax.pmap`: `parallelize(step, axis_name="batch")`.
+
+Such a step sees its device's share of the examples and says itself what is added up over devices (`lax.pmean(grads,
+"batch")`). Its meaning is that of `pmap` over the N devices of the mesh, whatever it does: a sum of means, batch norm
+of each device's own examples, `axis_index`. So the global step is the batched one over shares of the examples,
+`vmap(step, axis_name=, axis_size=N)`: exactly what `pmap` computes, as one program of global arrays, which is planned
+like any other.
+
+Arguments are those of a global step: the state once (not replicated) and the whole batch (not reshaped). States are
+told apart as always, by their coming back; for that the step is traced a first time, each device having everything
+(its share, where `state_argnums` says which arguments are state). Results that are the same on every device are
+returned once, others stacked as by `pmap`, [N, ...]. A state that differs from one device to another has no place to
+be, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.arguments import Call, States, describe, find_states, path_name, tops
+from autopar.errors import ArgumentsError, StateError
+from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.program import Block
+from autopar.ir.trace import block_of
+
+
+@dataclass(frozen=True, slots=True)
+class PerDevice:
+    """What a step is written for.
+
+    Attributes:
+      axis: The name by which the step reduces over devices.
+      count: Number of devices.
+      batch_axis: Along which axis the examples lie.
+    """
+
+    axis: str
+    count: int
+    batch_axis: BatchAxis
+
+
+@dataclass(eq=False)
+class GlobalStep:
+    """The step of all devices, a function of global arrays.
+
+    Attributes:
+      fun: Can be traced with the call's arguments.
+      states: Which of them are state.
+      told: What differs from device to device, for `explain`; complete once `fun` was traced.
+    """
+
+    fun: Callable[..., Any]
+    states: States
+    told: list[str]
+
+
+def global_step(
+    fun: Callable[..., Any],
+    name: str,
+    call: Call,
+    written: PerDevice,
+    state_argnums: Sequence[int] | None,
+    batch_argnums: Sequence[int],
+    static_argnums: Sequence[int],
+) -> GlobalStep:
+    """What N devices that run the step compute together.
+
+    Raises:
+      ArgumentsError: the examples can't be divided among the devices.
+      StateError: a state can't be told, or differs from device to device.
+    """
+    args, kwargs = call.shapes
+    states, block = _first_look(fun, name, call, written, state_argnums, batch_argnums, static_argnums)
+    axes = _example_axes(name, call, written, states)
+    told = [f"each device's number is used ({where})" for where in _numbers_used(block, written.axis)]
+    static = frozenset(static_argnums)
+    dynamic = [k for k in range(len(args)) if k not in static]
+    named = [n for n in kwargs if any(a.position is None and a.name == n for a in call.arguments)]
+
+    @functools.wraps(fun)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        flat, tree = jax.tree.flatten(([args[k] for k in dynamic], {n: kwargs[n] for n in named}))
+        shared = [_shared(x, axis, written.count) for x, axis in zip(flat, axes, strict=True)]
+
+        def of_one(*leaves: Any) -> Any:
+            own, own_named = jax.tree.unflatten(tree, leaves)
+            every = list(args)
+            for k, value in zip(dynamic, own, strict=True):
+                every[k] = value
+            return fun(*every, **{**kwargs, **own_named})
+
+        out, along = jax_compat.vmap_inferred(of_one, axes, written.axis, written.count)(*shared)
+        _check_states(name, call, states, along, written.axis)
+        kept: list[str] = []
+        stacked = _stacked(out, along, kept)
+        told[:] = [t for t in told if "stacked" not in t] + kept
+        return stacked
+
+    return GlobalStep(whole, states, told)
+
+
+def _example_axes(name: str, call: Call, written: PerDevice, states: States) -> list[int | None]:
+    """Of all leaves the axis that devices share, None where each has all."""
+    inputs, _ = describe(call, states, None)
+    shapes = [t.shape for a in call.arguments for t in a.types]
+    examples = [k for k, given in enumerate(inputs) if given.role != "state"]
+    found = example_axes(written.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
+    axes: list[int | None] = [None] * len(inputs)
+    for k, axis in zip(examples, found, strict=True):
+        axes[k] = axis
+        if axis is not None and shapes[k][axis] % written.count:
+            raise ArgumentsError(
+                f"{inputs[k].path} has {shapes[k][axis]} examples (axis {axis}), which {written.count} devices can't "
+                f"share equally: {name} is written for one device (axis_name={written.axis!r}). Give a batch of a "
+                "multiple, or say what is no example: batch_axis={'...': None}"
+            )
+    return axes
+
+
+def _first_look(
+    fun: Callable[..., Any],
+    name: str,
+    call: Call,
+    written: PerDevice,
+    state_argnums: Sequence[int] | None,
+    batch_argnums: Sequence[int],
+    static_argnums: Sequence[int],
+) -> tuple[States, Block]:
+    """Which arguments are state, and the program of one device."""
+    args, kwargs = call.shapes
+    statics = {k: args[k] for k in static_argnums if k < len(args)}
+    of_arrays = {a.name for a in call.arguments if a.position is None}
+    fixed = {n: v for n, v in kwargs.items() if n not in of_arrays}
+    given = ([a for k, a in enumerate(args) if k not in statics], {n: v for n, v in kwargs.items() if n in of_arrays})
+    if state_argnums is not None:
+        named = States({k: 0 for k, a in enumerate(call.arguments) if a.position in state_argnums})
+        leaves, tree = jax.tree.flatten(given)
+        axes = _example_axes(name, call, written, named)
+        given = tree.unflatten([_share(x, axis, written.count) for x, axis in zip(leaves, axes, strict=True)])
+
+    def of_one(positional: Any, by_name: Any) -> Any:
+        rest = iter(positional)
+        return fun(*(statics[k] if k in statics else next(rest) for k in range(len(args))), **by_name, **fixed)
+
+    try:
+        traced = jax.make_jaxpr(of_one, axis_env=[(written.axis, written.count)], return_shape=True)
+        jaxpr, outputs = traced(*given)
+    except Exception as error:
+        if state_argnums is None:
+            error.add_note(
+                f"autopar traced {name} with the whole batch on each device, to see which arguments are state. If the "
+                "step relies on the size of its share, name them: parallelize(step, state_argnums=...)"
+            )
+        raise
+    block = block_of(jaxpr)
+    states = find_states(call, outputs, state_argnums, batch_argnums)
+    if state_argnums is None:
+        states = states.confirmed(call, block, tops(jax.tree.structure(outputs)))
+    return states, block
+
+
+def _share(shape: Any, axis: int | None, count: int) -> Any:
+    """The shape of one device's part."""
+    if axis is None:
+        return shape
+    sizes = (*shape.shape[:axis], shape.shape[axis] // count, *shape.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(sizes, shape.dtype, weak_type=shape.weak_type)
+
+
+def _numbers_used(block: Block, axis: str) -> Iterator[str]:
+    """Lines that read `lax.axis_index`."""
+    return iter(dict.fromkeys(e.where for e in block.walk() if e.op == "axis_index" and e.params["axis_name"] == axis))
+
+
+def _shared(x: Any, axis: int | None, count: int) -> Any:
+    """[.., B, ..] as [.., N, B/N, ..]."""
+    if axis is None:
+        return x
+    return jax.numpy.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
+
+
+def _check_states(name: str, call: Call, states: States, along: Any, axis: str) -> None:
+    flat = jax.tree_util.tree_leaves_with_path(along, is_leaf=lambda x: x is None)
+    for k, first in states.outputs.items():
+        argument = call.arguments[k]
+        for path, (_, differs) in zip(argument.paths, flat[first : first + len(argument.paths)], strict=True):
+            if differs is not None:
+                raise StateError(
+                    f"{name} gives each device another {path or argument.name!r}: it is made of the device's own "
+                    f"examples and never reduced. Reduce it in the step, jax.lax.pmean(..., {axis!r}), as is done with "
+                    "gradients (batch statistics, too)"
+                )
+
+
+def _stacked(out: Any, along: Any, told: list[str]) -> Any:
+    """Results with the devices' axis first; says which have one."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(out)
+    axes = jax.tree.leaves(along, is_leaf=lambda x: x is None)
+    made = []
+    for (path, leaf), axis in zip(leaves, axes, strict=True):
+        if axis is not None:
+            told.append(f"result {path_name(path) or 'output'} is each device's own: stacked, [devices, ...]")
+        made.append(leaf if axis is None else jax.numpy.moveaxis(leaf, axis, 0))
+    return jax.tree.unflatten(tree, made)

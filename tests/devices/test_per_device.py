@@ -1,0 +1,234 @@
+"""Steps written for one device of several (`axis_name=`): what `jax.pmap` computes, on 4 devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import autopar
+
+from .meshes import mesh_of
+
+DEVICES, BATCH, ROWS, WIDTH = 4, 32, 5000, 4
+AXIS = "batch"
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
+
+State = dict[str, Any]
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def mean_loss(params: Any, batch: Any) -> jax.Array:
+    rows = params["emb"][batch["ids"]] * jnp.cos(params["emb"][batch["ids"] // 2])
+    return jnp.mean((jnp.tanh(rows @ params["w"]).sum(-1) - batch["y"]) ** 2)
+
+
+def apply(state: State, grads: Any) -> State:
+    updates, slots = TX.update(grads, state["slots"], state["params"])
+    return {**state, "params": optax.apply_updates(state["params"], updates), "slots": slots}
+
+
+def pmean_of_means(state: State, batch: Any) -> tuple[State, Any]:
+    loss, grads = jax.value_and_grad(mean_loss)(state["params"], batch)
+    grads = lax.pmean(grads, AXIS)
+    return apply(state, grads), {"loss": lax.pmean(loss, AXIS)}
+
+
+def one_pmean(state: State, batch: Any) -> tuple[State, Any]:
+    """The loss is reduced inside of what is differentiated."""
+    loss, grads = lax.pmean(jax.value_and_grad(mean_loss)(state["params"], batch), axis_name=AXIS)
+    return apply(state, grads), loss
+
+
+def psum_of_means(state: State, batch: Any) -> tuple[State, Any]:
+    """Gradients that grow with the number of devices; and the number itself."""
+    loss, grads = jax.value_and_grad(mean_loss)(state["params"], batch)
+    count = lax.psum(1, AXIS)
+    return apply(state, lax.psum(grads, AXIS)), {"loss": lax.psum(loss, AXIS) / count, "count": count}
+
+
+def weighted_sums(state: State, batch: Any) -> tuple[State, Any]:
+    """Sums over examples that count, divided by their number on all devices."""
+
+    def sums(params: Any) -> tuple[jax.Array, jax.Array]:
+        errors = (jnp.sum(params["emb"][batch["ids"]] @ params["w"], -1) - batch["y"]) ** 2
+        weights = batch["y"] > 0
+        return jnp.sum(errors * weights), jnp.sum(weights)
+
+    (total, weight), grads = jax.value_and_grad(sums, has_aux=True)(state["params"])
+    weight = lax.psum(weight, AXIS)
+    grads = jax.tree.map(lambda g: lax.psum(g, AXIS) / weight, grads)
+    return apply(state, grads), lax.psum(total, AXIS) / weight
+
+
+def each_clips_its_own(state: State, batch: Any) -> tuple[State, Any]:
+    loss, grads = jax.value_and_grad(mean_loss)(state["params"], batch)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.1 / norm), grads)
+    return apply(state, lax.pmean(grads, AXIS)), lax.pmean(loss, AXIS)
+
+
+def own_dropout(state: State, batch: Any) -> tuple[State, Any]:
+    key = jax.random.fold_in(jax.random.key(3), lax.axis_index(AXIS))
+
+    def loss_of(params: Any) -> jax.Array:
+        rows = params["emb"][batch["ids"]]
+        rows = rows * jax.random.bernoulli(key, 0.5, rows.shape)
+        return jnp.mean((jnp.sum(rows @ params["w"], -1) - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    return apply(state, lax.pmean(grads, AXIS)), lax.pmean(loss, AXIS)
+
+
+def local_batch_norm(state: State, batch: Any) -> tuple[State, Any]:
+    """Each device normalises by its own examples; the running mean is that of all."""
+
+    def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
+        rows = params["emb"][batch["ids"]]
+        mean = rows.mean(0)
+        rows = (rows - mean) / jnp.sqrt(rows.var(0) + 1e-3)
+        return jnp.mean((jnp.sum(rows @ params["w"], -1) - batch["y"]) ** 2), mean
+
+    (loss, mean), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    new = apply(state, lax.pmean(grads, AXIS))
+    return {**new, "mean": 0.9 * state["mean"] + 0.1 * lax.pmean(mean, AXIS)}, lax.pmean(loss, AXIS)
+
+
+def own_results(state: State, batch: Any) -> tuple[State, Any]:
+    loss, grads = jax.value_and_grad(mean_loss)(state["params"], batch)
+    worst = lax.pmax(loss, AXIS) - lax.pmin(loss, AXIS)
+    everyone = lax.all_gather(loss, AXIS)
+    return apply(state, lax.pmean(grads, AXIS)), {"own": loss, "worst": worst, "all": everyone, "ids": batch["ids"]}
+
+
+def microbatches(state: State, batch: Any) -> tuple[State, Any]:
+    parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+
+    def body(total: Any, part: Any) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(mean_loss)(state["params"], part)
+        return jax.tree.map(jnp.add, total, grads), loss
+
+    grads, losses = lax.scan(body, jax.tree.map(jnp.zeros_like, state["params"]), parts)
+    grads = jax.tree.map(lambda g: g / 2, lax.pmean(grads, AXIS))
+    return apply(state, grads), lax.pmean(losses.mean(), AXIS)
+
+
+def one_hot(state: State, batch: Any) -> tuple[State, Any]:
+    def loss_of(params: Any) -> jax.Array:
+        rows = jax.nn.one_hot(batch["ids"], ROWS) @ params["emb"]
+        return jnp.mean((jnp.sum(rows @ params["w"], -1) - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    return apply(state, lax.pmean(grads, AXIS)), lax.pmean(loss, AXIS)
+
+
+LIFTING = [pmean_of_means, one_pmean, psum_of_means, weighted_sums, own_dropout, local_batch_norm, own_results, one_hot]
+LIFTING += [each_clips_its_own, microbatches]
+
+
+def make_state() -> State:
+    rng = np.random.default_rng(0)
+    params = {
+        "emb": jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32),
+        "w": jnp.asarray(rng.normal(size=(WIDTH, 3)), jnp.float32),
+    }
+    return {"params": params, "slots": TX.init(params), "mean": jnp.zeros(WIDTH)}
+
+
+def make_batch(k: int = 0) -> Any:
+    rng = np.random.default_rng(10 + k)
+    ids = jnp.asarray(rng.integers(0, ROWS, BATCH), jnp.int32)
+    return {"ids": ids.at[:8].set(ids[0]), "y": jnp.asarray(rng.normal(size=BATCH), jnp.float32)}
+
+
+def by_pmap(step: Any, devices: int, steps: int) -> tuple[Any, Any]:
+    run = jax.pmap(step, axis_name=AXIS, devices=jax.devices()[:devices])
+    state = jax.tree.map(lambda x: jnp.stack([x] * devices), make_state())
+    result = None
+    for k in range(steps):
+        batch = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), make_batch(k))
+        state, result = run(state, batch)
+    return jax.tree.map(lambda x: np.asarray(x[0]), state), jax.tree.map(np.asarray, result)
+
+
+@pytest.mark.parametrize("devices", [1, DEVICES])
+@pytest.mark.parametrize("step", LIFTING, ids=lambda f: f.__name__)
+def test_it_is_what_pmap_computes(step: Any, devices: int) -> None:
+    options = {"mesh": mesh_of(devices), "axis_name": AXIS}
+    planned = autopar.parallelize(step, strategy={"params/emb": "allgather", "**": "auto"}, **options)
+    state, result = make_state(), None
+    for k in range(2):
+        state, result = planned(state, make_batch(k))
+    want_state, want = by_pmap(step, devices, 2)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)  # noqa: E731
+    jax.tree.map(close, autopar.materialize(state), want_state)
+
+    def compare(mine: Any, theirs: Any) -> None:
+        close(mine, theirs if np.shape(mine) == theirs.shape else theirs[0])
+
+    jax.tree.map(compare, result, want)
+    assert planned.plan.parameters[0].lifted
+
+
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
+@pytest.mark.parametrize("method", ["ps", "allreduce_rows", "allreduce"])
+def test_every_method_verifies(method: str, emit: Any) -> None:
+    strategy = {"params/emb": method, "**": "auto"}
+    planned = autopar.parallelize(
+        pmean_of_means, strategy=strategy, mesh=mesh_of(DEVICES), axis_name=AXIS, emit=emit, donate=False
+    )
+    assert autopar.verify(planned, make_state(), make_batch(), steps=2).ok
+
+
+def test_explain_says_what_differs_from_device_to_device() -> None:
+    options: Any = {"mesh": mesh_of(DEVICES), "axis_name": AXIS}
+    told = str(autopar.explain(autopar.parallelize(own_dropout, **options), make_state(), make_batch()))
+    assert "each device's number is used" in told and "test_per_device.py" in told
+    told = str(autopar.explain(autopar.parallelize(own_results, **options), make_state(), make_batch()))
+    assert "1/own is each device's own: stacked, [devices, ...]" in told
+
+
+def test_a_state_that_differs_from_device_to_device_is_refused() -> None:
+    def step(state: State, batch: Any) -> tuple[State, Any]:
+        new, loss = pmean_of_means(state, batch)
+        rows = new["params"]["emb"][batch["ids"]]
+        return {**new, "mean": 0.9 * state["mean"] + 0.1 * rows.mean(0)}, loss
+
+    planned = autopar.parallelize(step, mesh=mesh_of(DEVICES), axis_name=AXIS)
+    with pytest.raises(autopar.StateError, match=r"each device another 'mean'.*pmean\(\.\.\., 'batch'\)"):
+        planned(make_state(), make_batch())
+
+
+def test_examples_that_cannot_be_shared_equally_are_refused() -> None:
+    planned = autopar.parallelize(pmean_of_means, mesh=mesh_of(DEVICES), axis_name=AXIS)
+    batch = jax.tree.map(lambda x: x[:30], make_batch())
+    with pytest.raises(autopar.ArgumentsError, match=r"batch/ids has 30 examples .*4 devices can't share"):
+        planned(make_state(), batch)
+
+
+def test_what_every_device_has_whole() -> None:
+    def step(state: State, batch: Any, ids: jax.Array, *, rate: Any) -> tuple[State, Any]:
+        assert batch["ids"].shape == (BATCH // DEVICES,) and ids.shape == (3,)
+        new, loss = pmean_of_means(state, batch)
+        emb = new["params"]["emb"]
+        return {**new, "params": {**new["params"], "emb": emb.at[ids].add(rate)}}, loss
+
+    options: Any = {"mesh": mesh_of(DEVICES), "axis_name": AXIS, "batch_axis": {"ids": None}, "donate": False}
+    planned = autopar.parallelize(step, state_argnums=0, **options)
+    with pytest.raises(AssertionError) as failed:  # it relies on the size of its share
+        autopar.parallelize(step, **options)(make_state(), make_batch(), jnp.array([1, 2, 3]), rate=0.5)
+    assert "state_argnums" in failed.value.__notes__[-1]
+    assert autopar.verify(planned, make_state(), make_batch(), jnp.array([1, 2, 3]), rate=0.5).ok
+
+
+def test_a_step_that_reduces_over_devices_says_so_if_that_is_not_said() -> None:
+    with pytest.raises(autopar.StepError, match=r"unbound axis name: batch.*axis_name="):
+        autopar.parallelize(pmean_of_means, mesh=mesh_of(DEVICES))(make_state(), make_batch())
+    with pytest.raises(autopar.StepError, match=r"axis_name="):
+        autopar.parallelize(pmean_of_means, mesh=mesh_of(DEVICES), axis_name="data")(make_state(), make_batch())
