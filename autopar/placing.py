@@ -226,8 +226,9 @@ class SpreadRunner:
 
     def _placed(self, k: int, leaf: Any) -> Any:
         layout = self._layouts.get(k)
-        if isinstance(leaf, DeferredTable):
-            leaf = leaf.materialize()
+        if isinstance(leaf, DeferredTable):  # what is only read needs no copy
+            given_away = self._donate and k in self._states
+            leaf = leaf.materialize() if given_away else leaf.journal.settled(leaf.place)
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored

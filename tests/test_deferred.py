@@ -432,11 +432,13 @@ def test_what_was_read_stays_what_it_was() -> None:
     planned = deferring(case.step, 6)
     state = jax.tree.map(jnp.copy, case.state)
     held = []
+    evaluated = autopar.parallelize(lambda table, ids: (table, table[ids]))
     for k in range(20):
         state, _ = planned(state, case.batches(k))
         emb = state["params"]["emb"]
-        for read in (np.asarray, jnp.asarray, lambda x: x[:], lambda x: x[...], autopar.materialize):
-            held.append((read(emb), np.array(emb)))
+        reads = (np.asarray, jnp.asarray, lambda x: x[:], lambda x: x[...], autopar.materialize)
+        held += [(read(emb), np.array(emb)) for read in reads]
+        held.append((evaluated(emb, jnp.arange(3))[0], np.array(emb)))
     for read, copied in held:
         np.testing.assert_array_equal(read, copied)
 
