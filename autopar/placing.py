@@ -242,8 +242,8 @@ class SpreadRunner:
 
     def _placed(self, k: int, leaf: Any) -> Any:
         layout = self._layouts.get(k)
-        if isinstance(leaf, DeferredTable):
-            leaf = leaf.current()
+        if isinstance(leaf, DeferredTable):  # what is only read needs no copy
+            leaf = leaf.materialize() if self._donate and k in self._states else leaf.current()
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored

@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.backends.deferred import Deferred
+from autopar.backends.deferred import Deferred, Entries
 
 from .deferred import deferring, differ, differences
 from .zoo.case import Case, zipf_ids
@@ -98,8 +98,8 @@ def test_a_factor_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differ(case, steps=60) == []
     scales = Deferred._scales
 
-    def short(self: Deferred, now: jax.Array, records: Any) -> Any:
-        return scales(self, now - 1, records)
+    def short(self: Deferred, entries: Entries) -> Any:
+        return scales(self, dataclasses.replace(entries, now=entries.now - 1))
 
     monkeypatch.setattr(Deferred, "_scales", short)
     assert differ(case, steps=60)
@@ -432,11 +432,13 @@ def test_what_was_read_stays_what_it_was() -> None:
     planned = deferring(case.step, 6)
     state = jax.tree.map(jnp.copy, case.state)
     held = []
+    evaluated = autopar.parallelize(lambda table, ids: (table, table[ids]))
     for k in range(20):
         state, _ = planned(state, case.batches(k))
         emb = state["params"]["emb"]
-        for read in (np.asarray, jnp.asarray, lambda x: x[:], lambda x: x[...], autopar.materialize):
-            held.append((read(emb), np.array(emb)))
+        reads = (np.asarray, jnp.asarray, lambda x: x[:], lambda x: x[...], autopar.materialize)
+        held += [(read(emb), np.array(emb)) for read in reads]
+        held.append((evaluated(emb, jnp.arange(3))[0], np.array(emb)))
     for read, copied in held:
         np.testing.assert_array_equal(read, copied)
 
