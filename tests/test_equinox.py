@@ -96,7 +96,7 @@ def test_leaves_that_are_no_arrays_are_static() -> None:
         grads = jax.grad(lambda t: model["f"](t[ids]).sum())(model["t"])
         return {**model, "t": model["t"] - (0.1 if sign == "-" else -0.1) * grads}, {"sign": sign, "sum": ids.sum()}
 
-    planned = aeqx.parallelize(step)
+    planned = aeqx.parallelize(step, strategy="ps")
     table, ids = jnp.ones((ROWS, 2)), jnp.array([3, 5])
     model, told = planned({"t": table, "f": jnp.sin}, ids, sign="-")
     assert told["sign"] == "-" and model["f"] is jnp.sin and planned.plan.parameters[0].lifted
@@ -117,9 +117,7 @@ def check_haiku_style(init: Any, apply: Any, path: str) -> None:
     def step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         params, slots, key = state
         key, own = jax.random.split(key)
-        loss, grads = jax.value_and_grad(
-            lambda p: jnp.mean((apply(p, own, batch["ids"]) - batch["y"]) ** 2)
-        )(params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((apply(p, own, batch["ids"]) - batch["y"]) ** 2))(params)
         updates, slots = tx.update(grads, slots)
         return (optax.apply_updates(params, updates), slots, key), {"loss": loss}
 

@@ -115,9 +115,7 @@ def _looked_up_in_while(
     for start, count, body in zip(starts, consts, equation.bodies, strict=True):
         places = [*range(start, start + count), *range(sum(consts), len(equation.inputs))]
         inner = {v: sources[k] for v, k in zip(body.inputs, places, strict=True)}
-        inner_pure: set[Atom] = {
-            v for v, k in zip(body.inputs, places, strict=True) if equation.inputs[k] in pure
-        }
+        inner_pure: set[Atom] = {v for v, k in zip(body.inputs, places, strict=True) if equation.inputs[k] in pure}
         found |= _looked_up(body, inner, inner_pure)
         returned = [inner.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in body.outputs]
     return returned  # the body's, which comes last
