@@ -12,6 +12,8 @@ import pytest
 
 import autopar
 
+from .zoo import VARIANTS
+
 ROWS = 50_000
 IDS = jnp.array([[1, 4, 4], [7, 4, ROWS - 1]], jnp.int32)
 
@@ -86,6 +88,14 @@ def test_an_optimizer_that_mixes_rows_is_named() -> None:
     emb = next(r for r in told.rows if r.path == "params/emb")
     assert emb.action == "all rows" and "reduce_sum over all rows" in emb.reason
     assert "test_explain.py" in emb.line
+
+
+def test_a_table_in_a_while_loop_is_named_with_a_remedy() -> None:
+    case = VARIANTS["steps_while"].make()
+    told = autopar.explain(autopar.parallelize(case.step), case.state, case.batches(0))
+    emb = next(r for r in told.rows if r.path == "params/emb")
+    assert emb.action == "all rows" and "inside a while loop" in emb.reason and "lax.scan" in emb.remedy
+    assert "whole_steps.py" in emb.line
 
 
 def test_few_rows_against_many_ids_stay_dense_unless_named() -> None:

@@ -69,7 +69,7 @@ def analyze_rows(
     taken = {k for space in refused for k in space.tables}
     for k, axis in program.tables:
         if k not in taken and not any(k in s.leaves for s in spaces):
-            refused.append(_lonely(program, k, axis, dropped.get(k)))
+            refused.append(_lonely(program, k, axis, dropped.get(k) or _read_whole(flow, program, k)))
     spaces = [dataclasses.replace(s, deferred=not lazy and families.moves(s)) for s in spaces]
     facts = RowFacts(flow.values, flow.roles, tuple([*spaces, *refused]), tuple(flow.parents), flow.whole)
     note = f"{len(spaces)} families lift, {len(refused)} don't"
@@ -81,6 +81,16 @@ def _first_reason(space: RowSpace, causes: dict[int, Refusal], dropped: dict[int
     slots = [causes[k] for k in space.leaves if k in causes and k not in space.tables]
     earlier = [r for k, r in dropped.items() if k not in space.tables]
     return (slots or earlier or [causes[k] for k in space.tables if k in causes])[0]
+
+
+def _read_whole(flow: RowFlow, program: Program, k: int) -> Refusal | None:
+    """What needs all rows of an updated table that nothing else looks up."""
+    block, new = program.block, program.new_states
+    value = flow.values.get(block.inputs[k])
+    if k not in new or block.outputs[new[k]] is block.inputs[k] or not isinstance(value, Row):
+        return None
+    family = flow.find(value.family)
+    return next((r for f, r in (*flow.refusals, *flow.dense_reads) if flow.find(f) == family), None)
 
 
 def _lonely(program: Program, k: int, axis: int, reason: Refusal | None) -> RowSpace:

@@ -85,6 +85,9 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]], pure: set[Atom
                 atoms = (inner.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in body.outputs)
                 returned = [old | new for old, new in zip(returned, atoms, strict=True)]
             traces.update(zip(equation.outputs, _out_of(equation, returned), strict=True))
+        elif equation.op == "while":
+            returned = _looked_up_in_while(equation, sources, pure, found)
+            traces.update(zip(equation.outputs, returned, strict=True))
         elif equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
             traces[equation.outputs[0]] = sources[0]
         elif equation.op in ALIGNED or equation.op == "optimization_barrier":
@@ -100,6 +103,22 @@ def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]], pure: set[Atom
             }
             traces |= {v: frozenset(moved) for v in equation.outputs}
     return found
+
+
+def _looked_up_in_while(
+    equation: Equation, sources: Sequence[frozenset[Trace]], pure: set[Atom], found: set[tuple[int, int]]
+) -> list[frozenset[Trace]]:
+    """Traces of a while loop's results; `found` grows by what it looks up."""
+    consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    starts = 0, consts[0]
+    returned: list[frozenset[Trace]] = []
+    for start, count, body in zip(starts, consts, equation.bodies, strict=True):
+        places = [*range(start, start + count), *range(sum(consts), len(equation.inputs))]
+        inner = {v: sources[k] for v, k in zip(body.inputs, places, strict=True)}
+        inner_pure: set[Atom] = {v for v, k in zip(body.inputs, places, strict=True) if equation.inputs[k] in pure}
+        found |= _looked_up(body, inner, inner_pure)
+        returned = [inner.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in body.outputs]
+    return returned  # the body's, which comes last
 
 
 def _is_repeated(equation: Equation, atom: Atom) -> bool:

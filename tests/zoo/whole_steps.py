@@ -91,6 +91,43 @@ def steps_in_scan() -> Case:
     return dataclasses.replace(case, step=step)
 
 
+def steps_in_loop() -> Case:
+    """Three whole train steps in a fori_loop, which is a scan, its bounds being known while tracing."""
+    case = table_case()
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        ids = batch["ids"].reshape(3, 2, 5)
+
+        def body(k: Any, carry: Any) -> Any:
+            state, total = carry
+            state, metrics = case.step(state, {"ids": ids[k]})
+            return state, total + metrics["loss"]
+
+        state, total = lax.fori_loop(0, 3, body, (state, jnp.zeros((), jnp.float32)))
+        return state, {"loss": total}
+
+    return dataclasses.replace(case, step=step)
+
+
+def steps_while() -> Case:
+    """Whole train steps until the loss is small, or the batches end."""
+    case = table_case()
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        ids = batch["ids"].reshape(3, 2, 5)
+
+        def body(carry: Any) -> Any:
+            k, state, _ = carry
+            state, metrics = case.step(state, {"ids": ids[k]})
+            return k + 1, state, metrics["loss"]
+
+        start = jnp.zeros((), jnp.int32), state, jnp.full((), jnp.inf, jnp.float32)
+        _, state, loss = lax.while_loop(lambda c: (c[0] < 3) & (c[2] > 1e-3), body, start)
+        return state, {"loss": loss}
+
+    return dataclasses.replace(case, step=step)
+
+
 def step_in_cond() -> Case:
     """The step is skipped on some batches by a cond over the whole state."""
     case = table_case()
@@ -181,6 +218,7 @@ STEPS: dict[str, Callable[[], Case]] = {
     "loss_scaled": loss_scaled,
     "accumulated": accumulated,
     "steps_in_scan": steps_in_scan,
+    "steps_in_fori_loop": steps_in_loop,
     "inner_step": inner_step,
     "list_state": list_state,
     "step_in_cond": step_in_cond,
@@ -207,6 +245,7 @@ DEFERRED_STEPS: dict[str, Callable[[], Case]] = {
     "momentum": lambda: table_case(tx=optax.sgd(0.1, momentum=0.9)),
     "adam": lambda: table_case(tx=optax.adam(0.02)),
     "max_norm": max_norm,
+    "steps_while": steps_while,
 }
 
 DENSE_STEPS: dict[str, Callable[[], Case]] = {

@@ -34,9 +34,16 @@ def cond(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Seq
     return results
 
 
+#: What to do about a table in a while loop.
+_NO_WHILE = (
+    "use lax.scan, or lax.fori_loop with bounds that are known when the step is traced; what ends earlier can skip the "
+    "rest by lax.cond"
+)
+
+
 def while_loop(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     if any(isinstance(v, Row) for v in values):
-        raise Mixes("the table is used inside a while loop", "use lax.scan where the number of steps is known")
+        raise Mixes("the table is used inside a while loop", _NO_WHILE)
     return [None] * len(equation.outputs)
 
 

@@ -1,0 +1,179 @@
+"""Steps of Equinox, as under `eqx.filter_jit`: arguments are pytrees in which only arrays are traced.
+
+    from autopar.integrations import equinox as aeqx
+
+    @aeqx.parallelize
+    def train_step(model, opt_state, batch):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch)
+        updates, opt_state = optim.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    model, opt_state, loss = train_step(model, opt_state, batch)
+
+A model whose leaves are all arrays needs none of this: `autopar.parallelize` takes it as it is. Here leaves that are no
+arrays (activation functions, flags, numbers of Python) are static: there is one ordinary step for each set of them, of
+the arguments with None in their place, as `eqx.partition` has it. Results may hold such leaves, too. Equinox itself is
+not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+import autopar
+from autopar.errors import ArgumentsError, RecompileWarning
+from autopar.ir.plan import Plan
+from autopar.planned import Entry
+from autopar.step import MAX_PLANS, ParallelStep, WrappedStep
+from autopar.table import is_table
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A tree's structure and the leaves of it that are no arrays (their places, and they)."""
+
+    tree: Any
+    leaves: tuple[tuple[int, Any], ...]
+
+
+def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Run a step of Equinox modules by a plan that autopar makes of it.
+
+    Args:
+      step: What `eqx.filter_jit` would take: a function of pytrees that returns new modules.
+      **options: Those of `autopar.parallelize` (`static_argnums` isn't needed).
+
+    Returns:
+      A `FilteredStep`: call it like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
+
+    Raises:
+      ArgumentsError: an option that doesn't exist.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from autopar.integrations import equinox as aeqx
+      >>> @aeqx.parallelize
+      ... def train_step(model, ids):
+      ...     grads = jax.grad(lambda t: model["activation"](t[ids]).sum())(model["table"])
+      ...     return {**model, "table": model["table"] - 0.1 * grads}, ids.sum()
+      >>> model, _ = train_step({"table": jnp.ones((100_000, 8)), "activation": jnp.tanh}, jnp.array([3, 5]))
+      >>> model["activation"] is jnp.tanh
+      True
+    """
+    if step is None:
+        return lambda fun: parallelize(fun, **options)
+    if "static_argnums" in options:
+        raise ArgumentsError("static_argnums: what is no array is static as it is")
+    autopar.parallelize(step, **options)  # what is wrong with the options is said here
+    return FilteredStep(step, options)
+
+
+@dataclass(eq=False)
+class FilteredStep(WrappedStep):
+    """A step of pytrees of which only the arrays are traced; made by `parallelize`.
+
+    Attributes:
+      fun: The user's step.
+      options: Those of `autopar.parallelize`.
+      steps: The ordinary step of each set of static leaves.
+    """
+
+    fun: Callable[..., Any]
+    options: Mapping[str, Any]
+    steps: dict[Static, ParallelStep] = field(default_factory=dict)
+    _latest: ParallelStep | None = None
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun)
+
+    @property
+    def latest(self) -> Entry | None:
+        """What is known of the step at the shapes of the latest call that was planned."""
+        return self._latest.latest if self._latest else None
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, None before the first call."""
+        return self._latest.plan if self._latest else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step, args, kwargs = self.pure(args, kwargs)
+        static, *out = step(*args, **kwargs)
+        return _combined(static, out)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step."""
+        step, args, kwargs = self.pure(args, kwargs)
+        return step.lower(*args, **kwargs)
+
+    def pure(self, args: Any, kwargs: Any) -> tuple[ParallelStep, Any, Any]:
+        """The ordinary step, and its arguments."""
+        static, (args, kwargs) = _partitioned((tuple(args), dict(kwargs)))
+        try:
+            step = self.steps.get(static)
+        except TypeError as error:
+            raise ArgumentsError(
+                f"{self.name}: what is no array is static, and must be hashable ({error}). Make it an array, or a "
+                "static field of its module"
+            ) from error
+        if step is None:
+            if self.steps:
+                self._announce()
+            step = self.steps[static] = autopar.parallelize(_pure(self.fun, static), **self.options)
+        self._latest = step
+        return step, args, kwargs
+
+    def _announce(self) -> None:
+        change = "a leaf that is no array, or the structure, is another one"
+        if len(self.steps) >= MAX_PLANS:
+            raise ArgumentsError(
+                f"{self.name} was called with {MAX_PLANS} different sets of static leaves, and each is planned and "
+                f"compiled anew: {change}. Make what changes from call to call an array"
+            )
+        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=4)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an instance, as a function does: a step may be a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or is_table(x)
+
+
+def _partitioned(tree: Any) -> tuple[Static, Any]:
+    """What is static of a tree, and the tree with None in its place."""
+    leaves, structure = jax.tree.flatten(tree)
+    static = tuple((k, x) for k, x in enumerate(leaves) if not _is_array(x))
+    return Static(structure, static), structure.unflatten([x if _is_array(x) else None for x in leaves])
+
+
+def _combined(static: Static, tree: Any) -> Any:
+    """The tree with its static leaves."""
+    known, arrays = dict(static.leaves), iter(jax.tree.leaves(tree))
+    return static.tree.unflatten([known[k] if k in known else next(arrays) for k in range(static.tree.num_leaves)])
+
+
+def _pure(fun: Callable[..., Any], static: Static) -> Callable[..., Any]:
+    """The step as a function of arrays: returns what is static of its result, then the result's parts."""
+
+    @functools.wraps(fun)
+    def pure(*args: Any, **kwargs: Any) -> Sequence[Any]:
+        own_args, own_kwargs = _combined(static, (args, kwargs))
+        told, out = _partitioned(fun(*own_args, **own_kwargs))
+        return told, *(out if type(out) is tuple else (out,))
+
+    return pure
