@@ -75,7 +75,7 @@ def check_same(mine: Any, plain: Any) -> None:
 def test_objects_have_the_values_that_nnx_jit_gives_them(tx: Any) -> None:
     mine, plain = objects(tx), objects(tx)
     held = mine[0].emb.embedding
-    step, jitted = anx.parallelize(train_step), nnx.jit(train_step)
+    step, jitted = anx.parallelize(train_step, strategy="ps"), nnx.jit(train_step)
     for batch in batches():
         np.testing.assert_allclose(step(*mine, batch), jitted(*plain, batch), rtol=1e-5)
         check_same(mine, plain)
@@ -86,7 +86,7 @@ def test_objects_have_the_values_that_nnx_jit_gives_them(tx: Any) -> None:
 
 @pytest.mark.parametrize("tx", [optax.adagrad(0.1), optax.adam(0.1)], ids=["adagrad", "adam"])
 def test_explain_verify_lower(tx: Any) -> None:
-    step, mine, batch = anx.parallelize(train_step), objects(tx), batches(1)[0]
+    step, mine, batch = anx.parallelize(train_step, strategy="ps"), objects(tx), batches(1)[0]
     before = arrays(*mine)
     assert autopar.verify(step, *mine, batch, steps=2).ok
     assert "model/emb/embedding: touched rows" in str(autopar.explain(step, *mine, batch))
@@ -100,7 +100,7 @@ def test_explain_verify_lower(tx: Any) -> None:
 def test_eager_reads_are_never_stale() -> None:
     tx = optax.adam(0.1)
     mine, plain = objects(tx), objects(tx)
-    step, jitted = anx.parallelize(train_step), nnx.jit(train_step)
+    step, jitted = anx.parallelize(train_step, strategy="ps"), nnx.jit(train_step)
     for batch in batches():
         step(*mine, batch)
         jitted(*plain, batch)
@@ -116,7 +116,7 @@ def test_eager_reads_are_never_stale() -> None:
 
 def test_other_transforms_say_how_to_get_arrays_and_materialize_gives_them() -> None:
     mine = objects(optax.adam(0.1))
-    step, (first, second, _) = anx.parallelize(train_step), batches()
+    step, (first, second, _) = anx.parallelize(train_step, strategy="ps"), batches()
     step(*mine, first)
     predict = nnx.jit(lambda model, ids: model.emb(ids))
     with pytest.raises(TypeError, match=r"autopar\.materialize"):
@@ -175,7 +175,7 @@ class Shared(nnx.Module):
 def test_shared_references() -> None:
     tx = optax.adagrad(0.1)
     mine, plain = objects(tx, Shared()), objects(tx, Shared())
-    step, jitted = anx.parallelize(train_step), nnx.jit(train_step)
+    step, jitted = anx.parallelize(train_step, strategy="ps"), nnx.jit(train_step)
     for batch in batches():
         np.testing.assert_allclose(step(*mine, batch), jitted(*plain, batch), rtol=1e-5)
     check_same(mine, plain)
@@ -299,7 +299,7 @@ def test_an_old_copy_says_that_it_is_gone() -> None:
 def test_inside_nnx_jit() -> None:
     tx = optax.adagrad(0.1)
     mine, plain = objects(tx), objects(tx)
-    step = anx.parallelize(train_step)
+    step = anx.parallelize(train_step, strategy="ps")
     outer = nnx.jit(lambda model, optimizer, metrics, batch: step(model, optimizer, metrics, batch))
     for batch in batches():
         np.testing.assert_allclose(outer(*mine, batch), nnx.jit(train_step)(*plain, batch), rtol=1e-5)
