@@ -18,6 +18,7 @@ BENCHMARKS = {
     "hosts": hosts.hosts,
     "soak": soak.soak,
     "contract": contract.product,
+    "optimizers": contract.optimizers,
 }
 
 
