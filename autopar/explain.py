@@ -268,6 +268,9 @@ def _table_row(
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
     family = entry.compiled.plan.family(space.family)
+    if family is not None and family.journal:
+        action += ", others deferred"
+        reason += f"; {format_bytes(_journal_bytes(entry, space.family))} for what they missed"
     if family is not None and family.on_hosts:
         action += ", ps on hosts"
     elif (told.sent or is_read) and told.lifted:
@@ -275,6 +278,14 @@ def _table_row(
     details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
     paper = _table_3(var.type.nbytes, devices, alpha.local_share) if sent and alpha else {}
     return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper)
+
+
+def _journal_bytes(entry: Entry, family: int) -> int:
+    """Bytes of a family's journal: stamps, records, volumes."""
+    program = entry.compiled.program
+    lead = f"journal {family}/"
+    pairs = zip(program.inputs, program.block.inputs, strict=True)
+    return sum(v.type.nbytes for given, v in pairs if given.path.startswith(lead))
 
 
 def _table_3(b: int, n: int, alpha: float) -> Mapping[str, float]:

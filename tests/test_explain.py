@@ -76,10 +76,10 @@ def test_plan_in_use() -> None:
 
 def test_an_optimizer_that_moves_every_row_is_named() -> None:
     step, state = make(optax.adam(0.1))
-    told = autopar.explain(autopar.parallelize(step), state, IDS)
+    told = autopar.explain(autopar.parallelize(step, strategy="ps"), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "touched rows" and "the others move, too: they wait for up to" in emb.reason
-    assert "test_explain.py" in emb.line
+    assert emb.action == "touched rows, others deferred" and "they wait for up to 64 steps" in emb.reason
+    assert "KiB for what they missed" in emb.reason and "test_explain.py" in emb.line
 
 
 def test_an_optimizer_that_mixes_rows_is_named() -> None:

@@ -11,6 +11,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax
+import numpy as np
+
+from autopar import jax_compat
 from autopar.ir.deferred import Replay
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Refusal
@@ -118,13 +122,14 @@ class _Step:
     """What is the same for all rows, computed in the step.
 
     `outside` maps the off-row form's inputs to the step's atoms. `scalars` and `arrays` hold what was computed, in the
-    form in which it is had; values of one row have that row's axis.
+    form in which it is had; values of one row have that row's axis. `inverses`: one over a number.
     """
 
     scope: Scope
     outside: Mapping[Var, Atom]
     scalars: dict[Atom, Atom] = field(default_factory=dict)
     arrays: dict[Atom, Atom] = field(default_factory=dict)
+    inverses: dict[Atom, Atom] = field(default_factory=dict)
 
     def scalar(self, atom: Atom) -> Atom | None:
         """The value as a scalar, if it is the same in all of its elements."""
@@ -166,6 +171,21 @@ class _Step:
         self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
         self.arrays.update(zip(equation.outputs, outputs, strict=True))
 
+    def _inverse(self, equation: Equation) -> Atom | None:
+        """One over the divisor, if that is a number of the step; of short floats the quotient's bits would show it."""
+        if equation.op != "div" or isinstance(equation.inputs[1], Literal):
+            return None
+        divisor = self.scalar(equation.inputs[1])
+        dtype = equation.outputs[0].dtype
+        if divisor is None or isinstance(divisor, Literal) or not jax_compat.is_float(dtype) or dtype.itemsize < 4:
+            return None
+        if divisor not in self.inverses:
+            one = Literal(np.ones((), dtype), ArrayType((), dtype))
+            found = self.inverses[divisor] = Var(ArrayType((), dtype))
+            again = dataclasses.replace(equation, inputs=(one, divisor), outputs=(found,))
+            self.scope.equations.append(again)
+        return self.inverses[divisor]
+
     def boundary(
         self, equations: Sequence[Equation], results: Sequence[Atom], rows: Sequence[Var], dependent: set[Atom]
     ) -> tuple[Block, list[Atom]]:
@@ -198,7 +218,15 @@ class _Step:
             return inside[atom]
 
         for equation in equations:
-            inputs = tuple(take(a) for a in equation.inputs)
-            body.append(dataclasses.replace(equation, inputs=inputs))
+            by = self._inverse(equation) if equation.inputs[0] in dependent else None
+            if by is None:
+                inputs = tuple(take(a) for a in equation.inputs)
+                body.append(dataclasses.replace(equation, inputs=inputs))
+            else:  # a division by a number of the step: one in the step, in place of one for each element
+                factor = Var(dataclasses.replace(equation.outputs[0].type, weak_type=False))
+                params = {"shape": factor.shape, "dtype": factor.dtype}
+                body.append(Equation("full", (given(by),), (factor,), params))
+                inputs = take(equation.inputs[0]), factor
+                body.append(dataclasses.replace(equation, op="mul", primitive=jax.lax.mul_p, inputs=inputs))
         outputs = tuple(take(a) for a in results)
         return Block((*rows, *names.values()), tuple(body), outputs), values
