@@ -78,7 +78,7 @@ def test_an_optimizer_that_moves_every_row_is_named() -> None:
     step, state = make(optax.adam(0.1))
     told = autopar.explain(autopar.parallelize(step, strategy="ps"), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "touched rows, others deferred" and "they wait for up to 64 steps" in emb.reason
+    assert emb.action == "touched rows, others deferred" and "they wait for up to 256 steps" in emb.reason
     assert "KiB for what they missed" in emb.reason and "test_explain.py" in emb.line
 
 
