@@ -23,7 +23,8 @@ from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
-from autopar.step import ParallelStep, WrappedStep, unwrapped
+from autopar.step import ParallelStep
+from autopar.wrapped_step import WrappedStep, unwrapped
 
 #: Dense leaves that are listed one by one; the rest is summed up.
 _SHOWN_DENSE = 8

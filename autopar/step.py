@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import time
@@ -350,41 +349,6 @@ class ParallelStep:
             args, kwargs = self._place(args, kwargs)
             return runner(*args, **kwargs)
         raise error
-
-
-class WrappedStep(abc.ABC):
-    """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays."""
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The step's own name."""
-
-    @property
-    @abc.abstractmethod
-    def latest(self) -> Entry | None:
-        """What is known of the step at the shapes of the latest call that was planned."""
-
-    @abc.abstractmethod
-    def pure(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
-        """The step of arrays for these arguments, and what it is to be called with."""
-
-
-def unwrapped(
-    step: ParallelStep | WrappedStep, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
-) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
-    """A step of arrays and its arguments, whatever the step is of.
-
-    Raises:
-      ArgumentsError: `step` is no planned step; `what` names the function that wanted one.
-    """
-    if isinstance(step, WrappedStep):
-        return step.pure(args, kwargs)
-    if not isinstance(step, ParallelStep):
-        raise ArgumentsError(f"{what} takes a step that parallelize returned")
-    return step, args, kwargs
 
 
 class _OtherStates(Exception):

@@ -29,8 +29,9 @@ from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_program
 from autopar.oracle import oracle, promote
 from autopar.planned import Entry
-from autopar.step import ParallelStep, WrappedStep, unwrapped
+from autopar.step import ParallelStep
 from autopar.table import materialize
+from autopar.wrapped_step import WrappedStep, unwrapped
 
 #: Error allowed, as a share of the largest change in a leaf.
 RELATIVE = 1e-5

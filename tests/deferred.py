@@ -47,7 +47,7 @@ def differences(start: Any, plain: Any, mine: Any, share: float) -> list[str]:
 def differ(
     case: Case,
     *,
-    steps: int = 300,
+    steps: int = 150,
     share: float = 1e-10,
     journal: int = JOURNAL,
     tables: Sequence[str] | None = None,

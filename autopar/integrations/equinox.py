@@ -31,8 +31,9 @@ import autopar
 from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.plan import Plan
 from autopar.planned import Entry
-from autopar.step import MAX_PLANS, ParallelStep, WrappedStep
+from autopar.step import MAX_PLANS, ParallelStep
 from autopar.table import is_table
+from autopar.wrapped_step import WrappedStep
 
 
 @jax.tree_util.register_static

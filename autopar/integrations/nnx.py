@@ -39,8 +39,9 @@ import autopar
 from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.plan import Plan
 from autopar.planned import Entry
-from autopar.step import MAX_PLANS, ParallelStep, WrappedStep
+from autopar.step import MAX_PLANS, ParallelStep
 from autopar.table_leaf import TableLeaf
+from autopar.wrapped_step import WrappedStep
 
 #: Names nnx's record of which inner object is which outer one.
 _TAG = "autopar"

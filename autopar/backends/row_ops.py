@@ -1,0 +1,130 @@
+"""Row-space operations that need no more than the backend, their parameters and their operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.backends.indices import flat_ids
+from autopar.backends.protocol import RowBackend
+
+Array = Any
+
+
+def _row_ids(backend: RowBackend, p: Mapping[str, Any], index: Array) -> Array:
+    return flat_ids(p, index)
+
+
+def _row_range(backend: RowBackend, p: Mapping[str, Any]) -> Array:
+    return jnp.arange(p["start"], p["stop"], p["stride"], dtype=jnp.int32)
+
+
+def _route(backend: RowBackend, p: Mapping[str, Any], *ids: Array) -> Any:
+    return backend.route(ids, p)
+
+
+def _pull(backend: RowBackend, p: Mapping[str, Any], leaf: Array, route: Any) -> Array:
+    return backend.pull(jnp.asarray(leaf), route, p["axis"], p["state"])
+
+
+def _padding(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.padding(jnp.asarray(rows), p["axis"])
+
+
+def _fetch(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.fetch(rows, route, p["axis"])
+
+
+def _lookup(backend: RowBackend, p: Mapping[str, Any], fetched: Array, route: Any, index: Array) -> Array:
+    return backend.lookup(p, fetched, route, jnp.asarray(index))
+
+
+def _lookup_ids(backend: RowBackend, p: Mapping[str, Any], fetched: Array, route: Any, ids: Array) -> Array:
+    return backend.lookup_ids(fetched, route, ids, p["axis"])
+
+
+def _push_ids(backend: RowBackend, p: Mapping[str, Any], base: Array, route: Any, ids: Array, new: Array) -> Array:
+    return backend.push_ids(base, route, ids, new, p["axis"])
+
+
+def _deliver(backend: RowBackend, p: Mapping[str, Any], sums: Array, route: Any, base: Array | None = None) -> Array:
+    return backend.deliver(sums, route, p["axis"], base)
+
+
+def _plus(backend: RowBackend, p: Mapping[str, Any], a: Array, b: Array) -> Array:
+    return a + b
+
+
+def _row_iota(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
+    numbers = backend.row_numbers(route, p["extent"])
+    shape = [1] * len(p["shape"])
+    shape[p["axis"]] = numbers.shape[0]
+    return jnp.broadcast_to(numbers.reshape(shape), p["shape"]).astype(p["dtype"])
+
+
+def _full(backend: RowBackend, p: Mapping[str, Any], value: Array) -> Array:
+    return jnp.full(p["shape"], value, p["dtype"])
+
+
+def _densify(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.densify(rows, route, p["axis"], p["extent"])
+
+
+def _commit(backend: RowBackend, p: Mapping[str, Any], leaf: Array, rows: Array, route: Any, *rest: Array) -> Array:
+    guard, first = (rest[0], rest[1:]) if p.get("guarded") else (None, rest)
+    if first:
+        rows, *_ = jax.lax.optimization_barrier((rows, *first))
+    return backend.commit(leaf, rows, route, p["axis"], guard)
+
+
+def _exceeded(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
+    return backend.exceeded(route)
+
+
+def _next(backend: RowBackend, p: Mapping[str, Any], count: Array) -> Array:
+    return count + 1
+
+
+def _any(backend: RowBackend, p: Mapping[str, Any], *flags: Array) -> Array:
+    return jnp.any(jnp.stack(flags))
+
+
+def _select(backend: RowBackend, p: Mapping[str, Any], which: Array, new: Array, old: Array) -> Array:
+    return jnp.where(which, old, new)
+
+
+def _reduce_part(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.reduce_part(p, rows, route).astype(p["dtype"])
+
+
+def _reduce_rows(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
+    return backend.reduce_rows(p, rows, route).astype(p["dtype"])
+
+
+#: Operation -> what carries it out: (backend, the equation's parameters, operands) -> its result.
+ROW_OPS: Mapping[str, Callable[..., Any]] = {
+    "row_ids": _row_ids,
+    "row_range": _row_range,
+    "row_iota": _row_iota,
+    "route": _route,
+    "pull": _pull,
+    "fetch": _fetch,
+    "padding": _padding,
+    "lookup": _lookup,
+    "lookup_ids": _lookup_ids,
+    "push_ids": _push_ids,
+    "deliver": _deliver,
+    "plus": _plus,
+    "reduce_rows": _reduce_rows,
+    "reduce_part": _reduce_part,
+    "densify": _densify,
+    "commit": _commit,
+    "exceeded": _exceeded,
+    "any": _any,
+    "next": _next,
+    "select": _select,
+    "full": _full,
+}
