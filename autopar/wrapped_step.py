@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import ArgumentsError
+from autopar.ir.plan import Plan
 from autopar.planned import Entry
 from autopar.step import ParallelStep
 
 
+@dataclass(eq=False)
 class WrappedStep(abc.ABC):
-    """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays."""
+    """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays.
+
+    Attributes:
+      fun: The user's step.
+      options: Those of `autopar.parallelize`.
+    """
+
+    fun: Callable[..., Any]
+    options: Mapping[str, Any]
+    _latest: ParallelStep | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun)
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step."""
 
     @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """The step's own name."""
-
-    @property
-    @abc.abstractmethod
     def latest(self) -> Entry | None:
         """What is known of the step at the shapes of the latest call that was planned."""
+        return self._latest.latest if self._latest else None
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, None before the first call."""
+        return self._latest.plan if self._latest else None
 
     @abc.abstractmethod
     def pure(

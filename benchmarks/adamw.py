@@ -17,7 +17,8 @@ import numpy as np
 import optax
 
 import autopar
-from benchmarks.lookup import IDS, D, loss_of, make_state, zipf_ids
+from benchmarks.lookup import IDS, D, make_state, zipf_ids
+from benchmarks.lookup import plain_step as lookup_step
 
 ROWS = 800_000
 RATE, DECAY, B1, B2, EPS, CLIP = 1e-3, 1e-2, 0.9, 0.999, 1e-8, 1.0
@@ -35,13 +36,7 @@ def transformation() -> optax.GradientTransformation:
 
 def plain_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
     """What a user writes."""
-
-    def loss_fn(params: dict[str, Any]) -> jax.Array:
-        return loss_of(params["emb"][batch["ids"]], params["w1"], params["w2"])
-
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-    updates, opt = transformation().update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+    return lookup_step(state, batch, transformation)
 
 
 def lazy_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:

@@ -49,14 +49,16 @@ def loss_of(rows: jax.Array, w1: jax.Array, w2: jax.Array) -> jax.Array:
     return jnp.mean((hidden - rows) ** 2) + jnp.mean(hidden**2)
 
 
-def plain_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+def plain_step(
+    state: dict[str, Any], batch: dict[str, Any], tx: Callable[[], Any] = transformation
+) -> tuple[dict[str, Any], jax.Array]:
     """What a user writes."""
 
     def loss_fn(params: dict[str, Any]) -> jax.Array:
         return loss_of(params["emb"][batch["ids"]], params["w1"], params["w2"])
 
     loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-    updates, opt = transformation().update(grads, state["opt"], state["params"])
+    updates, opt = tx().update(grads, state["opt"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
 

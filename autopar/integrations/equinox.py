@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,6 @@ import numpy as np
 
 import autopar
 from autopar.errors import ArgumentsError, RecompileWarning
-from autopar.ir.plan import Plan
-from autopar.planned import Entry
 from autopar.step import MAX_PLANS, ParallelStep
 from autopar.table import is_table
 from autopar.wrapped_step import WrappedStep
@@ -82,33 +80,10 @@ class FilteredStep(WrappedStep):
     """A step of pytrees of which only the arrays are traced; made by `parallelize`.
 
     Attributes:
-      fun: The user's step.
-      options: Those of `autopar.parallelize`.
       steps: The ordinary step of each set of static leaves.
     """
 
-    fun: Callable[..., Any]
-    options: Mapping[str, Any]
     steps: dict[Static, ParallelStep] = field(default_factory=dict)
-    _latest: ParallelStep | None = None
-
-    def __post_init__(self) -> None:
-        functools.update_wrapper(self, self.fun)
-
-    @property
-    def latest(self) -> Entry | None:
-        """What is known of the step at the shapes of the latest call that was planned."""
-        return self._latest.latest if self._latest else None
-
-    @property
-    def name(self) -> str:
-        """The step's own name."""
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in use, None before the first call."""
-        return self._latest.plan if self._latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, args, kwargs = self.pure(args, kwargs)

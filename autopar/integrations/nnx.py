@@ -37,8 +37,6 @@ from flax import nnx
 
 import autopar
 from autopar.errors import ArgumentsError, RecompileWarning
-from autopar.ir.plan import Plan
-from autopar.planned import Entry
 from autopar.step import MAX_PLANS, ParallelStep
 from autopar.table_leaf import TableLeaf
 from autopar.wrapped_step import WrappedStep
@@ -132,33 +130,10 @@ class NnxStep(WrappedStep):
     """A step of nnx objects that runs by a plan; made by `parallelize`.
 
     Attributes:
-      fun: The user's step.
-      options: Those of `autopar.parallelize`.
       steps: The ordinary step of each structure of the objects.
     """
 
-    fun: Callable[..., Any]
-    options: Mapping[str, Any]
     steps: dict[Graphs, ParallelStep] = field(default_factory=dict)
-    _latest: ParallelStep | None = None
-
-    def __post_init__(self) -> None:
-        functools.update_wrapper(self, self.fun)
-
-    @property
-    def latest(self) -> Entry | None:
-        """What is known of the step at the shapes of the latest call that was planned."""
-        return self._latest.latest if self._latest else None
-
-    @property
-    def name(self) -> str:
-        """The step's own name."""
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in use, None before the first call."""
-        return self._latest.plan if self._latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
