@@ -24,7 +24,7 @@ from autopar.ir.program import ArrayType, Program
 from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.room import require_room
 from autopar.placing import separated
-from autopar.spread_table import Table
+from autopar.table import is_table
 
 #: Room for more rows than a step was found to need, and what it is rounded up to.
 _HEADROOM = 1.25
@@ -193,7 +193,7 @@ class HostRunner:
         for k, (axis, layout) in self._tables.items():
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
-                leaf = np.asarray(leaf) if isinstance(leaf, (HostTable, Table)) else leaf
+                leaf = np.asarray(leaf) if is_table(leaf) else leaf
                 path = self._program.inputs[k].path
                 found[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
                 continue
@@ -236,7 +236,7 @@ class HostRunner:
     def _placed(self, k: int, leaf: Any) -> Any:
         """An argument as the device programs take it."""
         along, type_ = self._plan.placements[k], self._program.block.inputs[k].type
-        if isinstance(leaf, (Table, HostTable)):
+        if is_table(leaf):
             leaf = leaf.materialize()
         if not isinstance(type_, ArrayType):
             return leaf

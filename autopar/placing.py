@@ -207,11 +207,16 @@ class SpreadRunner:
     def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """The leaves, those of journals that go on as they are stored; each journal's entries, none where it begins."""
         leaves, entries = list(leaves), []
-        for journaling in self._journalings:
-            members = journaling.replay.leaves
-            journal = common_journal([leaves[k] for k in members], journaling)
+        found = [common_journal([leaves[k] for k in j.replay.leaves], j) for j in self._journalings]
+        going = {id(journal) for journal in found if journal is not None}
+        members = {k for j in self._journalings for k in j.replay.leaves}
+        for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
+            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.journal) in going:
+                leaves[k] = leaf.materialize() if self._donate else leaf.current()
+        for journaling, journal in zip(self._journalings, found, strict=True):
             entries.append([] if journal is None else list(journal.entries))
-            for k, stored in zip(members, journal.leaves if journal is not None else (), strict=False):
+            pairs = zip(journaling.replay.leaves, journal.leaves if journal is not None else (), strict=False)
+            for k, stored in pairs:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, entries
 
@@ -247,6 +252,8 @@ class SpreadRunner:
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored
+            leaf = leaf.materialize()
+        elif is_table(leaf):  # in the memory of the hosts
             leaf = leaf.materialize()
         elif layout is None and isinstance(leaf, jax.Array) and leaf.sharding == self._shardings[k]:
             return leaf
