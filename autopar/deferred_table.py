@@ -179,11 +179,5 @@ def common_journal(leaves: Sequence[Any], journaling: Journaling) -> Journal | N
     if not isinstance(first, DeferredTable) or first.is_deleted() or not journaling.continues(first.journal.journaling):
         return None
     journal = first.journal
-    for k, leaf in enumerate(leaves):
-        if k < journaling.replay.changed:
-            same = isinstance(leaf, DeferredTable) and leaf.journal is journal and leaf.place == k
-        else:
-            same = leaf is journal.leaves[k]
-        if not same:
-            return None
-    return journal
+    mine = (isinstance(x, DeferredTable) and x.journal is journal and x.place == k for k, x in enumerate(leaves))
+    return journal if all(mine) else None

@@ -230,7 +230,7 @@ class SpreadRunner:
             journal = Journal(journaling, [results[out] for out in outs], entries)
             axes, layout = journaling.replay.axes, journaling.layout
             layout = None if layout is None or layout.is_plain else layout
-            for n, out in enumerate(outs[: journaling.replay.changed]):
+            for n, out in enumerate(outs):  # those that phi only reads as well: nobody is to change them before it did
                 results[out] = DeferredTable(journal, n, layout, axes[n])
 
     def was_exceeded(self) -> bool:
@@ -252,6 +252,8 @@ class SpreadRunner:
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored
+            leaf = leaf.materialize()
+        elif is_table(leaf):  # in the memory of the hosts
             leaf = leaf.materialize()
         elif layout is None and isinstance(leaf, jax.Array) and leaf.sharding == self._shardings[k]:
             return leaf

@@ -117,7 +117,7 @@ class HostJournal:
         self.stamps = stamps
         self.entries = entries
         self._is_settled = True
-        for leaf in leaves[: journaling.replay.changed]:
+        for leaf in leaves:  # those that phi only reads as well: nobody is to change them before it did
             leaf.journal = self
 
     def settle(self) -> None:

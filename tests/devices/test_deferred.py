@@ -1,0 +1,141 @@
+"""Deferred rows on several devices: the journal goes with the rows, wherever they and the state go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import jax_compat
+from autopar.ir import deferred
+from autopar.step import ParallelStep
+
+from ..deferred import deferring, differences
+from .meshes import mesh_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning", "ignore::autopar.RecompileWarning")
+
+ROWS, WIDTH = 211, 3
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Full flushes, too; and what is computed, not how it is rounded."""
+    monkeypatch.setattr(deferred, "VOLUMES", 3)
+    with jax_compat.enable_x64():
+        yield
+
+
+def make_state(rows: int = ROWS) -> dict[str, Any]:
+    table = jnp.asarray(np.random.default_rng(1).normal(size=(rows, WIDTH)))
+    return {"t": table, "m": jnp.zeros_like(table), "v": jnp.zeros_like(table)}
+
+
+def step(state: Any, batch: Any) -> Any:
+    """Adam with decay and clipping."""
+
+    def loss_fn(table: jax.Array) -> jax.Array:
+        looked = table[batch["ids"]]
+        if "teacher" in batch:
+            looked = looked - 0.5 * batch["teacher"][batch["ids"]]
+        return batch.get("scale", 1.0) * jnp.mean(jnp.sin(looked) ** 2)
+
+    loss, g = jax.value_and_grad(loss_fn)(state["t"])
+    g *= jnp.minimum(1.0, 0.05 / jnp.sqrt(jnp.sum(g * g)))
+    m, v = 0.9 * state["m"] + 0.1 * g, 0.99 * state["v"] + 0.01 * g * g
+    return {"t": state["t"] - 0.1 * (m / (jnp.sqrt(v) + 1e-8) + 0.01 * state["t"]), "m": m, "v": v}, loss
+
+
+def ids_of(k: int, rows: int = ROWS, length: int = 4) -> dict[str, Any]:
+    return {"ids": np.random.default_rng(k).integers(0, rows - 8, (8, length), np.int32)}
+
+
+def agree(mine: Any, theirs: Any) -> None:
+    assert differences(make_state(mine["t"].shape[0]), theirs, autopar.materialize(mine), 1e-10) == []
+
+
+def deferring_on(devices: int, journal: int = 6, **options: Any) -> ParallelStep:
+    made = autopar.parallelize(step, **{"strategy": "ps", "mesh": mesh_of(devices), **options})
+    made.options = dataclasses.replace(made.options, journal_steps=journal)
+    return made
+
+
+@pytest.mark.parametrize("method", ["ps in pmap", "allgather", "allreduce_rows"])
+def test_methods(method: str) -> None:
+    """With a factor that isn't a number now and then."""
+    name, _, emit = method.partition(" in ")
+    planned, plain = deferring_on(2, strategy=name, emit=emit or "pjit"), jax.jit(step)
+    mine, theirs = make_state(), make_state()
+    for k in range(30):
+        (mine, a), (theirs, b) = planned(mine, ids_of(k)), plain(theirs, ids_of(k))
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+    assert isinstance(mine["t"], autopar.DeferredTable)
+    agree(mine, theirs)
+    for k in range(10):
+        batch = {**ids_of(k), "scale": np.float64(np.nan if k == 5 else 1.0)}
+        mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
+    assert np.isnan(np.asarray(theirs["t"])).all()
+    agree(mine, theirs)
+
+
+def test_a_batch_that_exceeds_capacities() -> None:
+    """The step is done again by other means, and then compiled again: the same journal goes on."""
+    planned, plain = deferring_on(4, journal=50), jax.jit(step)
+    mine, theirs = make_state(403), make_state(403)
+    for k in range(40):
+        batch = ids_of(k, 60, length=20)
+        if k % 13 == 7:
+            batch = {"ids": (4 * batch["ids"] + k % 4).astype(np.int32)}  # all of one device
+        mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
+        now = mine["t"].journal.entries[1]
+        assert int(now) == k + 1
+    assert planned.plan is not None and not planned.plan.families[0].tight
+    agree(mine, theirs)
+
+
+def test_wherever_the_state_goes(tmp_path: Path) -> None:
+    """Four devices, one, host memory, four again; by checkpoints, and as it is."""
+    made = [deferring_on(4), deferring(step, 6), deferring_on(1, mesh=None, strategy=("ps", "hosts"))]
+    planned = [*made, made[0]]
+    plain, theirs = jax.jit(step), make_state()
+    mine = autopar.init(make_state, step=planned[0], batch=ids_of(0))
+    for k in range(48):
+        mine, theirs = planned[k // 8 % 4](mine, ids_of(k))[0], plain(theirs, ids_of(k))[0]
+        if k > 16 and k % 8 == 7:
+            autopar.save(tmp_path / "c", mine)
+            mine = autopar.restore(tmp_path / "c", step=planned[(k + 1) // 8 % 4], batch=ids_of(0)).state
+            agree(mine, theirs)
+    agree(mine, theirs)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("donate", [True, False])
+def test_the_states_own_rows_as_another_argument(devices: int, donate: bool) -> None:
+    """They are read as they are before the step, and the same journal goes on."""
+    plain = jax.jit(step)
+    planned = deferring_on(2, donate=donate) if devices == 2 else deferring(step, 6, donate=donate)
+    mine, theirs = make_state(), make_state()
+    for k in range(15):
+        if k % 3:
+            mine, theirs = (
+                planned(mine, {**ids_of(k), "teacher": mine["t"]})[0],
+                plain(theirs, {**ids_of(k), "teacher": theirs["t"]})[0],
+            )
+        else:
+            mine, theirs = planned(mine, ids_of(k))[0], plain(theirs, ids_of(k))[0]
+    agree(mine, theirs)
+
+
+def test_verify_after_some_steps() -> None:
+    planned = deferring_on(2, donate=False)
+    state = make_state()
+    for k in range(3):
+        state, _ = planned(state, ids_of(k))
+    assert autopar.verify(planned, state, ids_of(9), steps=8).ok
