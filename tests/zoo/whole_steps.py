@@ -226,8 +226,6 @@ STEPS: dict[str, Callable[[], Case]] = {
     "dense_ema": lambda: _averaged(("w",), copy=True),
     # The EMA's leaf starts as the very buffer of the parameter: donate neither without a copy.
     "dense_ema_by_reference": lambda: _averaged(("w",), copy=False),
-    # The average moves on every row and stays dense; it reads the updated table, which is lifted.
-    "table_ema": lambda: _averaged(("emb", "w"), copy=True),
     "l2_touched_rows": lambda: table_case(penalty=lambda p, b: 0.1 * jnp.mean(look_plain(p, b) ** 2)),
     "report_nothing": lambda: table_case(report=lambda u: {}),
     "report_old_norm": _reporting(lambda u: {"norm": optax.tree.norm(u.old)}),
@@ -245,9 +243,11 @@ DEFERRED_STEPS: dict[str, Callable[[], Case]] = {
     "momentum": lambda: table_case(tx=optax.sgd(0.1, momentum=0.9)),
     "adam": lambda: table_case(tx=optax.adam(0.02)),
     "max_norm": max_norm,
-    "steps_while": steps_while,
+    # The average moves on every row; it reads the updated table.
+    "table_ema": lambda: _averaged(("emb", "w"), copy=True),
 }
 
 DENSE_STEPS: dict[str, Callable[[], Case]] = {
+    "steps_while": steps_while,
     "l2_whole_table": lambda: table_case(penalty=lambda p, b: 1e-2 * jnp.sum(p["emb"] ** 2)),
 }
