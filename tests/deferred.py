@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import autopar
 from autopar.step import ParallelStep
 
-from .zoo.case import Case, key_path
+from .zoo.case import Case, key_path, zipf_ids
 
+#: Of a table by hand.
+ROWS, WIDTH = 40, 3
 #: Steps in a journal here: much fewer than in a run, so that there are many flushes.
 JOURNAL = 24
 
@@ -76,3 +79,55 @@ def differ(
         case.tables if tables is None else tables
     )
     return differences(case.state, theirs, autopar.materialize(mine), share)
+
+
+# --- steps on a table by hand ---
+
+
+def rows_case(
+    update: Callable[..., Any],
+    slots: Callable[[jax.Array], Any] = lambda table: {},
+    start: Callable[[np.ndarray], np.ndarray] = lambda table: table,
+    scales: Callable[[int], float] = lambda k: 1.0,
+    dtype: Any = np.float64,
+) -> Case:
+    """`update(table, gradient, slots, count) -> (table, slots)` by hand; ids [4] of ROWS, few of the last ten."""
+    table = jnp.asarray(start(np.random.default_rng(0).normal(size=(ROWS, WIDTH))), dtype)
+
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        loss, g = jax.value_and_grad(lambda t: batch["scale"].astype(t.dtype) * jnp.sum(jnp.sin(t[batch["ids"]])))(
+            state["table"]
+        )
+        new, kept = update(state["table"], g, state["slots"], state["count"])
+        return {"table": new, "slots": kept, "count": state["count"] + 1}, loss
+
+    def batches(k: int) -> dict[str, Any]:
+        ids = zipf_ids(np.random.default_rng(k), (4,), ROWS - 10)
+        return {"ids": ids, "scale": np.float64(scales(k))}
+
+    return Case(step, {"table": table, "slots": slots(table), "count": jnp.zeros((), jnp.int32)}, batches, ("table",))
+
+
+def momentum(t: jax.Array, g: jax.Array, s: Any, count: jax.Array) -> Any:
+    m = 0.9 * s["m"] + g
+    return t - 0.1 * m, {"m": m}
+
+
+def one_slot(t: jax.Array) -> Any:
+    return {"m": jnp.zeros_like(t)}
+
+
+def two_slots(t: jax.Array) -> Any:
+    return {"m": jnp.zeros_like(t), "v": jnp.zeros_like(t)}
+
+
+def adam(eps: float = 1e-8, decay: float = 0.0, b2: float = 0.99) -> Callable[..., Any]:
+    def update(t: jax.Array, g: jax.Array, s: Any, count: jax.Array) -> Any:
+        m, v = 0.9 * s["m"] + 0.1 * g, b2 * s["v"] + (1 - b2) * g * g
+        return t - 0.1 * (m / (jnp.sqrt(v) + eps) + decay * t), {"m": m, "v": v}
+
+    return update
+
+
+def times(factor: Callable[[jax.Array], Any]) -> Callable[..., Any]:
+    return lambda t, g, s, count: (factor(count) * t - 0.1 * g, s)
