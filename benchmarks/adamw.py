@@ -1,14 +1,14 @@
 """AdamW moves every row in every step. autopar leaves those that a batch doesn't touch to later steps, and is exact.
 
-The step of `lookup` with AdamW, decay and a schedule: plain JAX, autopar, and a lazy Adam by hand, which is another
-function (untouched rows don't move). Whole runs are timed, flushes of the journal included: at least two in each part.
-`python -m benchmarks adamw`.
+Looked up rows, a layer or the MLP of `lookup` on them, AdamW with decay and a schedule: plain JAX, autopar, and a lazy
+Adam by hand, which is another function (untouched rows don't move). Whole runs are timed, flushes of the journal
+included: at least two in each part. `python -m benchmarks adamw`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +17,7 @@ import numpy as np
 import optax
 
 import autopar
-from benchmarks.lookup import IDS, D, make_state, zipf_ids
-from benchmarks.lookup import plain_step as lookup_step
+from benchmarks.lookup import HIDDEN, IDS, D, loss_of, zipf_ids
 
 ROWS = 800_000
 RATE, DECAY, B1, B2, EPS, CLIP = 1e-3, 1e-2, 0.9, 0.999, 1e-8, 1.0
@@ -28,63 +27,89 @@ TURNS, STEPS, SKIPPED = 6, {"plain": 2, "autopar": 360, "lazy by hand": 60}, 10
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
+def _layer(rows: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.mean((jax.nn.relu(rows @ w) - rows) ** 2)
+
+
+#: What is done with the rows, and the shapes of its weights.
+MODELS: dict[str, tuple[Callable[..., jax.Array], list[tuple[int, int]]]] = {
+    "a layer": (_layer, [(D, D)]),
+    "an MLP": (loss_of, [(D, HIDDEN), (HIDDEN, D)]),
+}
+
+
 def transformation() -> optax.GradientTransformation:
     schedule = optax.cosine_decay_schedule(RATE, 100_000)
     adam = optax.adamw(schedule, b1=B1, b2=B2, eps=EPS, weight_decay=DECAY)
     return optax.chain(optax.clip_by_global_norm(CLIP), adam)
 
 
-def plain_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
-    """What a user writes."""
-    return lookup_step(state, batch, transformation)
+def make_steps(model: Callable[..., jax.Array]) -> tuple[Step, Step]:
+    """What a user writes, and lazy AdamW by hand: the same on the touched rows; the others don't move."""
 
+    def plain_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+        def loss_fn(params: dict[str, Any]) -> jax.Array:
+            return model(params["emb"][batch["ids"]], *params["weights"])
 
-def lazy_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
-    """Lazy AdamW by hand: `plain_step` on the touched rows; the others don't move."""
-    ids, params = batch["ids"], state["params"]
-    extent = params["emb"].shape[0]
-    unique, inverse = jnp.unique(ids.ravel(), return_inverse=True, size=min(extent, ids.size), fill_value=extent)
-    at = jnp.where(unique < extent, unique, extent + jnp.arange(unique.size, dtype=unique.dtype))
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = transformation().update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
 
-    def pull(leaf: jax.Array) -> jax.Array:
-        return leaf.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
+    def lazy_step(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+        ids, params = batch["ids"], state["params"]
+        extent = params["emb"].shape[0]
+        unique, inverse = jnp.unique(ids.ravel(), return_inverse=True, size=min(extent, ids.size), fill_value=extent)
+        at = jnp.where(unique < extent, unique, extent + jnp.arange(unique.size, dtype=unique.dtype))
 
-    def commit(leaf: jax.Array, rows: jax.Array) -> jax.Array:
-        return leaf.at[at].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
+        def pull(leaf: jax.Array) -> jax.Array:
+            return leaf.at[unique].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
-    is_table = [leaf.shape == params["emb"].shape for leaf in jax.tree.leaves(state)]
-    leaves, tree = jax.tree.flatten(state)
-    rows = tree.unflatten([pull(x) if t else x for x, t in zip(leaves, is_table, strict=True)])
-    new, loss = plain_step(rows, {"ids": inverse.reshape(ids.shape)})
-    pairs = zip(leaves, jax.tree.leaves(new), is_table, strict=True)
-    return tree.unflatten([commit(old, x) if t else x for old, x, t in pairs]), loss
+        def commit(leaf: jax.Array, rows: jax.Array) -> jax.Array:
+            return leaf.at[at].set(rows, mode="drop", unique_indices=True, indices_are_sorted=True)
+
+        is_table = [leaf.shape == params["emb"].shape for leaf in jax.tree.leaves(state)]
+        leaves, tree = jax.tree.flatten(state)
+        rows = tree.unflatten([pull(x) if t else x for x, t in zip(leaves, is_table, strict=True)])
+        new, loss = plain_step(rows, {"ids": inverse.reshape(ids.shape)})
+        pairs = zip(leaves, jax.tree.leaves(new), is_table, strict=True)
+        return tree.unflatten([commit(old, x) if t else x for old, x, t in pairs]), loss
+
+    return plain_step, lazy_step
 
 
 def adamw(rows: int = ROWS) -> None:
-    """V=800,000, D=256, an MLP, 640 Zipf ids, clip by the norm over all, AdamW with decay and a schedule."""
+    """V=800,000, D=256, 640 Zipf ids, clip by the norm over all, AdamW with decay and a schedule; two models."""
+    for name in MODELS:
+        _adamw(rows, name)
+
+
+def _adamw(rows: int, name: str) -> None:
+    model, shapes = MODELS[name]
+    plain_step, lazy_step = make_steps(model)
     planned = autopar.parallelize(plain_step)
     steps: dict[str, Step] = {
         "plain": jax.jit(plain_step, donate_argnums=0),
         "autopar": planned,
         "lazy by hand": jax.jit(lazy_step, donate_argnums=0),
     }
-    states = {name: _state(rows) for name in steps}
+    states = {name: _state(rows, shapes) for name in steps}
     batches = [{"ids": jnp.asarray(zipf_ids(rows, IDS, seed))} for seed in range(1000)]
     touched: set[int] = set()
     for batch in batches:
         touched.update(np.asarray(batch["ids"]).ravel().tolist())
-    _compare(steps, states, batches, f"{len(touched) / rows:.1%} of the rows touched")
+    _compare(steps, states, batches, f"{name}, {len(touched) / rows:.1%} of the rows touched")
     print(autopar.explain(planned))
     everything = np.random.default_rng(0).permutation(rows)
     for start in range(0, rows, IDS[0] * IDS[1]):
         ids = np.resize(everything[start : start + IDS[0] * IDS[1]], IDS).astype(np.int32)
         states["autopar"], _ = planned(states["autopar"], {"ids": jnp.asarray(ids)})
-    _compare(steps, states, batches, "every row touched")
+    _compare(steps, states, batches, f"{name}, every row touched")
 
 
-def _state(rows: int) -> dict[str, Any]:
-    params = make_state(8)["params"]
-    params["emb"] = jax.random.normal(jax.random.key(1), (rows, D)) * 0.01
+def _state(rows: int, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
+    weights = [jax.random.normal(k, shape) * 0.05 for k, shape in zip(keys[1:], shapes, strict=True)]
+    params = {"emb": jax.random.normal(keys[0], (rows, D)) * 0.01, "weights": weights}
     return {"params": params, "opt": transformation().init(params)}
 
 

@@ -17,23 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.fading import Suffixes, beside, times
 from autopar.backends.indices import along, set_rows
 from autopar.ir.deferred import Replay
+from autopar.ir.fading import fading_numbers
 from autopar.ir.program import Block
 from autopar.ir.settling import factors
 
 Array = Any
 
-#: Elements of a leaf in a group of rows, which should stay in a core's cache, and rows in a group at least.
-_GROUP_ELEMENTS, _GROUP_ROWS = 1 << 14, 16
+#: Elements of a leaf in a group of rows, and rows at least: all wait for the slowest, but loops cost something as well.
+_GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
 #: Elements of a leaf that a flush takes at a time.
 _FLUSH_ELEMENTS = 1 << 19
+#: Steps that rows are replayed between two looks at whether they have faded.
+_STRIDE = 16
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -88,13 +93,14 @@ class Deferred:
         order = jnp.argsort(begin)
         groups = -(-count // group_rows)
         order = jnp.concatenate([order, jnp.full((groups * group_rows - count,), count, order.dtype)])
+        suffixes = None if self.replay.fading is None else self._suffixes(entries.records)
         waiting = jnp.sum(begin < now, dtype=jnp.int32)
 
         def group(k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             some = jax.lax.dynamic_slice_in_dim(order, k * group_rows, group_rows)
             first = begin.at[some].get(mode="fill", fill_value=_NEVER)
             mine = [x.at[some].get(mode="clip") for x in (*changed, *read)]
-            new = self._replayed(mine, first, entries)
+            new = self._replayed(mine, first, entries, suffixes)
             return tuple(x.at[some].set(v, mode="drop") for x, v in zip(changed, new, strict=True))
 
         changed = jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
@@ -104,10 +110,20 @@ class Deferred:
         """The journal's records with one step more."""
         p = self.replay
         found = list(map(jnp.asarray, values))
+        later: list[Array] = []
         if p.settled is not None:
-            found += factors(self.body, p.changed, p.read, p.settled, found, jnp)
-        pairs = zip(records, found, strict=True)
-        return [jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), now, 0) for old, new in pairs]
+            *rates, holds = factors(self.body, p.changed, p.read, p.settled, found, jnp)
+            if p.fading is not None:
+                numbers = fading_numbers(self.body, p.changed, p.read, p.settled, p.fading, found, jnp)
+                later = self._suffixes(records).and_then(now, rates, holds, numbers)
+            found += [*rates, holds]
+        pairs = zip(records, found, strict=False)
+        written = [jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), now, 0) for old, new in pairs]
+        return [*written, *(new.astype(old.dtype) for old, new in zip(records[len(found) :], later, strict=True))]
+
+    def _suffixes(self, records: Sequence[Array]) -> Suffixes:
+        p = self.replay
+        return Suffixes.of(p, records[len(p.values) + len(p.settled.scaled if p.settled else ()) + 1 :])
 
     def flush(
         self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, due: Array | bool, full: bool
@@ -195,7 +211,7 @@ class Deferred:
         """
         p, volume = self.replay, entries.volume
         assert p.settled is not None, "there are settled rows"
-        *rates, holds = entries.records[len(p.values) :]
+        *rates, holds = entries.records[len(p.values) :][: len(p.settled.scaled) + 1]
         done = jax.lax.iota(jnp.int32, p.length) < entries.now
         hold = jnp.all(jnp.where(done, holds, True))
         closed, whole = [], []
@@ -224,13 +240,15 @@ class Deferred:
         since = jnp.where(waits, ~stamps, 0)
         for k, all_, before, near_one in zip(settled.scaled, whole, closed, settled.near_one, strict=True):
             by = jnp.where(hold, all_, before).at[since].get(mode="clip")
-            changed[k] = jnp.where(_beside(waits, changed[k]), _times(changed[k], by, near_one), changed[k])
+            changed[k] = jnp.where(beside(waits, changed[k]), times(changed[k], by, near_one), changed[k])
         return changed, jnp.where(waits, jnp.where(hold, entries.now, 0), stamps)
 
     # --- rows that are replayed ---
 
-    def _replayed(self, rows: Sequence[Array], begin: Array, entries: Entries) -> list[Array]:
-        """Rows [B, ...] with phi replayed from each one's step on."""
+    def _replayed(
+        self, rows: Sequence[Array], begin: Array, entries: Entries, suffixes: Suffixes | None
+    ) -> list[Array]:
+        """Rows [B, ...] with phi replayed from each one's step on, until it is up to date, or has faded."""
         p, now = self.replay, entries.now
         values = entries.records[: len(p.values)]
         changed, read = self._parts(rows)
@@ -243,18 +261,39 @@ class Deferred:
 
         every = jax.vmap(one, in_axes=(*(0,) * len(rows), *(None,) * len(values)))
 
-        def step(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        def step(begin: Array, state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
             k, changed = state
             at = [jax.lax.dynamic_index_in_dim(v, k, 0, keepdims=False) for v in values]
             new = every(*changed, *read, *at)
             moves = begin <= k
             return k + 1, tuple(
-                jnp.where(_beside(moves, old), x.astype(old.dtype), old) for x, old in zip(new, changed, strict=True)
+                jnp.where(beside(moves, old), x.astype(old.dtype), old) for x, old in zip(new, changed, strict=True)
             )
 
-        start = jnp.minimum(jnp.min(begin), now)
-        _, done = jax.lax.while_loop(lambda state: state[0] < now, step, (start, tuple(changed)))
-        return list(done)
+        def steps(begin: Array, k: Array, until: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
+            return jax.lax.while_loop(lambda state: state[0] < until, partial(step, begin), (k, changed))[1]
+
+        start, before = jnp.minimum(jnp.min(begin), now), changed
+        if suffixes is None:
+            return list(steps(begin, start, now, tuple(changed)))
+
+        def round_(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
+            k, begin, changed = state
+            gone = suffixes.faded(changed, before, k) & (begin <= k)
+
+            def scaled(changed: tuple[Array, ...]) -> tuple[Array, ...]:
+                done = suffixes.without_fading(changed, k)
+                return tuple(jnp.where(beside(gone, x), new, x) for x, new in zip(changed, done, strict=True))
+
+            changed = jax.lax.cond(jnp.any(gone), scaled, lambda changed: changed, changed)
+            begin = jnp.where(gone, now, begin)
+            until = jnp.minimum(k + _STRIDE, now)
+            return until, begin, steps(begin, k, until, changed)
+
+        def goes_on(state: tuple[Array, Array, tuple[Array, ...]]) -> Array:
+            return (state[0] < now) & jnp.any(state[1] < now)
+
+        return list(jax.lax.while_loop(goes_on, round_, (start, begin, tuple(changed)))[2])
 
     def _parts(self, leaves: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         return leaves[: self.replay.changed], leaves[self.replay.changed :]
@@ -263,17 +302,3 @@ class Deferred:
 def _row_elements(leaves: Sequence[Array], rows: int) -> int:
     """Elements of a row of the widest leaf."""
     return max(1, max(leaf.size // max(1, rows) for leaf in leaves))
-
-
-def _beside(flags: Array, rows: Array) -> Array:
-    """[B] in the shape of rows [B, ...]."""
-    return flags.reshape(flags.shape[0], *(1,) * (rows.ndim - 1))
-
-
-def _times(rows: Array, by: Array, near_one: bool) -> Array:
-    """Rows times `by`, or times e^by: where that is near one, without rounding it."""
-    if not near_one:
-        return rows * _beside(by, rows).astype(rows.dtype)
-    small = by < -0.5
-    kept, more = jnp.where(small, 0, 1), jnp.where(small, jnp.exp(by), jnp.expm1(by))
-    return rows * _beside(kept, rows).astype(rows.dtype) + rows * _beside(more, rows).astype(rows.dtype)

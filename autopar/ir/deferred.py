@@ -15,6 +15,8 @@ import numpy as np
 
 from autopar.ir.program import ArrayType, Block, Equation
 
+#: What elements of a leaf may be known not to fall below (`Fading.floors`): second moments, mostly.
+FLOORS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
 #: Full journals that settled rows wait for at most.
 VOLUMES = 256
 
@@ -42,6 +44,32 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Fading:
+    """Rows that are nearly settled: leaves that should be zero are so small that they move no other leaf any more.
+
+    What they would still add to those is bounded: in a step at most *reach* times the element in the same place, and
+    they are themselves multiplied by a number in each step. Where the sum over all steps to come is less than what
+    rounding does, the row needn't be replayed either, up to the end of the journal. Reaches are smaller where divisors
+    are known to be larger; they are written down for each of FLOORS.
+
+    Attributes:
+      zero: The leaves (`Settled.zero`).
+      pairs: (A scaled leaf, a leaf of `zero` that moves it).
+      floors: Leaves whose elements must not fall below a floor for its reach to be used.
+      dtypes: Those of `zero`.
+    """
+
+    zero: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]
+    floors: tuple[int, ...]
+    dtypes: tuple[Any, ...]
+
+    def moving(self, leaf: int) -> int:
+        """How many leaves move a scaled one."""
+        return sum(moved == leaf for moved, _ in self.pairs)
+
+
+@dataclass(frozen=True, slots=True)
 class Replay:
     """How the rows of a family are brought up to date. Its equations' body is phi.
 
@@ -55,6 +83,7 @@ class Replay:
       axes: The row axis of each.
       values: Types of the values that a step writes down.
       settled: What needn't be replayed, if there is such.
+      fading: What needn't be replayed to the end, if there is such.
       length: K, steps in a full journal.
     """
 
@@ -64,6 +93,7 @@ class Replay:
     axes: tuple[int, ...]
     values: tuple[ArrayType, ...]
     settled: Settled | None
+    fading: Fading | None
     length: int
 
     @property
@@ -73,11 +103,23 @@ class Replay:
 
     @property
     def records(self) -> tuple[ArrayType, ...]:
-        """Types of what a journal holds of one step: phi's values, factors, and whether the factors may be used."""
-        if self.settled is None:
-            return self.values
-        factors = (ArrayType((), dtype) for dtype in self.settled.dtypes)
-        return (*self.values, *factors, ArrayType((), np.dtype(bool)))
+        """Types of what a journal holds of each step.
+
+        phi's values; factors of settled rows, and whether they may be used. And of the steps from this one on: that,
+        factors of scaled leaves, of those that fade, of those with floors, and reaches (`backends.fading.Suffixes`).
+        """
+        values, settled, fading = self.values, self.settled, self.fading
+        if settled is None:
+            return values
+        holds = ArrayType((), np.dtype(bool))
+        factors = tuple(ArrayType((), dtype) for dtype in settled.dtypes)
+        if fading is None:
+            return (*values, *factors, holds)
+        of_leaf = dict(zip(settled.scaled, factors, strict=True))
+        fades = (ArrayType((), dtype) for dtype in fading.dtypes)
+        sinks = (of_leaf[leaf] for leaf in fading.floors)
+        reaches = (ArrayType((len(FLOORS),), of_leaf[leaf].dtype) for leaf, _ in fading.pairs)
+        return (*values, *factors, holds, holds, *factors, *fades, *sinks, *reaches)
 
     @property
     def volumes(self) -> tuple[ArrayType, ...]:

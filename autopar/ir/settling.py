@@ -23,41 +23,61 @@ from autopar.ir.settling_rules import RULES, Granted, Number, Scaled, Value, Zer
 
 @dataclass(eq=False)
 class Walk(Granted):
-    """One interpretation."""
+    """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
 
-    def run(self, body: Block, inputs: Sequence[Value]) -> list[Value]:
-        env: dict[Atom, Value] = dict(zip(body.inputs, inputs, strict=True))
+    def run(self, body: Block, inputs: Sequence[Any]) -> list[Any]:
+        env: dict[Atom, Any] = dict(zip(body.inputs, inputs, strict=True))
 
-        def read(atom: Atom) -> Value:
+        def read(atom: Atom) -> Any:
             if isinstance(atom, Literal):
-                return None if jax_compat.is_key(atom.dtype) else Number(np.asarray(atom.value), literal=True)
+                key = jax_compat.is_key(atom.dtype)
+                return self.of(None if key else Number(np.asarray(atom.value), literal=True))
             return env[atom]
 
         for equation in body.equations:
             values = [read(a) for a in equation.inputs]
             if equation.op == "cond":
                 env.update(zip(equation.outputs, self._cond(equation, values), strict=True))
-                continue
-            rule = RULES.get(equation.op)
-            found = None
-            if rule is not None and len(equation.outputs) == 1 and not equation.bodies:
-                found = rule(self, equation, values)
-            env.update(dict.fromkeys(equation.outputs, found))
+            else:
+                env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
         return [read(a) for a in body.outputs]
 
-    def _cond(self, equation: Equation, values: Sequence[Value]) -> list[Value]:
+    def branch(self) -> Walk:
+        """A walk of one branch."""
+        return Walk(self.xp)
+
+    def of(self, value: Value) -> Any:
+        """What is kept of a value that no leaf entered."""
+        return value
+
+    def known(self, kept: Any) -> Value:
+        """The value in what is kept."""
+        return kept
+
+    def apply(self, equation: Equation, values: Sequence[Any]) -> Any:
+        """The result of an equation."""
+        rule = RULES.get(equation.op)
+        if rule is None or len(equation.outputs) != 1 or equation.bodies:
+            return None
+        return rule(self, equation, values)
+
+    def choose(self, index: Any, cases: Sequence[Any]) -> Any:
+        """One of several, which a number of the step chooses."""
+        return one_of(self, index, cases)
+
+    def _cond(self, equation: Equation, values: Sequence[Any]) -> list[Any]:
         """Each branch by itself; what they take for granted must hold of the one that is taken."""
-        which, *operands = values
+        which, operands = self.known(values[0]), values[1:]
         if not isinstance(which, Number) or not is_scalar(which):
-            return [None] * len(equation.outputs)
+            return [self.of(None)] * len(equation.outputs)
         index = scalar_of(self, which)
-        branches: list[list[Value]] = []
+        branches: list[list[Any]] = []
         for k, body in enumerate(equation.bodies):
-            walk = Walk(self.xp)
+            walk = self.branch()
             branches.append(walk.run(body, operands))
             self.assumed += [(index != k) | condition for condition in walk.assumed]
             self.not_negative |= walk.not_negative
-        return [one_of(self, index, cases) for cases in zip(*branches, strict=True)]
+        return [self.choose(index, cases) for cases in zip(*branches, strict=True)]
 
 
 def find_settled(body: Block, changed: int, read: int) -> Settled | None:

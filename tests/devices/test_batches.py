@@ -182,11 +182,12 @@ def test_a_carried_lstm_state_is_spread() -> None:
     assert autopar.verify(planned, state, batches(0)).ok
 
 
-def test_dense_tables_and_adam_change_nothing() -> None:
+@pytest.mark.parametrize("sparse", ["exact", "off"])
+def test_neither_adam_nor_dense_tables_change_that(sparse: str) -> None:
     step, state, batches = language_model(optax.adamw(1e-2))
-    planned = planned_on(step)
+    planned = planned_on(step, sparse=sparse)
     assert state_placements(planned, state, batches(0)) == {"carry/0": 0, "carry/1": 0}
-    assert planned.plan is not None and not planned.plan.lifts
+    assert planned.plan is not None and planned.plan.lifts == (sparse == "exact")
 
 
 def test_a_batch_that_the_devices_do_not_divide_carries_nothing() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.deferred import Replay
+from autopar.ir.fading import find_fading
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Refusal
 from autopar.ir.rules.elementwise import ELEMENTWISE
@@ -102,13 +103,15 @@ def read_phi(
     types = tuple(v.type for v in values)
     leaves = [scope.block.inputs[k].type for k in (*changed, *read)]
     family_bytes = sum(t.nbytes for t in leaves)
+    settled = find_settled(body, len(changed), len(read))
     replay = Replay(
         leaves=(*changed, *read),
         extent=space.extent,
         changed=len(changed),
         axes=tuple(axes[k] for k in (*changed, *read)),
         values=types,
-        settled=find_settled(body, len(changed), len(read)),
+        settled=settled,
+        fading=None if settled is None else find_fading(body, len(changed), len(read), settled),
         length=scope.lifting.families[family].journal,
     )
     if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
