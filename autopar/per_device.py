@@ -26,6 +26,7 @@ from autopar import jax_compat
 from autopar.arguments import Call, States, describe, find_states, path_name, tops
 from autopar.errors import ArgumentsError, StateError
 from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.own_sums import own_sums
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
 
@@ -60,109 +61,115 @@ class GlobalStep:
     told: list[str]
 
 
-def global_step(
-    fun: Callable[..., Any],
-    name: str,
-    call: Call,
-    written: PerDevice,
-    state_argnums: Sequence[int] | None,
-    batch_argnums: Sequence[int],
-    static_argnums: Sequence[int],
-) -> GlobalStep:
-    """What N devices that run the step compute together.
+@dataclass(frozen=True, slots=True, eq=False)
+class CallOfOne:
+    """A call of a step that is written for one device.
 
-    Raises:
-      ArgumentsError: the examples can't be divided among the devices.
-      StateError: a state can't be told, or differs from device to device.
+    Attributes:
+      fun, name, call: The step, and what it was called with.
+      device: What it is written for.
+      state_argnums, batch_argnums, static_argnums: As given to `parallelize`.
     """
-    args, kwargs = call.shapes
-    states, block = _first_look(fun, name, call, written, state_argnums, batch_argnums, static_argnums)
-    axes = _example_axes(name, call, written, states)
-    told = [f"each device's number is used ({where})" for where in _numbers_used(block, written.axis)]
-    static = frozenset(static_argnums)
-    dynamic = [k for k in range(len(args)) if k not in static]
-    named = [n for n in kwargs if any(a.position is None and a.name == n for a in call.arguments)]
 
-    @functools.wraps(fun)
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        flat, tree = jax.tree.flatten(([args[k] for k in dynamic], {n: kwargs[n] for n in named}))
-        shared = [_shared(x, axis, written.count) for x, axis in zip(flat, axes, strict=True)]
+    fun: Callable[..., Any]
+    name: str
+    call: Call
+    device: PerDevice
+    state_argnums: Sequence[int] | None
+    batch_argnums: Sequence[int]
+    static_argnums: Sequence[int]
 
-        def of_one(*leaves: Any) -> Any:
-            own, own_named = jax.tree.unflatten(tree, leaves)
-            every = list(args)
-            for k, value in zip(dynamic, own, strict=True):
-                every[k] = value
-            return fun(*every, **{**kwargs, **own_named})
+    def everywhere(self) -> GlobalStep:
+        """What N devices that run the step compute together.
 
-        out, along = jax_compat.vmap_inferred(of_one, axes, written.axis, written.count)(*shared)
-        _check_states(name, call, states, along, written.axis)
-        kept: list[str] = []
-        stacked = _stacked(out, along, kept)
-        told[:] = [t for t in told if "stacked" not in t] + kept
-        return stacked
+        Raises:
+          ArgumentsError: the examples can't be divided among the devices.
+          StateError: a state can't be told, or differs from device to device.
+        """
+        args, kwargs = self.call.shapes
+        device, count = self.device, self.device.count
+        states, block = self._first_look()
+        axes = self._example_axes(states)
+        told = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
+        told += own_sums(block, axes, device.axis, count)
+        static = frozenset(self.static_argnums)
+        dynamic = [k for k in range(len(args)) if k not in static]
+        named = [n for n in kwargs if any(a.position is None and a.name == n for a in self.call.arguments)]
 
-    return GlobalStep(whole, states, told)
+        @functools.wraps(self.fun)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            flat, tree = jax.tree.flatten(([args[k] for k in dynamic], {n: kwargs[n] for n in named}))
+            shared = [_shared(x, axis, count) for x, axis in zip(flat, axes, strict=True)]
 
+            def of_one(*leaves: Any) -> Any:
+                own, own_named = jax.tree.unflatten(tree, leaves)
+                every = list(args)
+                for k, value in zip(dynamic, own, strict=True):
+                    every[k] = value
+                return self.fun(*every, **{**kwargs, **own_named})
 
-def _example_axes(name: str, call: Call, written: PerDevice, states: States) -> list[int | None]:
-    """Of all leaves the axis that devices share, None where each has all."""
-    inputs, _ = describe(call, states, None)
-    shapes = [t.shape for a in call.arguments for t in a.types]
-    examples = [k for k, given in enumerate(inputs) if given.role != "state"]
-    found = example_axes(written.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
-    axes: list[int | None] = [None] * len(inputs)
-    for k, axis in zip(examples, found, strict=True):
-        axes[k] = axis
-        if axis is not None and shapes[k][axis] % written.count:
-            raise ArgumentsError(
-                f"{inputs[k].path} has {shapes[k][axis]} examples (axis {axis}), which {written.count} devices can't "
-                f"share equally: {name} is written for one device (axis_name={written.axis!r}). Give a batch of a "
-                "multiple, or say what is no example: batch_axis={'...': None}"
-            )
-    return axes
+            out, along = jax_compat.vmap_inferred(of_one, axes, device.axis, count)(*shared)
+            _check_states(self.name, self.call, states, along, device.axis)
+            kept: list[str] = []
+            stacked = _stacked(out, along, kept)
+            told[:] = [t for t in told if "stacked" not in t] + kept
+            return stacked
 
+        return GlobalStep(whole, states, told)
 
-def _first_look(
-    fun: Callable[..., Any],
-    name: str,
-    call: Call,
-    written: PerDevice,
-    state_argnums: Sequence[int] | None,
-    batch_argnums: Sequence[int],
-    static_argnums: Sequence[int],
-) -> tuple[States, Block]:
-    """Which arguments are state, and the program of one device."""
-    args, kwargs = call.shapes
-    statics = {k: args[k] for k in static_argnums if k < len(args)}
-    of_arrays = {a.name for a in call.arguments if a.position is None}
-    fixed = {n: v for n, v in kwargs.items() if n not in of_arrays}
-    given = ([a for k, a in enumerate(args) if k not in statics], {n: v for n, v in kwargs.items() if n in of_arrays})
-    if state_argnums is not None:
-        named = States({k: 0 for k, a in enumerate(call.arguments) if a.position in state_argnums})
-        leaves, tree = jax.tree.flatten(given)
-        axes = _example_axes(name, call, written, named)
-        given = tree.unflatten([_share(x, axis, written.count) for x, axis in zip(leaves, axes, strict=True)])
+    def _example_axes(self, states: States) -> list[int | None]:
+        """Of all leaves the axis that devices share, None where each has all."""
+        inputs, _ = describe(self.call, states, None)
+        shapes = [t.shape for a in self.call.arguments for t in a.types]
+        examples = [k for k, given in enumerate(inputs) if given.role != "state"]
+        found = example_axes(self.device.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
+        axes: list[int | None] = [None] * len(inputs)
+        for k, axis in zip(examples, found, strict=True):
+            axes[k] = axis
+            if axis is not None and shapes[k][axis] % self.device.count:
+                raise ArgumentsError(
+                    f"{inputs[k].path} has {shapes[k][axis]} examples (axis {axis}), which {self.device.count} devices "
+                    f"can't share equally: {self.name} is written for one device (axis_name={self.device.axis!r}). "
+                    "Give a batch of a multiple, or say what is no example: batch_axis={'...': None}"
+                )
+        return axes
 
-    def of_one(positional: Any, by_name: Any) -> Any:
-        rest = iter(positional)
-        return fun(*(statics[k] if k in statics else next(rest) for k in range(len(args))), **by_name, **fixed)
+    def _first_look(self) -> tuple[States, Block]:
+        """Which arguments are state, and the program of one device."""
+        args, kwargs = self.call.shapes
+        statics = {k: args[k] for k in self.static_argnums if k < len(args)}
+        of_arrays = {a.name for a in self.call.arguments if a.position is None}
+        fixed = {n: v for n, v in kwargs.items() if n not in of_arrays}
+        given = (
+            [a for k, a in enumerate(args) if k not in statics],
+            {n: v for n, v in kwargs.items() if n in of_arrays},
+        )
+        if self.state_argnums is not None:
+            named = States({k: 0 for k, a in enumerate(self.call.arguments) if a.position in self.state_argnums})
+            leaves, tree = jax.tree.flatten(given)
+            axes = self._example_axes(named)
+            given = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])
 
-    try:
-        traced = jax.make_jaxpr(of_one, axis_env=[(written.axis, written.count)], return_shape=True)
-        jaxpr, outputs = traced(*given)
-    except Exception as error:
-        if state_argnums is None:
-            error.add_note(
-                f"autopar traced {name} with the whole batch on each device, to see which arguments are state. If the "
-                "step relies on the size of its share, name them: parallelize(step, state_argnums=...)"
-            )
-        raise
-    block = block_of(jaxpr)
-    states = find_states(call, outputs, state_argnums, batch_argnums)
-    if state_argnums is None:
-        states = states.confirmed(call, block, tops(jax.tree.structure(outputs)))
-    return states, block
+        def of_one(positional: Any, by_name: Any) -> Any:
+            rest = iter(positional)
+            return self.fun(*(statics[k] if k in statics else next(rest) for k in range(len(args))), **by_name, **fixed)
+
+        try:
+            traced = jax.make_jaxpr(of_one, axis_env=[(self.device.axis, self.device.count)], return_shape=True)
+            jaxpr, outputs = traced(*given)
+        except Exception as error:
+            if self.state_argnums is None:
+                error.add_note(
+                    f"autopar traced {self.name} with the whole batch on each device, to see which arguments are "
+                    "state. If the step relies on the size of its share, name them: "
+                    "parallelize(step, state_argnums=...)"
+                )
+            raise
+        block = block_of(jaxpr)
+        states = find_states(self.call, outputs, self.state_argnums, self.batch_argnums)
+        if self.state_argnums is None:
+            states = states.confirmed(self.call, block, tops(jax.tree.structure(outputs)))
+        return states, block
 
 
 def _share(shape: Any, axis: int | None, count: int) -> Any:

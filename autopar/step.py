@@ -28,7 +28,7 @@ from autopar.ir.trace import block_of
 from autopar.measure.alpha import example_ids, id_inputs
 from autopar.mpi.progress import mark
 from autopar.mpi.world import world
-from autopar.per_device import GlobalStep, PerDevice, global_step
+from autopar.per_device import CallOfOne, GlobalStep, PerDevice
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 from autopar.table import is_table, layout_of, materialize
@@ -224,7 +224,7 @@ class ParallelStep:
         if self.per_device is None:
             return None
         given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
-        return global_step(self.fun, self.name, call, self.per_device, *given)
+        return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
 
     def _told_of_axis(self, error: NameError) -> Exception:
         """What to do about a reduction over devices that the step isn't said to be written for."""

@@ -232,3 +232,50 @@ def test_a_step_that_reduces_over_devices_says_so_if_that_is_not_said() -> None:
         autopar.parallelize(pmean_of_means, mesh=mesh_of(DEVICES))(make_state(), make_batch())
     with pytest.raises(autopar.StepError, match=r"axis_name="):
         autopar.parallelize(pmean_of_means, mesh=mesh_of(DEVICES), axis_name="data")(make_state(), make_batch())
+
+
+def _batch_norm(axis: str | None) -> Callable[[State, Any], tuple[State, Any]]:
+    """Normalizes by the device's own examples, or by all."""
+
+    def of_all(x: jax.Array) -> jax.Array:
+        return x if axis is None else lax.pmean(x, axis)
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        rows = params["emb"][batch["ids"]] @ params["w"]
+        mean = of_all(rows.mean(0))
+        return jnp.mean(((rows - mean) / jnp.sqrt(of_all(((rows - mean) ** 2).mean(0)) + 1e-3)) ** 3)
+
+    def step(state: State, batch: Any) -> tuple[State, Any]:
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
+        return apply(state, lax.pmean(grads, AXIS)), {"loss": lax.pmean(loss, AXIS)}
+
+    return step
+
+
+def _own_clip(state: State, batch: Any) -> tuple[State, Any]:
+    loss, grads = jax.value_and_grad(mean_loss)(state["params"], batch)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)
+    return apply(state, lax.pmean(grads, AXIS)), {"loss": lax.pmean(loss, AXIS)}
+
+
+OWN, ADDED = "uses what it reduced over its own examples", "values of 4 devices are added up"
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (pmean_of_means, []),
+        (one_pmean, []),
+        (_batch_norm(AXIS), []),
+        (_batch_norm(None), [OWN]),
+        (_own_clip, [OWN]),
+        (psum_of_means, [ADDED]),
+    ],
+    ids=["pmean", "one pmean", "batch norm of all", "own batch norm", "own clip", "psum"],
+)
+def test_explain_says_where_one_device_would_compute_something_else(step: Any, said: list[str]) -> None:
+    planned = autopar.parallelize(step, mesh=mesh_of(DEVICES), axis_name=AXIS)
+    told = str(autopar.explain(planned, make_state(), make_batch()))
+    assert [line for line in (OWN, ADDED) if line in told] == said
+    assert not said or "test_per_device.py" in told
