@@ -72,7 +72,7 @@ class _Flow:
         for equation in block.equations:
             for atom in equation.inputs:
                 users.setdefault(atom, []).append(equation)
-        producers = {v: e for e in block.equations for v in e.outputs}
+        producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
 
         def divides(e: Equation) -> bool:
             by = e.inputs[1] if e.op == "div" else None
