@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import abc
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.plan import Plan
 from autopar.planned import Entry
-from autopar.step import ParallelStep
+from autopar.step import MAX_PLANS, ParallelStep
 
 
 @dataclass(eq=False)
@@ -21,10 +22,12 @@ class WrappedStep(abc.ABC):
     Attributes:
       fun: The user's step.
       options: Those of `autopar.parallelize`.
+      steps: The steps of arrays, by what is fixed in each.
     """
 
     fun: Callable[..., Any]
     options: Mapping[str, Any]
+    steps: dict[Any, ParallelStep] = field(default_factory=dict, init=False)
     _latest: ParallelStep | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +57,37 @@ class WrappedStep(abc.ABC):
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
         """The step of arrays for these arguments, and what it is to be called with."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step."""
+        step, pure_args, pure_kwargs = self.pure(args, kwargs)
+        return step.lower(*pure_args, **pure_kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an instance, as a function does: a step may be a method."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
+        """The step of arrays for what is fixed, made when that is new.
+
+        Args:
+          fixed: Hashable.
+          make: Makes it.
+          change: What is other when a step is planned anew, in words.
+          remedy: What to do about it.
+        """
+        step = self.steps.get(fixed)
+        if step is None:
+            if len(self.steps) >= MAX_PLANS:
+                raise ArgumentsError(
+                    f"{self.name} was called in {MAX_PLANS} different ways, and is planned and compiled anew for each: "
+                    f"{change}. {remedy}"
+                )
+            if self.steps:
+                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=4)
+            step = self.steps[fixed] = make()
+        self._latest = step
+        return step
 
 
 def unwrapped(

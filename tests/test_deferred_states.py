@@ -137,28 +137,28 @@ def test_two_shapes_of_batches() -> None:
     assert differ(dataclasses.replace(case, batches=batches), steps=60, journal=7) == []
 
 
-def test_steps_that_differ_in_a_constant_only() -> None:
+def _rates() -> list[Case]:
+    return [lookup_case(optax.adamw(rate, weight_decay=0.1), np.float64) for rate in (0.1, 0.1 * (1 + 1e-7))]
+
+
+def _arrays() -> list[Case]:
+    def made(columns: list[float]) -> Case:
+        by = jnp.array(columns)
+        return rows_case(lambda t, g, s, count: (t * by - 0.1 * g, s))
+
+    return [made([0.9, 0.99, 1.0]), made([1.0, 0.9, 0.8])]
+
+
+@pytest.mark.parametrize("cases", [_rates, _arrays], ids=["a constant", "an array"])
+def test_steps_that_differ_in_what_they_close_over_only(cases: Callable[[], list[Case]]) -> None:
     """A journal of another step isn't gone on with: it says what that one does to rows."""
-    cases = [lookup_case(optax.adamw(rate, weight_decay=0.1), np.float64) for rate in (0.1, 0.1 * (1 + 1e-7))]
-    planned, plain = [deferring(c.step, 50) for c in cases], [jax.jit(c.step) for c in cases]
-    mine, theirs = jax.tree.map(jnp.copy, cases[0].state), cases[0].state
+    made = cases()
+    planned, plain = [deferring(c.step, 50) for c in made], [jax.jit(c.step) for c in made]
+    mine, theirs = jax.tree.map(jnp.copy, made[0].state), made[0].state
     for k in range(40):
-        mine, _ = planned[k // 9 % 2](mine, cases[0].batches(k))
-        theirs, _ = plain[k // 9 % 2](theirs, cases[0].batches(k))
-    assert differences(cases[0].state, theirs, autopar.materialize(mine), 1e-10) == []
-
-
-def test_steps_that_differ_in_an_array_only() -> None:
-    def made(columns: jax.Array) -> Case:
-        return rows_case(lambda t, g, s, count: (t * columns - 0.1 * g, s))
-
-    cases = [made(jnp.array([0.9, 0.99, 1.0])), made(jnp.array([1.0, 0.9, 0.8]))]
-    planned, plain = [deferring(c.step, 50) for c in cases], [jax.jit(c.step) for c in cases]
-    mine, theirs = jax.tree.map(jnp.copy, cases[0].state), cases[0].state
-    for k in range(40):
-        mine, _ = planned[k // 9 % 2](mine, cases[0].batches(k))
-        theirs, _ = plain[k // 9 % 2](theirs, cases[0].batches(k))
-    assert differences(cases[0].state, theirs, autopar.materialize(mine), 1e-10) == []
+        mine, _ = planned[k // 9 % 2](mine, made[0].batches(k))
+        theirs, _ = plain[k // 9 % 2](theirs, made[0].batches(k))
+    assert differences(made[0].state, theirs, autopar.materialize(mine), 1e-10) == []
 
 
 def test_evaluations_between_steps() -> None:

@@ -19,17 +19,16 @@ not imported.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 import autopar
-from autopar.errors import ArgumentsError, RecompileWarning
-from autopar.step import MAX_PLANS, ParallelStep
+from autopar.errors import ArgumentsError
+from autopar.step import ParallelStep
 from autopar.table import is_table
 from autopar.wrapped_step import WrappedStep
 
@@ -77,53 +76,27 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
 
 @dataclass(eq=False)
 class FilteredStep(WrappedStep):
-    """A step of pytrees of which only the arrays are traced; made by `parallelize`.
-
-    Attributes:
-      steps: The ordinary step of each set of static leaves.
-    """
-
-    steps: dict[Static, ParallelStep] = field(default_factory=dict)
+    """A step of pytrees of which only the arrays are traced; made by `parallelize`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, args, kwargs = self.pure(args, kwargs)
         static, *out = step(*args, **kwargs)
         return _combined(static, out)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(step).lower` of the planned step."""
-        step, args, kwargs = self.pure(args, kwargs)
-        return step.lower(*args, **kwargs)
-
     def pure(self, args: Any, kwargs: Any) -> tuple[ParallelStep, Any, Any]:
         """The ordinary step, and its arguments."""
         static, (args, kwargs) = _partitioned((tuple(args), dict(kwargs)))
         try:
-            step = self.steps.get(static)
+            hash(static)
         except TypeError as error:
             raise ArgumentsError(
                 f"{self.name}: what is no array is static, and must be hashable ({error}). Make it an array, or a "
                 "static field of its module"
             ) from error
-        if step is None:
-            if self.steps:
-                self._announce()
-            step = self.steps[static] = autopar.parallelize(_pure(self.fun, static), **self.options)
-        self._latest = step
-        return step, args, kwargs
-
-    def _announce(self) -> None:
         change = "a leaf that is no array, or the structure, is another one"
-        if len(self.steps) >= MAX_PLANS:
-            raise ArgumentsError(
-                f"{self.name} was called with {MAX_PLANS} different sets of static leaves, and each is planned and "
-                f"compiled anew: {change}. Make what changes from call to call an array"
-            )
-        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=4)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, as a function does: a step may be a method."""
-        return self if instance is None else functools.partial(self, instance)
+        remedy = "Make what changes from call to call an array"
+        make = lambda: autopar.parallelize(_pure(self.fun, static), **self.options)  # noqa: E731
+        return self._step_of(static, make, change, remedy), args, kwargs
 
 
 def _is_array(x: Any) -> bool:

@@ -27,17 +27,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
 import autopar
-from autopar.errors import ArgumentsError, RecompileWarning
-from autopar.step import MAX_PLANS, ParallelStep
+from autopar.errors import ArgumentsError
+from autopar.step import ParallelStep
 from autopar.table_leaf import TableLeaf
 from autopar.wrapped_step import WrappedStep
 
@@ -127,13 +126,7 @@ def materialize(*objects: Any) -> None:
 
 @dataclass(eq=False)
 class NnxStep(WrappedStep):
-    """A step of nnx objects that runs by a plan; made by `parallelize`.
-
-    Attributes:
-      steps: The ordinary step of each structure of the objects.
-    """
-
-    steps: dict[Graphs, ParallelStep] = field(default_factory=dict)
+    """A step of nnx objects that runs by a plan; made by `parallelize`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
@@ -146,11 +139,6 @@ class NnxStep(WrappedStep):
             with nnx.merge_context(_TAG, inner=False) as context:
                 return _merged([new, out], dict(graphs.found), context)[1]
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(step).lower` of the planned step."""
-        step, pure_args, pure_kwargs = self.pure(args, kwargs)
-        return step.lower(*pure_args, **pure_kwargs)
-
     def pure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
@@ -158,10 +146,6 @@ class NnxStep(WrappedStep):
         with nnx.update_context(_TAG):
             given = self._split(args, kwargs)
         return self._step(given.graphs), given.args, given.kwargs
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, as a function does: a step may be a method."""
-        return self if instance is None else functools.partial(self, instance)
 
     @functools.cached_property
     def _static(self) -> frozenset[Any]:
@@ -178,20 +162,10 @@ class NnxStep(WrappedStep):
         return _Given(pure_args, pure_kwargs, Graphs(tuple(split.graphs.items())), split.variables)
 
     def _step(self, graphs: Graphs) -> ParallelStep:
-        step = self.steps.get(graphs)
-        if step is None:
-            if self.steps:
-                change = "the nnx objects have another structure (a Variable, a static attribute)"
-                if len(self.steps) >= MAX_PLANS:
-                    raise ArgumentsError(
-                        f"{self.name} was called with {MAX_PLANS} different structures, and each is planned and "
-                        f"compiled anew: {change}. Keep what changes from call to call in Variables"
-                    )
-                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=3)
-            pure = _pure(self.fun, dict(graphs.found))
-            step = self.steps[graphs] = autopar.parallelize(pure, **self.options)
-        self._latest = step
-        return step
+        change = "the nnx objects have another structure (a Variable, a static attribute)"
+        remedy = "Keep what changes from call to call in Variables"
+        make = lambda: autopar.parallelize(_pure(self.fun, dict(graphs.found)), **self.options)  # noqa: E731
+        return self._step_of(graphs, make, change, remedy)
 
 
 @dataclass(frozen=True)
