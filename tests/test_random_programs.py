@@ -37,7 +37,7 @@ from .recipes import (
 
 
 @settings(
-    max_examples=25,
+    max_examples=16,
     derandomize=True,
     deadline=None,
     database=None,
