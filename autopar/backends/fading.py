@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -80,22 +80,12 @@ class Suffixes:
         fades = [fade * f for fade, f in zip(fades, own, strict=True)]
         return [jnp.where(new, True, self.holds) & holds, *scales, *fades, *sinks, *reaches]
 
-    def ends(self, changed: Sequence[Array], k: Array) -> dict[int, Array]:
-        """Of each scaled leaf its elements' sizes, if they were only scaled by the steps from `k` ([] or [B]) on."""
-        settled = self.replay.settled
-        assert settled is not None, "there are rows that fade"
-        found = {}
-        for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
-            scale = jnp.broadcast_to(abs(jnp.exp(by[k]) if near_one else by[k]), changed[0].shape[:1])
-            found[leaf] = abs(changed[leaf]) * beside(scale, changed[leaf]).astype(changed[leaf].dtype)
-        return found
-
-    def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
+    def faded(self, changed: Sequence[Array], before: Sequence[Array], k: Array) -> Array:
         """[B]: whether rows ([B, ...], leaves that phi changes) are only scaled by the steps from `k` on.
 
         Args:
           changed: Rows after the steps before `k`.
-          usual: `ends` of these rows some steps earlier: what rounding them did is small enough.
+          before: Rows some steps earlier: rounding that is usual for these is small enough.
           k: The step.
         """
         settled, fading = self.replay.settled, self.replay.fading
@@ -103,18 +93,22 @@ class Suffixes:
         usable = self.holds[k]
         for by in self.fades:
             usable &= jnp.isfinite(by[k])
-        ends = self.ends(changed, k)
+        scales = {}
+        for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
+            scales[leaf] = jnp.exp(by[k]) if near_one else by[k]
+            usable &= jnp.isfinite(scales[leaf])
         by_shape: dict[tuple[int, ...], Array] = {}  # one pass over all leaves of a shape
         for number, leaf in enumerate(changed):
-            end = ends.get(number, abs(leaf))
-            sound = (leaf >= 0) & (end < jnp.inf) if number in settled.not_negative else end < jnp.inf
+            size = abs(leaf)
+            sound = (leaf >= 0) & (size < jnp.inf) if number in settled.not_negative else size < jnp.inf
             for (x, z), reach in zip(fading.pairs, self.reaches, strict=True):
                 if x == number:
                     share = jnp.finfo(leaf.dtype).eps * _NEGLIGIBLE / fading.moving(x)
                     added = abs(changed[z]).reshape(leaf.shape).astype(leaf.dtype) * self._reach(
                         changed, reach, leaf, k
                     )
-                    sound &= added <= jnp.maximum(end, usual[number]) * share
+                    usual = jnp.maximum(size, abs(before[number])) * (abs(scales[x]) * share)
+                    sound &= (added <= usual) & (usual < jnp.inf)
             by_shape[leaf.shape] = by_shape[leaf.shape] & sound if leaf.shape in by_shape else sound
         good = jnp.broadcast_to(usable, changed[0].shape[:1])
         for sound in by_shape.values():
