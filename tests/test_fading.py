@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +70,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "not a number": lambda: rows_case(adam(_not_a_number_once, decay=0.1), two_slots),
     "rows of zeros": lambda: rows_case(adam(), two_slots, start=lambda t: 0 * t),
     "no epsilon": lambda: rows_case(adam(eps=0.0), two_slots),
+    "a divisor by column": lambda: rows_case(_divided_by_column, two_slots, start=lambda t: 1e10 * t),
     "infinite": lambda: rows_case(adam(decay=0.1), two_slots, start=_infinite),
     "a second moment below zero": lambda: rows_case(
         adam(), lambda t: {"m": 0 * t + 1e-3, "v": (0 * t).at[5, 1].set(-1.0)}
@@ -78,6 +80,40 @@ CASES: dict[str, Callable[[], Case]] = {
         lambda t, g, s, count: (t - 1e-9 * s["m"], {"m": 1.1 * s["m"] + g}), one_slot
     ),
 }
+
+
+def _divided_by_column(t: jax.Array, g: jax.Array, s: Any, count: jax.Array) -> Any:
+    """The least of a quotient is that by the largest divisor."""
+    by = jnp.asarray([1.0, 1.0, 1e10]) + 0 * count
+    m, v = FAST * s["m"] + (g != 0), 0.99 * s["v"] + 0.01 * (g != 0)
+    return t - 0.1 * (m / (jnp.sqrt(v) / by + 1e-16)), {"m": m, "v": v}
+
+
+def _down_and_up(t: jax.Array, g: jax.Array, s: Any, count: jax.Array) -> Any:
+    """A row becomes far smaller than it was, and with it what rounding does."""
+    m = FAST * s["m"] + g
+    return jnp.where(count % LONG < LONG / 2, 0.1, 10.0) * t - 0.1 * m, {"m": m}
+
+
+def _second_moment_sinks(t: jax.Array, g: jax.Array, s: Any, count: jax.Array) -> Any:
+    """By momentum, in the end below zero."""
+    m, v = FAST * s["m"] + (g != 0), 0.1 * s["v"] - 1e-24 * s["m"] + (g != 0)
+    return t - 0.1 * m / (jnp.sqrt(s["v"]) + 1e-6), {"m": m, "v": v}
+
+
+def _touched_once(case: Case, row: int = 20, at: int = 7) -> Case:
+    """A row; others are read, with a gradient of zero."""
+
+    def batches(k: int) -> dict[str, Any]:
+        return {"ids": np.full((4,), row * (k == at), np.int32), "scale": np.float64(k == at)}
+
+    return dataclasses.replace(case, batches=batches)
+
+
+@pytest.mark.parametrize("update", [_down_and_up, _second_moment_sinks])
+def test_rows_that_become_small(update: Callable[..., Any]) -> None:
+    slots = two_slots if update is _second_moment_sinks else one_slot
+    assert differ(_touched_once(rows_case(update, slots)), steps=LONG, journal=LONG) == []
 
 
 def _infinite(table: np.ndarray) -> np.ndarray:

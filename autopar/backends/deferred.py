@@ -106,8 +106,10 @@ class Deferred:
         changed = jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
         return tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(changed, self.replay.axes, strict=False))
 
-    def record(self, now: Array, records: Sequence[Array], values: Sequence[Array]) -> list[Array]:
-        """The journal's records with one step more."""
+    def record(
+        self, now: Array, records: Sequence[Array], values: Sequence[Array], exceeded: Array | None = None
+    ) -> list[Array]:
+        """The journal's records with one step more; what it keeps of earlier steps stays if it is to be done again."""
         p = self.replay
         found = list(map(jnp.asarray, values))
         later: list[Array] = []
@@ -116,6 +118,8 @@ class Deferred:
             if p.fading is not None:
                 numbers = fading_numbers(self.body, p.changed, p.read, p.settled, p.fading, found, jnp)
                 later = self._suffixes(records).and_then(now, rates, holds, numbers)
+                if exceeded is not None:
+                    later = [jnp.where(exceeded, x, y) for x, y in zip(records[-len(later) :], later, strict=True)]
             found += [*rates, holds]
         pairs = zip(records, found, strict=False)
         written = [jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), now, 0) for old, new in pairs]
@@ -273,13 +277,13 @@ class Deferred:
         def steps(begin: Array, k: Array, until: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             return jax.lax.while_loop(lambda state: state[0] < until, partial(step, begin), (k, changed))[1]
 
-        start, before = jnp.minimum(jnp.min(begin), now), changed
+        start, before, first = jnp.minimum(jnp.min(begin), now), changed, begin
         if suffixes is None:
             return list(steps(begin, start, now, tuple(changed)))
 
         def round_(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
             k, begin, changed = state
-            gone = suffixes.faded(changed, before, k) & (begin <= k)
+            gone = suffixes.faded(changed, before, first, k) & (begin <= k)
 
             def scaled(changed: tuple[Array, ...]) -> tuple[Array, ...]:
                 done = suffixes.without_fading(changed, k)

@@ -212,9 +212,9 @@ class _Emitter:
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
-        n = len(deferred.replay.records)
-        now, records, values = operands[0], operands[1 : 1 + n], operands[1 + n :]
-        return deferred.record(now, records, values)
+        n, m = len(deferred.replay.records), len(deferred.replay.values)
+        now, records, values, guard = operands[0], operands[1 : 1 + n], operands[1 + n :][:m], operands[1 + n + m :]
+        return deferred.record(now, records, values, *guard)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)

@@ -80,12 +80,13 @@ class Suffixes:
         fades = [fade * f for fade, f in zip(fades, own, strict=True)]
         return [jnp.where(new, True, self.holds) & holds, *scales, *fades, *sinks, *reaches]
 
-    def faded(self, changed: Sequence[Array], before: Sequence[Array], k: Array) -> Array:
+    def faded(self, changed: Sequence[Array], before: Sequence[Array], begin: Array, k: Array) -> Array:
         """[B]: whether rows ([B, ...], leaves that phi changes) are only scaled by the steps from `k` on.
 
         Args:
           changed: Rows after the steps before `k`.
-          before: Rows some steps earlier: rounding that is usual for these is small enough.
+          before: Rows some steps earlier: what rounding of these comes to in the end is small enough.
+          begin: The steps from which on these were replayed, [B].
           k: The step.
         """
         settled, fading = self.replay.settled, self.replay.fading
@@ -93,9 +94,11 @@ class Suffixes:
         usable = self.holds[k]
         for by in self.fades:
             usable &= jnp.isfinite(by[k])
-        scales = {}
+        scales, earlier = {}, {}
         for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
-            scales[leaf] = jnp.exp(by[k]) if near_one else by[k]
+            whole = jnp.exp(by) if near_one else by
+            scales[leaf], since = whole[k], jnp.where(self.holds, whole, 0)
+            earlier[leaf] = since.at[begin].get(mode="clip")
             usable &= jnp.isfinite(scales[leaf])
         by_shape: dict[tuple[int, ...], Array] = {}  # one pass over all leaves of a shape
         for number, leaf in enumerate(changed):
@@ -107,7 +110,8 @@ class Suffixes:
                     added = abs(changed[z]).reshape(leaf.shape).astype(leaf.dtype) * self._reach(
                         changed, reach, leaf, k
                     )
-                    usual = jnp.maximum(size, abs(before[number])) * (abs(scales[x]) * share)
+                    old = abs(before[number] * beside(earlier[x], leaf))
+                    usual = jnp.maximum(size * abs(scales[x]), old) * share
                     sound &= (added <= usual) & (usual < jnp.inf)
             by_shape[leaf.shape] = by_shape[leaf.shape] & sound if leaf.shape in by_shape else sound
         good = jnp.broadcast_to(usable, changed[0].shape[:1])

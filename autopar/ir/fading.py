@@ -100,7 +100,7 @@ def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Any:
     if op == "mul" and len(numbers) == 1:  # the walk takes for granted that the number is more than zero
         return least[0] * least[1]
     if op == "div" and len(numbers) == 1 and values[1] is numbers[0]:
-        return least[0] / least[1]
+        return least[0] / xp.max(numbers[0].value.value)
     if op == "sqrt":
         return xp.sqrt(least[0])
     if op == "max":

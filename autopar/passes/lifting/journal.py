@@ -94,7 +94,7 @@ class Journal:
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(phi.body)
         scope.equations.append(
-            Equation("record", (self.now, *records, *phi.values), written, params, (body,)),
+            Equation("record", (self.now, *records, *phi.values, *guard), written, params, (body,)),
         )
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
         ends = tuple(Var(v.type) for v in (self.stamps, self.now, volume, *volumes))
