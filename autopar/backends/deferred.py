@@ -277,13 +277,14 @@ class Deferred:
         def steps(begin: Array, k: Array, until: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             return jax.lax.while_loop(lambda state: state[0] < until, partial(step, begin), (k, changed))[1]
 
-        start, before, first = jnp.minimum(jnp.min(begin), now), changed, begin
+        start = jnp.minimum(jnp.min(begin), now)
         if suffixes is None:
             return list(steps(begin, start, now, tuple(changed)))
+        usual = suffixes.ends(changed, jnp.minimum(begin, p.length - 1))
 
         def round_(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
             k, begin, changed = state
-            gone = suffixes.faded(changed, before, first, k) & (begin <= k)
+            gone = suffixes.faded(changed, usual, k) & (begin <= k)
 
             def scaled(changed: tuple[Array, ...]) -> tuple[Array, ...]:
                 done = suffixes.without_fading(changed, k)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -80,13 +80,26 @@ class Suffixes:
         fades = [fade * f for fade, f in zip(fades, own, strict=True)]
         return [jnp.where(new, True, self.holds) & holds, *scales, *fades, *sinks, *reaches]
 
-    def faded(self, changed: Sequence[Array], before: Sequence[Array], begin: Array, k: Array) -> Array:
+    def ends(self, changed: Sequence[Array], k: Array) -> dict[int, Array]:
+        """Of each scaled leaf its elements' sizes, if they are only scaled by the steps from `k` ([] or [B]) on.
+
+        Zero where that isn't known.
+        """
+        settled = self.replay.settled
+        assert settled is not None, "there are rows that fade"
+        found = {}
+        for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
+            scale = jnp.where(self.holds[k], abs(jnp.exp(by[k]) if near_one else by[k]), 0)
+            along = beside(jnp.broadcast_to(scale, changed[0].shape[:1]), changed[leaf])
+            found[leaf] = abs(changed[leaf] * along.astype(changed[leaf].dtype))
+        return found
+
+    def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
         """[B]: whether rows ([B, ...], leaves that phi changes) are only scaled by the steps from `k` on.
 
         Args:
           changed: Rows after the steps before `k`.
-          before: Rows some steps earlier: what rounding of these comes to in the end is small enough.
-          begin: The steps from which on these were replayed, [B].
+          usual: `ends` of these rows some steps earlier: what rounding did to them then is small enough.
           k: The step.
         """
         settled, fading = self.replay.settled, self.replay.fading
@@ -94,25 +107,17 @@ class Suffixes:
         usable = self.holds[k]
         for by in self.fades:
             usable &= jnp.isfinite(by[k])
-        scales, earlier = {}, {}
-        for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
-            whole = jnp.exp(by) if near_one else by
-            scales[leaf], since = whole[k], jnp.where(self.holds, whole, 0)
-            earlier[leaf] = since.at[begin].get(mode="clip")
-            usable &= jnp.isfinite(scales[leaf])
+        ends = self.ends(changed, k)
         by_shape: dict[tuple[int, ...], Array] = {}  # one pass over all leaves of a shape
         for number, leaf in enumerate(changed):
-            size = abs(leaf)
+            size = ends.get(number, abs(leaf))
             sound = (leaf >= 0) & (size < jnp.inf) if number in settled.not_negative else size < jnp.inf
             for (x, z), reach in zip(fading.pairs, self.reaches, strict=True):
                 if x == number:
                     share = jnp.finfo(leaf.dtype).eps * _NEGLIGIBLE / fading.moving(x)
-                    added = abs(changed[z]).reshape(leaf.shape).astype(leaf.dtype) * self._reach(
-                        changed, reach, leaf, k
-                    )
-                    old = abs(before[number] * beside(earlier[x], leaf))
-                    usual = jnp.maximum(size * abs(scales[x]), old) * share
-                    sound &= (added <= usual) & (usual < jnp.inf)
+                    fades = abs(changed[z]).reshape(leaf.shape).astype(leaf.dtype)
+                    most = jnp.maximum(size, usual[x]) * share
+                    sound &= (fades * self._reach(changed, reach, leaf, k) <= most) & (most < jnp.inf)
             by_shape[leaf.shape] = by_shape[leaf.shape] & sound if leaf.shape in by_shape else sound
         good = jnp.broadcast_to(usable, changed[0].shape[:1])
         for sound in by_shape.values():

@@ -60,6 +60,9 @@ class FadingWalk(Walk):
     def of(self, value: Value) -> Near:
         return Near(value, {})
 
+    def unknown(self) -> Near:
+        return Near(None, None)
+
     def known(self, kept: Near) -> Value:
         return kept.value
 

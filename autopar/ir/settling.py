@@ -50,6 +50,10 @@ class Walk(Granted):
         """What is kept of a value that no leaf entered."""
         return value
 
+    def unknown(self) -> Any:
+        """What is kept of a value that may be anything."""
+        return None
+
     def known(self, kept: Any) -> Value:
         """The value in what is kept."""
         return kept
@@ -69,7 +73,7 @@ class Walk(Granted):
         """Each branch by itself; what they take for granted must hold of the one that is taken."""
         which, operands = self.known(values[0]), values[1:]
         if not isinstance(which, Number) or not is_scalar(which):
-            return [self.of(None)] * len(equation.outputs)
+            return [self.unknown()] * len(equation.outputs)
         index = scalar_of(self, which)
         branches: list[list[Any]] = []
         for k, body in enumerate(equation.bodies):

@@ -14,9 +14,9 @@ from .meshes import mesh_of
 
 AXES = {
     "devices": ("2", "3", "4", "8", "1"),
-    "method": ("ps", "allgather", "allreduce_rows", "auto", "shares"),
+    "method": ("ps", "allgather", "allreduce_rows", "shares"),
     "model": tuple(MODELS),
-    "optimizer": ("clipped", "adam", "partitioned", "rowwise_adagrad", "scheduled"),
+    "optimizer": ("clipped", "adam", "partitioned", "rowwise_adagrad"),
 }
 
 
@@ -28,11 +28,10 @@ def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     step = autopar.parallelize(case.step, strategy=strategy, mesh=mesh_of(int(row["devices"])), donate=False)
     entry = step.entry(case.state, case.batches(0))
     plan = entry.compiled.plan
-    if row["method"] != "auto":
-        lifted = set(case.tables) if chosen.lifts else set()
-        assert {p.path for p in plan.parameters if p.lifted} == lifted
-        assert plan.defers == (chosen.moves and bool(lifted))
-        assert {f.method for f in plan.families} <= {strategy if isinstance(strategy, str) else "ps"}
+    lifted = set(case.tables) if chosen.lifts else set()
+    assert {p.path for p in plan.parameters if p.lifted} == lifted
+    assert plan.defers == (chosen.moves and bool(lifted))
+    assert {f.method for f in plan.families} <= {strategy if isinstance(strategy, str) else "ps"}
     found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(5)])
     assert found.ok, str(found)
 
@@ -40,9 +39,9 @@ def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
 LIFTING = [name for name, variant in VARIANTS.items() if variant.expect == "lift"]
 
 
-@pytest.mark.parametrize("name", LIFTING[::6])
+@pytest.mark.parametrize("name", LIFTING[::9])
 def test_variant(name: str) -> None:
-    """Every sixth way of looking a table up, on three devices: sizes that they don't divide, and some that they do."""
+    """Every ninth way of looking a table up, on three devices: sizes that they don't divide, and some that they do."""
     case = VARIANTS[name].make()
     step = autopar.parallelize(case.step, strategy="ps", mesh=mesh_of(3), donate=False)
     entry = step.entry(case.state, case.batches(0))
