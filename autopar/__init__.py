@@ -2,6 +2,7 @@
 
 from autopar.api import parallelize
 from autopar.checkpoint import Restored, restore, save
+from autopar.cost import Cluster
 from autopar.deferred_table import DeferredTable
 from autopar.errors import (
     ArgumentsError,
@@ -36,6 +37,7 @@ __all__ = [
     "AutoparError",
     "CapacityWarning",
     "CheckpointError",
+    "Cluster",
     "DeferredTable",
     "DonatedStateError",
     "Explanation",

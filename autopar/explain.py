@@ -16,6 +16,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from autopar.cost import Cluster
 from autopar.cost.formulas import transfer_bytes
 from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
@@ -181,13 +182,14 @@ class Explanation:
         return Text(f"{text}.\nTraced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms:")
 
 
-def explain(step: ParallelStep | WrappedStep, *args: Any, **kwargs: Any) -> Explanation:
+def explain(step: ParallelStep | WrappedStep, *args: Any, cluster: Cluster | None = None, **kwargs: Any) -> Explanation:
     """The plan of a step, per parameter, with the reasons.
 
     Args:
       step: What `parallelize` returned.
       *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s. Nothing of the step is run but the
         equations that ids depend on, to measure alpha. Without arguments: the plan in use.
+      cluster: Plan for these machines in place of the devices here; a batch is that of all of them.
 
     Raises:
       ArgumentsError: no arguments, and the step hasn't been called yet.
@@ -198,17 +200,19 @@ def explain(step: ParallelStep | WrappedStep, *args: Any, **kwargs: Any) -> Expl
         raise ArgumentsError("explain takes a step that parallelize returned")
     if args or kwargs:
         pure, arrays, named = unwrapped(step, args, kwargs, "explain")
-        entry = pure.entry(*arrays, **named)
+        entry = (pure if cluster is None else pure.elsewhere(cluster)).entry(*arrays, **named)
         leaves: Sequence[Any] | None = pure.leaves(arrays, named)
     else:
         latest = step.latest
         if latest is None:
             raise ArgumentsError(f"{step.name} hasn't been called yet: explain(step, state, batch)")
+        if cluster is not None:
+            raise ArgumentsError("a cluster takes a step's arguments as well: explain(step, state, batch, cluster=...)")
         entry, leaves = latest, latest.example
-    return _explain(entry, leaves, step.name)
+    return _explain(entry, leaves, step.name, cluster)
 
 
-def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanation:
+def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Cluster | None = None) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
     parameters = {p.path: p for p in plan.parameters}
     rows: list[Row] = []
@@ -224,7 +228,8 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str) -> Explanati
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
-    return Explanation(name, tuple(rows), passes, *told, tuple(entry.told))
+    elsewhere = () if cluster is None else (f"Planned for {cluster}; times are predicted from its figures.",)
+    return Explanation(name, tuple(rows), passes, *told, (*elsewhere, *entry.told))
 
 
 def _hosted(plan: Plan) -> str:

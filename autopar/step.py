@@ -19,7 +19,9 @@ from autopar.backends.across import local
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.compile import Compiled, Options, compile_program
+from autopar.cost import Cluster
 from autopar.cost.memory import leave_devices
+from autopar.cost.planned_rates import planned_rates
 from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.host_table import HostTable
 from autopar.ir.plan import Method, Plan, without_hosts
@@ -176,6 +178,20 @@ class ParallelStep:
         return static_keywords(self.fun, frozenset(self.static_argnums))
 
     # --- planning ---
+
+    def elsewhere(self, cluster: Cluster) -> ParallelStep:
+        """The step as it is to be planned for a cluster that isn't here. It can't be run."""
+        options = dataclasses.replace(
+            self.options,
+            devices=cluster.count,
+            hosts=False,
+            strategy=without_hosts(self.options.strategy),
+            rates=functools.partial(planned_rates, cluster),
+            memory=lambda: int(cluster.device.memory_bytes),
+        )
+        written = self.per_device and dataclasses.replace(self.per_device, count=cluster.count)
+        given = (self.donate, self.state_argnums, self.batch_argnums, self.static_argnums)
+        return ParallelStep(self.fun, options, *given, per_device=written)
 
     def _make(self, call: Call, leaves: Sequence[Any]) -> Entry:
         args, kwargs = call.shapes

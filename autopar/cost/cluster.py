@@ -1,0 +1,157 @@
+"""`Cluster`: machines, devices, memories and links, as the cost model sees them.
+
+Figures are of one direction and of what can be had in practice or on paper, as their `source` says. Machines are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.cluster import read_cluster
+from autopar.errors import ArgumentsError
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects devices.
+
+    Attributes:
+      latency_s: Seconds before the first byte arrives.
+      bytes_s: Bytes a second, each way at once: of a device's link, or of a machine's network interfaces together.
+      source: Where the figures come from.
+    """
+
+    latency_s: float
+    bytes_s: float
+    source: str = ""
+
+    def __call__(self, size: float, messages: float = 1) -> float:
+        """Seconds for so many bytes in so many messages, one after the other."""
+        return messages * self.latency_s + size / self.bytes_s
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What computes.
+
+    Attributes:
+      name: For people.
+      memory_bytes: Its memory.
+      flops_s: Floating-point operations a second in matrix products of the type that models train in.
+      memory_bytes_s: Bytes a second from and to its memory, together.
+      source: Where the figures come from.
+    """
+
+    name: str
+    memory_bytes: float
+    flops_s: float
+    memory_bytes_s: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Machines that are alike, each with some devices.
+
+    Attributes:
+      name: For people.
+      machines, devices: How many machines; how many devices each has.
+      device: Each of them.
+      inside: Between the devices of a machine, of one device.
+      between: Between machines, of one machine.
+      host_bytes: Memory of a machine's host.
+    """
+
+    name: str
+    machines: int
+    devices: int
+    device: Device
+    inside: Link
+    between: Link
+    host_bytes: float
+
+    def __post_init__(self) -> None:
+        if self.machines < 1 or self.devices < 1:
+            raise ArgumentsError(f"a cluster of {self.machines} machines of {self.devices} devices: 1 at least of each")
+
+    @property
+    def count(self) -> int:
+        """N: all devices."""
+        return self.machines * self.devices
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.machines} x {self.devices} {self.device.name}"
+
+    @staticmethod
+    def named(name: str) -> Cluster:
+        """A cluster that is known by name.
+
+        Raises:
+          ArgumentsError: there is none of that name.
+        """
+        if name not in NAMED:
+            raise ArgumentsError(f"no cluster is called {name!r}; there are {', '.join(NAMED)}")
+        return NAMED[name]
+
+    @staticmethod
+    def load(path: str | Path, like: Cluster) -> Cluster:
+        """The machines and devices in a file (`cluster.toml`, or Parallax's resource file), with another's figures.
+
+        Raises:
+          LaunchError: the file is missing or wrong.
+          ArgumentsError: its machines have different numbers of devices.
+        """
+        hosts = read_cluster(path).hosts
+        counts = {h.name: h.processes * h.devices for h in hosts}
+        if len(set(counts.values())) > 1:
+            shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise ArgumentsError(f"{path}: the machines of a cluster that is planned for are alike; devices: {shown}")
+        return like.of(len(hosts), next(iter(counts.values())), Path(path).name)
+
+    def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Cluster:
+        """Another number of the same machines."""
+        return Cluster(
+            self.name if name is None else name,
+            machines,
+            self.devices if devices is None else devices,
+            self.device,
+            self.inside,
+            self.between,
+            self.host_bytes,
+        )
+
+
+_TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")
+_H100 = Device("H100 SXM", 80e9, 494.7e12, 3.35e12, "NVIDIA's data sheet: 80 GB, 3.35 TB/s, 494.7 TFLOPS TF32, dense")
+_H200 = Device("H200 SXM", 141e9, 494.7e12, 4.8e12, "NVIDIA's data sheet: 141 GB, 4.8 TB/s, 494.7 TFLOPS TF32, dense")
+_NVLINK = Link(2e-6, 450e9, "NVLink 4: 900 GB/s a GPU, both ways together; latency: assumed")
+_NICS = Link(5e-6, 400e9, "8 x ConnectX-7 of 400 Gb/s a machine; latency: assumed")
+_LOOPBACK_S = 20e-6
+
+#: Clusters by name.
+NAMED: Mapping[str, Cluster] = {
+    "parallax-8x6": Cluster(
+        "parallax-8x6",
+        8,
+        6,
+        _TITAN_XP,
+        Link(10e-6, 12e9, "PCIe 3.0 x16: 15.75 GB/s less protocol; latency: assumed"),
+        Link(5e-6, 12.5e9, "Parallax, section 7.1: ConnectX-4, 100 Gb/s InfiniBand; latency: assumed"),
+        256 * _GIB,
+    ),
+    "dgx-h100": Cluster("dgx-h100", 1, 8, _H100, _NVLINK, _NICS, 2e12),
+    "dgx-h200": Cluster("dgx-h200", 1, 8, _H200, _NVLINK, _NICS, 2e12),
+    "hosts-10gbe": Cluster(
+        "hosts-10gbe",
+        4,
+        1,
+        Device("16 CPU cores", 64 * _GIB, 1e12, 40e9, "assumed: AVX2 cores, two channels of DDR4"),
+        Link(_LOOPBACK_S, 10e9, "assumed: a copy in memory"),
+        Link(50e-6, 1.25e9, "10 Gb/s Ethernet; latency: assumed"),
+        64 * _GIB,
+    ),
+}
