@@ -102,8 +102,8 @@ def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Any:
         return xp.maximum(least[0] + least[1], 0)
     if op == "mul" and len(numbers) == 1:  # the walk takes for granted that the number is more than zero
         return least[0] * least[1]
-    if op == "div" and len(numbers) == 1 and values[1] is numbers[0]:
-        return least[0] / xp.max(numbers[0].value.value)
+    if op == "div" and isinstance(by := values[1].value, Number):
+        return least[0] / xp.max(by.value)
     if op == "sqrt":
         return xp.sqrt(least[0])
     if op == "max":
