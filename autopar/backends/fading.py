@@ -110,7 +110,7 @@ class Suffixes:
         ends = self.ends(changed, k)
         by_shape: dict[tuple[int, ...], Array] = {}  # one pass over all leaves of a shape
         for number, leaf in enumerate(changed):
-            size = ends.get(number, abs(leaf))
+            size = ends[number] if number in ends else abs(leaf)
             sound = (leaf >= 0) & (size < jnp.inf) if number in settled.not_negative else size < jnp.inf
             for (x, z), reach in zip(fading.pairs, self.reaches, strict=True):
                 if x == number:
