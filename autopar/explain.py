@@ -18,6 +18,7 @@ from rich.text import Text
 
 from autopar.cost import Cluster
 from autopar.cost.formulas import transfer_bytes
+from autopar.cost.memory import STATE_SHARE, state_bytes
 from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import ParameterPlan, Plan
@@ -228,8 +229,17 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
-    elsewhere = () if cluster is None else (f"Planned for {cluster}; times are predicted from its figures.",)
+    elsewhere = () if cluster is None else (_elsewhere(cluster, state_bytes(program, plan)),)
     return Explanation(name, tuple(rows), passes, *told, (*elsewhere, *entry.told))
+
+
+def _elsewhere(cluster: Cluster, state: int) -> str:
+    """For which machines it is planned, and whether the state fits their devices."""
+    memory = cluster.device.memory_bytes
+    told = f"Planned for {cluster}; times are predicted from its figures. The state takes {format_bytes(state)} of "
+    told += f"{format_bytes(int(memory))} on each device"
+    missing = state - STATE_SHARE * memory
+    return f"{told}{'' if missing <= 0 else f': {format_bytes(int(missing))} more than fit beside the model'}."
 
 
 def _hosted(plan: Plan) -> str:

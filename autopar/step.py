@@ -187,7 +187,7 @@ class ParallelStep:
             hosts=False,
             strategy=without_hosts(self.options.strategy),
             rates=functools.partial(planned_rates, cluster),
-            memory=lambda: int(cluster.device.memory_bytes),
+            memory=None,
         )
         written = self.per_device and dataclasses.replace(self.per_device, count=cluster.count)
         given = (self.donate, self.state_argnums, self.batch_argnums, self.static_argnums)

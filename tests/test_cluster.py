@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.cost import Cluster, Device, Link
-from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, server_s
+from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.planned_rates import planned_rates
 
 DEVICE = Device("of chalk", 1e9, 1e12, 100e9)
@@ -28,12 +28,9 @@ def test_exchanges_by_hand() -> None:
     assert all_gather_s(SMALL, 5) == pytest.approx((2 * 2 + 4 * 5 / 4) + (1 + 3 * 5 / 10))
     # between: 2 devices, to 4 others each
     assert all_to_all_s(SMALL, 5) == pytest.approx(max(4 * 2 + 8 * 5 / 4, 1 + 5 / 10))
-    # two thirds of what a machine wants is elsewhere
-    assert server_s(SMALL, 60) == pytest.approx(2 * 2 + 40 / 4)
-    assert server_s(SMALL, 60, busiest=1.5) == pytest.approx(2 * 2 + 1.5 * 40 / 4)
 
 
-@pytest.mark.parametrize("cost", [all_reduce_s, all_gather_s, all_to_all_s, server_s])
+@pytest.mark.parametrize("cost", [all_reduce_s, all_gather_s, all_to_all_s])
 def test_one_device_exchanges_nothing(cost: Any) -> None:
     assert cost(SMALL.of(1, 1), 1e9) == 0
 
@@ -97,6 +94,12 @@ def test_large_tables_are_served_and_small_ones_reduced(rows: int, method: str) 
     told = str(autopar.explain(planned, *arguments(rows, 48 * 128), cluster=cluster))
     assert "Plan of step (48 devices)" in told and "Planned for parallax-8x6: 8 x 6 TITAN Xp" in told
     assert planned.latest is None, "nothing is planned here"
+
+
+@pytest.mark.parametrize(("rows", "said"), [(1_000_000, "on each device."), (2_000_000_000, "more than fit beside")])
+def test_whether_the_state_fits_is_told(rows: int, said: str) -> None:
+    told = autopar.explain(autopar.parallelize(step), *arguments(rows, 48), cluster=Cluster.named("parallax-8x6"))
+    assert "The state takes " in told.told[0] and said in told.told[0]
 
 
 def test_a_cluster_needs_arguments() -> None:

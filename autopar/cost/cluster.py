@@ -6,7 +6,7 @@ Figures are of one direction and of what can be had in practice or on paper, as 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.cluster import read_cluster
@@ -114,15 +114,8 @@ class Cluster:
 
     def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Cluster:
         """Another number of the same machines."""
-        return Cluster(
-            self.name if name is None else name,
-            machines,
-            self.devices if devices is None else devices,
-            self.device,
-            self.inside,
-            self.between,
-            self.host_bytes,
-        )
+        devices = self.devices if devices is None else devices
+        return replace(self, name=self.name if name is None else name, machines=machines, devices=devices)
 
 
 _TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")
@@ -130,7 +123,6 @@ _H100 = Device("H100 SXM", 80e9, 494.7e12, 3.35e12, "NVIDIA's data sheet: 80 GB,
 _H200 = Device("H200 SXM", 141e9, 494.7e12, 4.8e12, "NVIDIA's data sheet: 141 GB, 4.8 TB/s, 494.7 TFLOPS TF32, dense")
 _NVLINK = Link(2e-6, 450e9, "NVLink 4: 900 GB/s a GPU, both ways together; latency: assumed")
 _NICS = Link(5e-6, 400e9, "8 x ConnectX-7 of 400 Gb/s a machine; latency: assumed")
-_LOOPBACK_S = 20e-6
 
 #: Clusters by name.
 NAMED: Mapping[str, Cluster] = {
@@ -150,7 +142,7 @@ NAMED: Mapping[str, Cluster] = {
         4,
         1,
         Device("16 CPU cores", 64 * _GIB, 1e12, 40e9, "assumed: AVX2 cores, two channels of DDR4"),
-        Link(_LOOPBACK_S, 10e9, "assumed: a copy in memory"),
+        Link(20e-6, 10e9, "assumed: a copy in memory"),
         Link(50e-6, 1.25e9, "10 Gb/s Ethernet; latency: assumed"),
         64 * _GIB,
     ),

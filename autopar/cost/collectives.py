@@ -32,17 +32,3 @@ def all_to_all_s(cluster: Cluster, size: float) -> float:
     m, d = cluster.machines, cluster.devices
     between = cluster.between((m - 1) * d * d * size, (m - 1) * d)
     return max(between, cluster.inside((d - 1) * size, d - 1))
-
-
-def server_s(cluster: Cluster, size: float, *, busiest: float = 1.0) -> float:
-    """`size` bytes of distinct rows for each machine, from (or to) owners that are dealt out over the machines.
-
-    Parallax's servers, one a machine, with local aggregation (section 5.3.2): of what a machine wants it owns 1/m.
-
-    Args:
-      cluster: The machines.
-      size: Bytes that a machine wants.
-      busiest: The busiest owner's load over the average one.
-    """
-    m = cluster.machines
-    return cluster.between(busiest * (m - 1) * size / m, m - 1)
