@@ -13,10 +13,10 @@ from ..zoo import MODELS, OPTIMIZERS, VARIANTS
 from .meshes import mesh_of
 
 AXES = {
-    "devices": ("2", "3", "4", "8", "1"),
+    "devices": ("2", "3", "4", "8"),
     "method": ("ps", "allgather", "allreduce_rows", "shares"),
     "model": tuple(MODELS),
-    "optimizer": ("clipped", "adam", "partitioned", "rowwise_adagrad"),
+    "optimizer": ("clipped", "adam", "rowwise_adagrad"),
 }
 
 

@@ -31,7 +31,7 @@ AXES = {
     "ranks": ("2", "4", "3", "1"),
     "devices": ("1", "2"),
     "model": ("normed", "averaged", "lstm_lm", "transformer_sampled", "two_tower", "multi_hot"),
-    "optimizer": ("clipped", "adagrad", "scheduled", "rowwise_adagrad", "zero_nans", "adamw"),
+    "optimizer": ("clipped", "adagrad", "rowwise_adagrad", "adamw"),
 }
 ROWS = pairwise(AXES)
 
