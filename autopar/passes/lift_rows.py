@@ -45,7 +45,7 @@ def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.rows - 1} rows" for f in plan.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
-    journals = [given for journal in lift.journals.values() for given in journal.inputs()]
+    journals = [given for journal in lift.in_order() for given in journal.inputs()]
     kept = (Output(given.path, k) for k, given in enumerate(journals, len(program.inputs)))
     lifted = dataclasses.replace(
         program, block=block, inputs=(*program.inputs, *journals), outputs=(*program.outputs, *kept, *flag)
@@ -114,13 +114,17 @@ class _Lift:
                 self._commit(family)
         states = [out.state for out in self.program.outputs]
         outputs = [self._output(a, k) for a, k in zip(block.outputs, states, strict=True)]
-        old = [v for journal in self.journals.values() for v in journal.old]
-        outputs += [v for journal in self.journals.values() for v in journal.new]
+        old = [v for journal in self.in_order() for v in journal.old]
+        outputs += [v for journal in self.in_order() for v in journal.new]
         outputs += [] if self.exceeded is None else [self.exceeded]
         lifted, _ = eliminate_dead(Block((*self.inputs, *old), tuple(self.scope.equations), tuple(outputs)))
         return lifted
 
     # --- measured capacities ---
+
+    def in_order(self) -> list[Journal]:
+        """The journals by family: a step and what does it again in its place begin their families in any order."""
+        return [self.journals[family] for family in sorted(self.journals)]
 
     def _check_capacity(self) -> None:
         """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
