@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -12,13 +13,16 @@ import jax
 from autopar.backends.devices import Devices
 from autopar.compile import Options
 from autopar.errors import ArgumentsError
+from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
-from autopar.measure.memory import device_memory
+from autopar.measure.memory import memory_of
 from autopar.mpi.world import world
 from autopar.per_device import PerDevice
 from autopar.step import ParallelStep
+from autopar.step_plan import StepPlan
+from autopar.watch_alpha import AlphaWatch, Replan
 
 
 @overload
@@ -30,13 +34,15 @@ def parallelize(
     data_axis: str | None = ...,
     axis_name: str | None = ...,
     batch_axis: BatchAxis = ...,
-    emit: Emit = ...,
-    strategy: Strategy = ...,
-    sparse: Sparse = ...,
+    emit: Emit | None = ...,
+    strategy: Strategy | None = ...,
+    sparse: Sparse | None = ...,
+    plan: StepPlan | str | Path | None = ...,
     donate: bool = ...,
     state_argnums: int | Sequence[int] | None = ...,
     batch_argnums: int | Sequence[int] | None = ...,
     static_argnums: int | Sequence[int] = ...,
+    replan: Replan = ...,
 ) -> ParallelStep: ...
 @overload
 def parallelize(
@@ -47,13 +53,15 @@ def parallelize(
     data_axis: str | None = ...,
     axis_name: str | None = ...,
     batch_axis: BatchAxis = ...,
-    emit: Emit = ...,
-    strategy: Strategy = ...,
-    sparse: Sparse = ...,
+    emit: Emit | None = ...,
+    strategy: Strategy | None = ...,
+    sparse: Sparse | None = ...,
+    plan: StepPlan | str | Path | None = ...,
     donate: bool = ...,
     state_argnums: int | Sequence[int] | None = ...,
     batch_argnums: int | Sequence[int] | None = ...,
     static_argnums: int | Sequence[int] = ...,
+    replan: Replan = ...,
 ) -> Callable[[Callable[..., Any]], ParallelStep]: ...
 
 
@@ -65,13 +73,15 @@ def parallelize(
     data_axis: str | None = None,
     axis_name: str | None = None,
     batch_axis: BatchAxis = 0,
-    emit: Emit = "pjit",
-    strategy: Strategy = "auto",
-    sparse: Sparse = "exact",
+    emit: Emit | None = None,
+    strategy: Strategy | None = None,
+    sparse: Sparse | None = None,
+    plan: StepPlan | str | Path | None = None,
     donate: bool = True,
     state_argnums: int | Sequence[int] | None = None,
     batch_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] = (),
+    replan: Replan = "warn",
 ) -> Any:
     """Run a single-device train step by a plan that autopar makes of it.
 
@@ -91,26 +101,34 @@ def parallelize(
       batch_axis: The axis of the batch's leaves that runs over its examples, leaves without it being on every device;
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
-      emit: "pjit": one global program, which XLA partitions over the devices. "pmap": each device's own program with
-        explicit reductions: sums over the examples are reduced once, after the loops that make them. The same numbers,
-        up to the order of sums; StrategyError where a step can't be written so.
-      strategy: "auto", or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on its touched
-        rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host memory, owned by
-        the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths to
-        methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
+      emit: "pjit" (the default): one global program, which XLA partitions over the devices. "pmap": each device's own
+        program with explicit reductions: sums over the examples are reduced once, after the loops that make them. The
+        same numbers, up to the order of sums; StrategyError where a step can't be written so.
+      strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
+        its touched rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host
+        memory, owned by the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths
+        to methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
         to "ps" is kept in shares, with its slots, and gathered for use.
-      sparse: "exact"; "lazy": only touched rows move, whatever the optimizer does to the others (another function:
-        TensorFlow's LazyAdam); "off".
+      sparse: "exact" (the default); "lazy": only touched rows move, whatever the optimizer does to the others (another
+        function: TensorFlow's LazyAdam); "off".
+      plan: Run the step as this plan says, in place of `strategy`, `sparse` and `emit`: one that `autopar.plan` made,
+        or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
+        the step is planned.
       donate: Whether the state is updated in place.
       state_argnums: Positions of the state, where it can't be found by its coming back.
       batch_argnums: Positions of arguments that are no state, though something like them comes back.
       static_argnums: Positions of arguments that are no arrays; each value of theirs is planned by itself.
+      replan: What is done where batches come to touch other numbers of rows than the one that the plan was made by:
+        "warn" (an `AlphaDriftWarning`), "auto": on several devices the plan is made again, with a warning that says so
+        (methods and capacities may change; results don't, up to the order of sums), "off": nobody watches. Across
+        processes nobody does.
 
     Returns:
       A `ParallelStep`: call it like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
 
     Raises:
-      ArgumentsError: an option that doesn't exist.
+      ArgumentsError: an option that doesn't exist, or one that the plan decides.
+      PlanError: the plan's file can't be read.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -126,6 +144,7 @@ def parallelize(
         return lambda fun: parallelize(fun, **given)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
+    decisions, strategy, sparse, emit = _decided(plan, strategy, sparse, emit)
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
@@ -138,9 +157,12 @@ def parallelize(
         raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
     if axis_name is not None and not isinstance(axis_name, str):
         raise ArgumentsError(f"axis_name={axis_name!r}: give the name that the step reduces over, a string")
+    if replan not in ("warn", "auto", "off"):
+        raise ArgumentsError(f"replan={replan!r}: there are 'warn', 'auto' and 'off'")
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
     hosts = asks_for_hosts(strategy)
+    rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = world().size if hosts else devices.count
     return ParallelStep(
         fun=step,
@@ -149,10 +171,11 @@ def parallelize(
             sparse=sparse,
             devices=count,
             hosts=hosts,
-            memory=functools.partial(device_memory, jax.local_devices()),
+            memory=functools.partial(memory_of, devices),
             batch_axis=batch_axis,
             emit=emit,
-            rates=functools.partial(rates_of, devices, functools.partial(_planned_by, devices)),
+            rates=rates if plan is None else None,
+            decisions=decisions,
         ),
         devices=devices if devices.mesh.size > 1 else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
@@ -160,12 +183,31 @@ def parallelize(
         state_argnums=_positions(step, state_argnums),
         batch_argnums=_positions(step, batch_argnums),
         static_argnums=_positions(step, static_argnums) or (),
+        watch=None if replan == "off" or devices.processes.several else AlphaWatch(replan),
     )
+
+
+def _decided(
+    plan: StepPlan | str | Path | None, strategy: Strategy | None, sparse: Sparse | None, emit: Emit | None
+) -> tuple[Decisions | None, Strategy, Sparse, Emit]:
+    """What is decided beforehand, and the options that say so; else the user's, or their defaults."""
+    if plan is None:
+        strategy = "auto" if strategy is None else strategy
+        return None, strategy, "exact" if sparse is None else sparse, "pjit" if emit is None else emit
+    given = {"strategy": strategy, "sparse": sparse, "emit": emit}
+    named = [f"{name}=" for name, value in given.items() if value is not None]
+    if named:
+        raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
+    if not isinstance(plan, (StepPlan, str, Path)):
+        raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
+    found = plan if isinstance(plan, StepPlan) else StepPlan.load(plan)
+    decisions = found.decisions(f"the plan of {found.step}" if found is plan else str(plan))
+    return decisions, decisions.strategy, found.sparse, found.emit
 
 
 def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:
     """A step by a method, to be timed."""
-    return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis)
+    return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")
 
 
 def _positions(step: Callable[..., Any], given: int | Sequence[int] | None) -> tuple[int, ...] | None:

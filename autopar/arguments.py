@@ -134,6 +134,22 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return Call(tuple(arguments), (tuple(shaped), shaped_kwargs), key)
 
 
+def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:
+    """That `state_argnums` and `batch_argnums` name arguments of the call, each one once.
+
+    Raises:
+      ArgumentsError: one of them doesn't.
+    """
+    known = {a.position for a in call.arguments if a.position is not None}
+    for option, given in (("state_argnums", states), ("batch_argnums", batches)):
+        for k in given or ():
+            if k not in known:
+                raise ArgumentsError(f"{option} names argument {k}; the step was called with {sorted(known)}")
+    both = set(states or ()).intersection(batches or ())
+    if both:
+        raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
+
+
 def _argument(name: str, position: int | None, value: Any) -> Argument:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     types = tuple(_type(shape_of(leaf)) for _, leaf in leaves)
@@ -327,3 +343,14 @@ def describe(
 def read_layout(layout: Layout | None, devices: int) -> Layout | None:
     """The layout of a leaf that a step on so many devices can read as it is."""
     return layout if layout is not None and layout[0].devices == devices else None
+
+
+def difference(old: Call, new: Call) -> str | None:
+    """The first leaf whose shape or dtype changed; None if only weak types did."""
+    for a, b in zip(old.arguments, new.arguments, strict=True):
+        if a.treedef != b.treedef:
+            return f"{b.name} has another structure"
+        for path, x, y in zip(a.paths, a.types, b.types, strict=True):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
+    return "a static argument changed" if old.key[0] != new.key[0] else None

@@ -7,20 +7,22 @@
     devices = 8           # its CPU devices, shared out equally among its processes; or, for accelerators, their
                           # numbers: [0, 1, 2, 3]. One a process if left out
 
+The same file may say what the machines can do, for planning (`hardware.py`).
+
 A resource file (Parallax, section 4) has one line a machine, `address: device ids`. There it means a server on the
 machine and a worker a device; here one process that drives them all.
 """
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autopar.errors import LaunchError
+from autopar.hardware import SECTIONS, TOP, read_hardware
+from autopar.toml_file import Table, parse_toml
 
 _KEYS = ("name", "address", "processes", "devices")
 
@@ -47,17 +49,27 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines of a job, in the order of their ranks."""
+    """The machines of a job, in the order of their ranks.
+
+    Attributes:
+      hosts: The machines; none in a file that only says how many there are, for planning.
+      hardware: What the file says of them (`hardware.read_hardware`).
+    """
 
     hosts: tuple[Host, ...]
+    hardware: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:
         return sum(host.processes for host in self.hosts)
 
 
-def read_cluster(path: str | Path) -> Cluster:
+def read_cluster(path: str | Path, *, named: bool = True) -> Cluster:
     """The machines in a file: TOML if its name ends so, else Parallax's format.
+
+    Args:
+      path: The file.
+      named: Whether it has to name them: to plan for them, their number is enough.
 
     Raises:
       LaunchError: the file is missing or wrong; the message has its line.
@@ -68,60 +80,38 @@ def read_cluster(path: str | Path) -> Cluster:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LaunchError(f"{path}: the cluster file can't be read: {reason}") from error
-    hosts = _read_toml(path, text) if path.suffix == ".toml" else _read_resources(path, text)
+    hosts, hardware = _read_toml(path, text) if path.suffix == ".toml" else (_read_resources(path, text), {})
     seen: dict[str, Host] = {}
     for host in hosts:
         if host.address in seen:
             raise LaunchError(f"{host.where}: {host.address} is there already, {seen[host.address].where}")
         seen[host.address] = host
-    return Cluster(tuple(hosts))
-
-
-class _Table:
-    """One [[host]] of a TOML file, and where its keys are, as tomllib doesn't say."""
-
-    def __init__(self, path: Path, lines: Sequence[str], number: int, start: int, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self._path, self._lines, self._number, self._start = path, lines, number, start
-
-    def where(self, key: str | None = None) -> str:
-        """file:line of a key, or of the table's head."""
-        line = self._start
-        if key is not None:
-            found = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*[=.]""")
-            rest = self._lines[self._start :]
-            end = next((i for i, text in enumerate(rest) if text.lstrip().startswith("[")), len(rest))
-            line += next((i + 1 for i, text in enumerate(rest[:end]) if found.match(text)), 0)
-        return f"{self._path}:{line}" if self._start else f"{self._path}, host {self._number + 1}"
-
-    def fail(self, key: str | None, message: str) -> NoReturn:
-        raise LaunchError(f"{self.where(key)}: {message}")
-
-
-def _read_toml(path: Path, text: str) -> list[Host]:
-    try:
-        parsed = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        at = re.search(r"\s*\(at line (\d+), column \d+\)", str(error))
-        line, message = (f":{at[1]}", str(error)[: at.start()]) if at else ("", str(error))
-        raise LaunchError(f"{path}{line}: {message}") from error
-    lines = text.splitlines()
-    for key in parsed:
-        if key != "host":
-            line = next((i for i, t in enumerate(lines, 1) if re.match(rf"\s*\[*\s*{re.escape(key)}\b", t)), 1)
-            raise LaunchError(f"{path}:{line}: there is no {key!r} in a cluster file; it is made of [[host]] tables")
-    tables = parsed.get("host", [])
-    if not isinstance(tables, list) or not tables:
+    if named and not hosts:
         raise LaunchError(f"{path}: it has no [[host]] tables, one for each machine")
-    heads = [i for i, line in enumerate(lines, 1) if re.match(r"\s*\[\[\s*host\s*\]\]", line)]
-    starts = heads if len(heads) == len(tables) else [0] * len(tables)
-    return [_host(_Table(path, lines, i, s, t)) for i, (s, t) in enumerate(zip(starts, tables, strict=True))]
+    return Cluster(tuple(hosts), hardware)
 
 
-def _host(table: _Table) -> Host:
+def _read_toml(path: Path, text: str) -> tuple[list[Host], dict[str, Any]]:
+    top = parse_toml(path, text)
+    for key in top.values:
+        if key not in (*TOP, *SECTIONS, "host"):
+            known = ", ".join((*TOP, *(f"[{section}]" for section in SECTIONS)))
+            top.fail(key, f"there is no {key!r} in a cluster file; there are [[host]], {known}")
+    hardware = read_hardware(top)
+    tables = top.tables("host")
+    counts = [key for key in ("machines", "devices") if key in hardware]
+    if tables and counts:
+        top.fail(counts[0], f"{counts[0]} is for files without [[host]] tables; this one has {len(tables)}")
+    if not tables and len(counts) == 1:
+        top.fail(counts[0], "machines and devices (of each machine) are given together")
+    return [_host(table) for table in tables], hardware
+
+
+def _host(table: Table) -> Host:
     for key in table.values:
         if key not in _KEYS:
-            table.fail(key, f"there is no {key!r} of a host; there are {', '.join(_KEYS)}")
+            placed = " (it is written above all tables)" if key in TOP else ""
+            table.fail(key, f"there is no {key!r} of a host{placed}; there are {', '.join(_KEYS)}")
     for key in ("name", "address"):
         if not isinstance(table.values.get(key, ""), str) or table.values.get(key) == "":
             table.fail(key, f"{key} is a text, not {table.values[key]!r}")

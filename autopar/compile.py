@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
+from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis
 from autopar.ir.local import NotLocal
 from autopar.ir.plan import Emit, Plan, Sparse, Strategy
@@ -22,11 +23,13 @@ from autopar.ir.printer import format_program
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds
 from autopar.ir.rowspace import Refusal, RowSpace
+from autopar.ir.sizes import HEADROOM
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.classify import classify
+from autopar.passes.fit_decisions import check_facts, check_followed
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.localize import localize
@@ -49,16 +52,20 @@ class Options:
     hosts: bool = False
     #: Bytes of memory of each device, None where that doesn't limit anything.
     memory: Callable[[], int | None] | None = None
+    #: Whether tables that don't fit the devices may leave them for the hosts.
+    may_leave: bool = True
     #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
     example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
-    headroom: float = 1.25
+    headroom: float = HEADROOM
     #: What exchanges cost on the devices; asked for where "auto" has to choose between several devices' methods.
     rates: Callable[[], Rates] | None = None
     #: Steps that deferred rows wait for at most; None: what is cheapest.
     journal_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
+    #: Those of an earlier plan, by which the step is to be run.
+    decisions: Decisions | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +111,9 @@ def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tup
 
 
 def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    plan, note = choose(
+    if options.decisions is not None:
+        check_facts(program, options.decisions, options.devices)
+    made, note = choose(
         program,
         strategy=options.strategy,
         sparse=options.sparse,
@@ -114,8 +123,12 @@ def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
         rates=options.rates,
         emit=options.emit,
         journal_steps=options.journal_steps,
+        decisions=options.decisions,
+        memory=options.memory() if options.memory is not None and options.devices > 1 and not options.hosts else None,
     )
-    return program, plan, note
+    if options.decisions is not None:
+        check_followed(program, options.decisions, made)
+    return program, made, note
 
 
 def _keep(plan: Plan | None, result: tuple[Program, str]) -> tuple[Program, Plan | None, str]:

@@ -26,6 +26,10 @@ class StrategyError(ArgumentsError):
     """A strategy names a method or a parameter that doesn't exist, or that can't be had."""
 
 
+class PlanError(ArgumentsError):
+    """A plan can't be read from its file, or doesn't fit the step that is to be run by it."""
+
+
 class StepError(AutoparError):
     """The step isn't a function of its arguments, so no plan of it can be right."""
 
@@ -56,3 +60,7 @@ class RecompileWarning(UserWarning):
 
 class CapacityWarning(UserWarning):
     """A batch exceeded a measured capacity: its step took longer, and the plan grows."""
+
+
+class AlphaDriftWarning(UserWarning):
+    """Batches touch many more or many fewer rows of a table than the one that the plan was made by."""

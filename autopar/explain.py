@@ -17,15 +17,18 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cost import Cluster
-from autopar.cost.formulas import transfer_bytes
-from autopar.cost.memory import STATE_SHARE, state_bytes
+from autopar.cost.formulas import table_3
+from autopar.cost.memory import Shortage, find_shortage, state_bytes
 from autopar.cost.model import touched_bytes
+from autopar.cost.units import format_bytes
+from autopar.elsewhere import elsewhere
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import ParameterPlan, Plan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
 from autopar.step import ParallelStep
+from autopar.step_plan import StepPlan, plan_of
 from autopar.wrapped_step import WrappedStep, unwrapped
 
 #: Dense leaves that are listed one by one; the rest is summed up.
@@ -190,7 +193,8 @@ def explain(step: ParallelStep | WrappedStep, *args: Any, cluster: Cluster | Non
       step: What `parallelize` returned.
       *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s. Nothing of the step is run but the
         equations that ids depend on, to measure alpha. Without arguments: the plan in use.
-      cluster: Plan for these machines in place of the devices here; a batch is that of all of them.
+      cluster: Plan for these machines in place of the devices here; a batch is that of all of them. (An argument of
+        the step that has this name must be given by its position.)
 
     Raises:
       ArgumentsError: no arguments, and the step hasn't been called yet.
@@ -201,7 +205,7 @@ def explain(step: ParallelStep | WrappedStep, *args: Any, cluster: Cluster | Non
         raise ArgumentsError("explain takes a step that parallelize returned")
     if args or kwargs:
         pure, arrays, named = unwrapped(step, args, kwargs, "explain")
-        entry = (pure if cluster is None else pure.elsewhere(cluster)).entry(*arrays, **named)
+        entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
         leaves: Sequence[Any] | None = pure.leaves(arrays, named)
     else:
         latest = step.latest
@@ -229,17 +233,39 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
-    elsewhere = () if cluster is None else (_elsewhere(cluster, state_bytes(program, plan)),)
-    return Explanation(name, tuple(rows), passes, *told, (*elsewhere, *entry.told))
+    there = () if cluster is None else (_predicted(plan_of(entry, name, leaves, cluster)),)
+    return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
 
 
-def _elsewhere(cluster: Cluster, state: int) -> str:
-    """For which machines it is planned, and whether the state fits their devices."""
-    memory = cluster.device.memory_bytes
-    told = f"Planned for {cluster}; times are predicted from its figures. The state takes {format_bytes(state)} of "
-    told += f"{format_bytes(int(memory))} on each device"
-    missing = state - STATE_SHARE * memory
-    return f"{told}{'' if missing <= 0 else f': {format_bytes(int(missing))} more than fit beside the model'}."
+def _predicted(made: StepPlan) -> str:
+    """What a step is predicted to take, by part."""
+    parts = {part: sum(t.seconds for t in terms) for part, terms in made.parts.items()}
+    shown = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items() if seconds)
+    return f"A step is predicted to take {made.seconds * 1e3:.2f} ms: {shown}."
+
+
+def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
+    """For which machines it is planned, if not for those here, and whether the state fits their devices."""
+    program, plan, options = entry.compiled.analysed, entry.compiled.plan, entry.options
+    memory = options.memory() if options.memory is not None else None
+    shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
+    if memory is None or (cluster is None and shortage is None):
+        return ()
+    state = f"The state takes {format_bytes(state_bytes(program, plan))} of {format_bytes(memory)} on each device"
+    if shortage is not None:
+        state += f": {format_bytes(shortage.missing)} more than fit beside the model; {_remedy(shortage, cluster)}"
+    if cluster is None:
+        return (f"{state}.",)
+    return (f"Planned for {cluster}; times are predicted from its figures. {state}.",)
+
+
+def _remedy(shortage: Shortage, cluster: Cluster | None) -> str:
+    """How many devices would be enough."""
+    if shortage.devices is None:
+        return "more devices don't help, for too much of it is on each of them"
+    if cluster is None:
+        return f"{shortage.devices} devices are enough"
+    return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
 
 
 def _hosted(plan: Plan) -> str:
@@ -292,7 +318,7 @@ def _table_row(
     elif (told.sent or is_read) and told.lifted:
         action += f", {told.method}"
     details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
-    paper = _table_3(var.type.nbytes, devices, alpha.local_share) if sent and alpha else {}
+    paper = table_3(b=var.type.nbytes, n=devices, alpha=alpha.local_share) if sent and alpha else {}
     return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper)
 
 
@@ -302,15 +328,6 @@ def _journal_bytes(entry: Entry, family: int) -> int:
     lead = f"journal {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
     return sum(v.type.nbytes for given, v in pairs if given.path.startswith(lead))
-
-
-def _table_3(b: int, n: int, alpha: float) -> Mapping[str, float]:
-    """The paper's bytes for a table, as a sparse parameter and as a dense one."""
-    return {
-        "ps": transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha),
-        "allgather": transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha),
-        "allreduce": transfer_bytes("allreduce", "dense", b=b, n=n),
-    }
 
 
 def _short(line: str) -> str:
@@ -349,12 +366,3 @@ def _reason(row: Row, unit: str) -> Text:
         shown = ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in row.seconds.items())
         text.append(f"\n    exchanges and updates are predicted to take: {shown}")
     return text
-
-
-def format_bytes(size: float) -> str:
-    """1536 as '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import jax_compat
 from autopar.arguments import Call, States, read_layout
+from autopar.backends.across import local
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
@@ -19,7 +21,9 @@ from autopar.compile import Compiled, Options
 from autopar.host_runner import HostRunner
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.placing import SpreadRunner
+from autopar.ir.sizes import HEADROOM
+from autopar.measure.alpha import id_inputs
+from autopar.placing import SpreadRunner, is_traced
 from autopar.table import materialize
 
 
@@ -42,7 +46,7 @@ class Entry:
     devices: Devices | None = None
     donate: bool = True
     options: Options = field(default_factory=Options)
-    headroom: float = 1.25
+    headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
     told: Sequence[str] = ()
 
@@ -55,6 +59,31 @@ class Entry:
             a.role == "state" or a.layout == read_layout(b, count) for a, b in zip(inputs, call.layouts, strict=True)
         )
         return self.call.key == call.key and all(same)
+
+    @property
+    def donated(self) -> frozenset[int | str]:
+        """Positions and names of the states."""
+        states = (self.call.arguments[k] for k in self.states.outputs)
+        return frozenset(a.name if a.position is None else a.position for a in states)
+
+    @property
+    def keeps_tables(self) -> bool:
+        """Whether the step's state comes back as tables of autopar's own."""
+        return self.compiled.plan.on_hosts or self.compiled.plan.defers
+
+    def example_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
+
+        Global arrays are kept whole, so that measuring once more needs no other process; NumPy's are copied.
+        """
+        program = self.compiled.analysed
+        kept = [
+            local(x.copy() if isinstance(x, np.ndarray) else x)
+            if wanted and given.role != "state" and not is_traced(x) and hasattr(x, "__array__")
+            else None
+            for x, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
+        ]
+        return kept if any(x is not None for x in kept) else None
 
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:

@@ -14,26 +14,24 @@ import jax
 
 from autopar import jax_compat
 from autopar.agreement import check_same_call, check_same_plan
-from autopar.arguments import Call, describe, find_states, read_call, static_keywords, tops
-from autopar.backends.across import local
+from autopar.arguments import Call, check_positions, describe, difference, find_states, read_call, static_keywords, tops
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.compile import Compiled, Options, compile_program
-from autopar.cost import Cluster
 from autopar.cost.memory import leave_devices
-from autopar.cost.planned_rates import planned_rates
-from autopar.errors import ArgumentsError, CapacityWarning, RecompileWarning, StepError
+from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.host_table import HostTable
 from autopar.ir.plan import Method, Plan, without_hosts
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
-from autopar.measure.alpha import example_ids, id_inputs
+from autopar.measure.alpha import measuring
 from autopar.mpi.progress import mark
 from autopar.mpi.world import world
 from autopar.per_device import CallOfOne, GlobalStep, PerDevice
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 from autopar.table import is_table, layout_of, materialize
+from autopar.watch_alpha import ONE_DEVICE, REMEDY, AlphaWatch, told
 
 #: Why a table is on hosts that the user has left to autopar.
 _LEFT = "the state takes too much of the {:.1f} GiB of a device"
@@ -47,6 +45,7 @@ class ParallelStep:
 
     Attributes:
       latest: What is known of the step at the shapes of the latest call that was planned.
+      watch: Watches the rows that batches touch; None: nobody does.
     """
 
     fun: Callable[..., Any]
@@ -57,6 +56,7 @@ class ParallelStep:
     static_argnums: tuple[int, ...]
     devices: Devices | None = None
     per_device: PerDevice | None = None
+    watch: AlphaWatch | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
     _known: dict[Any, Entry] = field(default_factory=dict)
@@ -78,13 +78,15 @@ class ParallelStep:
         return self.latest.compiled.plan if self.latest else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.watch is not None and self.watch.is_due():
+            self._look(self.watch, args, kwargs)
         if self.devices is not None or self.options.hosts or self._takes_tables:
             return self._call_spread(args, kwargs)
         runner = self._runners.get((len(args), *kwargs))
         if runner is None:
             leaves = self.leaves(args, kwargs)
             stored = any(map(is_table, leaves))
-            if stored or (not any(map(is_traced, leaves)) and _keeps_tables(self.entry(*args, **kwargs))):
+            if stored or (not any(map(is_traced, leaves)) and self.entry(*args, **kwargs).keeps_tables):
                 self._takes_tables = True
                 return self._call_spread(args, kwargs)
             runner = self._first_call(args, kwargs)
@@ -110,16 +112,8 @@ class ParallelStep:
     def _call_spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A call on several devices: the plan is looked up here, and arrays are placed as it says."""
         leaves = self.leaves(args, kwargs)
-        try:
-            statics = tuple(args[k] for k in self.static_argnums if k < len(args))
-            named = tuple((k, v) for k, v in kwargs.items() if k in self._static_names)
-            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), layout_of(x)) for x in leaves)
-            key = (statics, named, jax.tree.structure((args, kwargs)), types)
-            entry = self._known.get(key)
-            if entry is None:
-                entry = self._known[key] = self.entry(*args, **kwargs)
-        except (AttributeError, TypeError):  # Python scalars, or what `entry` has an error for
-            entry = self.entry(*args, **kwargs)
+        entry = self._recalled(args, kwargs, leaves, functools.partial(self.entry, *args, **kwargs))
+        assert entry is not None, "what isn't planned yet is planned"
         self.latest = entry
         if any(is_traced(x) for x in leaves):
             self._check_not_hosted(entry)
@@ -134,6 +128,26 @@ class ParallelStep:
         if entry.runner.was_exceeded():
             self._grow(entry)
         return jax.tree.unflatten(entry.out_tree, results)
+
+    def _recalled(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[Any],
+        find: Callable[[], Entry | None],
+    ) -> Entry | None:
+        """The plan for a call: that of an earlier one like it, else what `find` says."""
+        try:
+            statics = tuple(args[k] for k in self.static_argnums if k < len(args))
+            named = tuple((k, v) for k, v in kwargs.items() if k in self._static_names)
+            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), layout_of(x)) for x in leaves)
+            key = (statics, named, jax.tree.structure((args, kwargs)), types)
+            known = self._known.get(key)
+        except (AttributeError, TypeError):  # Python scalars, or what planning has an error for
+            return find()
+        if known is None and (known := find()) is not None:
+            self._known[key] = known
+        return known
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
@@ -154,15 +168,18 @@ class ParallelStep:
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """The plan for these arguments (arrays or shapes), made if there is none yet."""
         call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
-        entry = next((e for e in self._entries.values() if e.takes(call)), None)
+        entry = self._planned_for(call)
         if entry is None:
             entry = self._make(call, self.leaves(args, kwargs))
             self._announce(call)
             self._entries[call.key, call.layouts] = entry
         if entry.example is None:
-            entry.example = _example(entry, self.leaves(args, kwargs))
+            entry.example = entry.example_of(self.leaves(args, kwargs))
         self.latest = entry
         return entry
+
+    def _planned_for(self, call: Call) -> Entry | None:
+        return next((e for e in self._entries.values() if e.takes(call)), None)
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat dynamic arguments of a call, in the order of the program's inputs."""
@@ -179,23 +196,9 @@ class ParallelStep:
 
     # --- planning ---
 
-    def elsewhere(self, cluster: Cluster) -> ParallelStep:
-        """The step as it is to be planned for a cluster that isn't here. It can't be run."""
-        options = dataclasses.replace(
-            self.options,
-            devices=cluster.count,
-            hosts=False,
-            strategy=without_hosts(self.options.strategy),
-            rates=functools.partial(planned_rates, cluster),
-            memory=None,
-        )
-        written = self.per_device and dataclasses.replace(self.per_device, count=cluster.count)
-        given = (self.donate, self.state_argnums, self.batch_argnums, self.static_argnums)
-        return ParallelStep(self.fun, options, *given, per_device=written)
-
     def _make(self, call: Call, leaves: Sequence[Any]) -> Entry:
         args, kwargs = call.shapes
-        self._check_positions(call)
+        check_positions(call, self.state_argnums, self.batch_argnums)
         start = time.perf_counter()
         try:
             written = self._written_for(call)
@@ -219,13 +222,14 @@ class ParallelStep:
         if self._processes is not None:
             check_same_call(self._processes, program, self._wishes, leaves)
         mark(self._calls, f"planning {self.name}"[:64], "compiles")
-        options = dataclasses.replace(self._options_of(inputs, leaves), example=_measuring(leaves))
+        options = dataclasses.replace(self._options_of(inputs, leaves), example=measuring(leaves))
+        memory = options.memory() if options.memory is not None else None  # here, where all processes are
         compiled = self._compile(program, options)
         if options.hosts and not compiled.plan.on_hosts:  # nothing can be there
             count = 1 if self.devices is None else self.devices.count
             options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
             compiled = self._compile(program, options)
-        elif not options.hosts and (memory := options.memory() if options.memory is not None else None):
+        elif memory is not None and options.may_leave and not options.hosts:
             leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory)
             if leaving:
                 options = _hosted(options, leaving)
@@ -275,39 +279,56 @@ class ParallelStep:
         """What the user asked for, as text."""
         o = self.options
         strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
-        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}"
+        plan = "" if o.decisions is None else f", plan={o.decisions.digest}"
+        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}{plan}"
 
     def _grow(self, entry: Entry) -> None:
         """Plan once more with larger capacities, after batches that exceeded those of the plan."""
-        old = entry.compiled
-        headroom = 2 * entry.headroom
-        options = dataclasses.replace(self.options, example=_measuring(entry.example), headroom=headroom)
-        compiled = self._compile(
-            Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
-        )
-        grown = dataclasses.replace(entry, compiled=compiled, headroom=headroom)
-        pairs = [(a.capacity, b.capacity) for a, b in zip(old.plan.families, compiled.plan.families, strict=True)]
-        shown = ", ".join(f"{a} to {b}" for a, b in pairs if a != b)
+        grown = entry
+        while grown is entry:  # capacities are rounded
+            grown = self._again(entry, entry.example, 2 * entry.headroom)
+        pairs = zip(entry.compiled.plan.families, grown.compiled.plan.families, strict=True)
+        shown = ", ".join(f"{a.capacity} to {b.capacity}" for a, b in pairs if a.capacity != b.capacity)
         warnings.warn(
             f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
             f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",
             CapacityWarning,
             stacklevel=4,
         )
-        for known in (self._entries, self._known):
-            known.update({key: grown for key, found in known.items() if found is entry})
-        self.latest = grown
 
-    def _check_positions(self, call: Call) -> None:
-        """That `state_argnums` and `batch_argnums` name arguments of the call, each one once."""
-        known = {a.position for a in call.arguments if a.position is not None}
-        for option, given in (("state_argnums", self.state_argnums), ("batch_argnums", self.batch_argnums)):
-            for k in given or ():
-                if k not in known:
-                    raise ArgumentsError(f"{option} names argument {k}; {self.name} was called with {sorted(known)}")
-        both = set(self.state_argnums or ()).intersection(self.batch_argnums or ())
-        if both:
-            raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
+    def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
+        leaves = self.leaves(args, kwargs)
+        statics = frozenset(self.static_argnums)
+        entry = self._recalled(
+            args, kwargs, leaves, lambda: self._planned_for(read_call(self.fun, args, kwargs, statics))
+        )
+        drifted = watch.look(entry, leaves)
+        if entry is None or not drifted:
+            return
+        remedy = REMEDY if entry.devices is not None else ONE_DEVICE
+        if watch.replan == "auto" and entry.devices is not None:
+            again = self._again(entry, entry.example_of(leaves), entry.headroom)
+            remedy = f"The plan is made again, by this call's batch: {again.compiled.plan.changes(entry.compiled.plan)}"
+        warnings.warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning, stacklevel=3)
+
+    def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
+        """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
+        old = entry.compiled
+        options = dataclasses.replace(entry.options, example=measuring(example), headroom=headroom)
+        compiled = self._compile(
+            Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
+        )
+        if self.watch is not None:
+            self.watch.forget(entry)
+        if compiled.plan.decisions == old.plan.decisions:
+            entry.example, entry.headroom = example, headroom
+            return entry
+        again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
+        for known in (self._entries, self._known):
+            known.update({key: again for key, found in known.items() if found is entry})
+        self.latest = again
+        return again
 
     def _announce(self, call: Call) -> None:
         """Say that a call had new shapes; stop where that doesn't end."""
@@ -315,7 +336,7 @@ class ParallelStep:
         same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
         if not same:
             return
-        change = _difference(same[-1], call)
+        change = difference(same[-1], call)
         if change is None:  # only weak types differ: the second step's state has strong ones, as under jax.jit
             return
         if len(self._entries) >= MAX_PLANS:
@@ -327,7 +348,7 @@ class ParallelStep:
 
     def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         entry = self.entry(*args, **kwargs)
-        donated = _donated(entry) if self.donate else frozenset()
+        donated = entry.donated if self.donate else frozenset()
         runner = jax.jit(
             self._planned(donated),
             static_argnums=self.static_argnums,
@@ -344,7 +365,7 @@ class ParallelStep:
         def planned(*args: Any, **kwargs: Any) -> Any:
             entry = self.entry(*args, **kwargs)
             self._check_not_hosted(entry)
-            if self.donate and donated != _donated(entry):
+            if self.donate and donated != entry.donated:
                 raise _OtherStates
             return jax.tree.unflatten(entry.out_tree, entry.run(*self.leaves(args, kwargs)))
 
@@ -371,48 +392,8 @@ class _OtherStates(Exception):
     """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
 
 
-def _keeps_tables(entry: Entry) -> bool:
-    """Whether the step's state comes back as tables of autopar's own."""
-    return entry.compiled.plan.on_hosts or entry.compiled.plan.defers
-
-
 def _hosted(options: Options, paths: Iterable[str]) -> Options:
     """With some tables in the memory of the hosts."""
     rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
     hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
     return dataclasses.replace(options, hosts=True, devices=world().size, strategy={**hosted, **rest})
-
-
-def _donated(entry: Entry) -> frozenset[Any]:
-    """Positions and names of the states."""
-    states = (entry.call.arguments[k] for k in entry.states.outputs)
-    return frozenset(a.name if a.position is None else a.position for a in states)
-
-
-def _measuring(leaves: Sequence[Any] | None) -> Any:
-    """What gives the ids of an example to the planner."""
-    return lambda program, space, ids: example_ids(program, ids, leaves)
-
-
-def _example(entry: Entry, leaves: Sequence[Any]) -> Sequence[Any] | None:
-    """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
-
-    Global arrays are kept whole, so that measuring once more needs no other process.
-    """
-    program = entry.compiled.analysed
-    kept = [
-        local(leaf) if wanted and given.role != "state" and not is_traced(leaf) and hasattr(leaf, "__array__") else None
-        for leaf, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
-    ]
-    return kept if any(x is not None for x in kept) else None
-
-
-def _difference(old: Call, new: Call) -> str | None:
-    """The first leaf whose shape or dtype changed; None if only weak types did."""
-    for a, b in zip(old.arguments, new.arguments, strict=True):
-        if a.treedef != b.treedef:
-            return f"{b.name} has another structure"
-        for path, x, y in zip(a.paths, a.types, b.types, strict=True):
-            if (x.shape, x.dtype) != (y.shape, y.dtype):
-                return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
-    return "a static argument changed" if old.key[0] != new.key[0] else None

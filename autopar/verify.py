@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.arguments import read_call
-from autopar.backends.across import local, place
+from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.errors import StepError, VerificationError
 from autopar.ir.printer import format_block
@@ -147,9 +147,11 @@ def compare(
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
     first = [_here(x) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: entry.plain(*xs))
-    run_planned = _on_devices(entry, jax.jit(lambda *xs: (planned or entry.run)(*xs)))
-    if entry.compiled.plan.on_hosts or entry.compiled.plan.defers:
+    as_called = entry.devices is not None or entry.compiled.plan.on_hosts or entry.compiled.plan.defers
+    if planned is None and as_called:
         run_planned = entry.run_called
+    else:
+        run_planned = jax.jit(lambda *xs: (planned or entry.run)(*xs))
     keep = jax.jit(_lazy(entry)) if lazy else None
     block = block_of(entry.jaxpr)
     with jax_compat.enable_x64():
@@ -181,15 +183,6 @@ def compare(
 def _here(x: Any) -> Any:
     """The whole array on this process: plain steps are run by each process for itself."""
     return jnp.asarray(local(x))
-
-
-def _on_devices(entry: Entry, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    """A planned step that takes plain arrays where its devices are of several processes."""
-    devices = entry.devices
-    if devices is None or not devices.processes.several:
-        return run
-    everywhere = devices.sharding(None)
-    return lambda *leaves: run(*(place(x, everywhere) for x in leaves))
 
 
 def _wide(x: Any) -> Any:

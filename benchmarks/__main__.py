@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import adamw, choice, contract, devices, exchange, hosts, one_device, soak
+from benchmarks import adamw, choice, contract, devices, exchange, hosts, one_device, parallax_paper, soak
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -19,6 +19,7 @@ BENCHMARKS = {
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,
+    "parallax": parallax_paper.parallax,
 }
 
 

@@ -1,5 +1,6 @@
 """Shared by all tests. XLA's optimizer is turned down: tests compile hundreds of tiny programs, and run each a few
-times. What depends on it (memory, HLO) asks for the default in a process of its own."""
+times. What depends on it (memory, HLO) asks for the default in a process of its own. What one test compiled, JAX keeps
+in a folder for all others: workers, ranks, and the next time."""
 
 import importlib.metadata
 import os
@@ -13,6 +14,10 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):  # newer ones don't know it
         # Compiles in 60% of the time. It rounds otherwise where it fuses: not for tests/devices, which compares bits.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

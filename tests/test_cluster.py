@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost import Cluster, Device, Link
+from autopar.cluster import read_cluster
+from autopar.cost import Cluster, Device, Link, sent_bytes
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.planned_rates import planned_rates
+from autopar.elsewhere import elsewhere
 
 DEVICE = Device("of chalk", 1e9, 1e12, 100e9)
 #: 3 machines of 2 devices; 10 bytes a second inside of a machine, 4 between them, messages take 1 and 2 seconds.
@@ -87,12 +90,14 @@ def test_large_tables_are_served_and_small_ones_reduced(rows: int, method: str) 
     """Parallax's choice, on its cluster, which has more devices than there are here."""
     cluster = Cluster.named("parallax-8x6")
     planned = autopar.parallelize(step)
-    plan = planned.elsewhere(cluster).entry(*arguments(rows, 48 * 128)).compiled.plan
+    plan = elsewhere(planned, cluster).entry(*arguments(rows, 48 * 128)).compiled.plan
     assert plan.devices == 48 and [p.method for p in plan.parameters] == [method]
     seconds = plan.parameters[0].seconds
     assert min(seconds, key=lambda m: seconds[m]) == method
     told = str(autopar.explain(planned, *arguments(rows, 48 * 128), cluster=cluster))
     assert "Plan of step (48 devices)" in told and "Planned for parallax-8x6: 8 x 6 TITAN Xp" in told
+    seconds = autopar.plan(planned, *arguments(rows, 48 * 128), cluster=cluster).seconds
+    assert f"A step is predicted to take {seconds * 1e3:.2f} ms: model " in told
     assert planned.latest is None, "nothing is planned here"
 
 
@@ -102,8 +107,123 @@ def test_whether_the_state_fits_is_told(rows: int, said: str) -> None:
     assert "The state takes " in told.told[0] and said in told.told[0]
 
 
+def test_a_plan_as_data() -> None:
+    cluster = Cluster.named("parallax-8x6")
+    made = autopar.plan(autopar.parallelize(step), *arguments(800_000, 48 * 128), cluster=cluster)
+    assert (made.devices, made.cluster, made.step) == (48, cluster, "step")
+    table = made.table("params/emb")
+    assert (table.shape, table.dtype, table.axis, table.method) == ((800_000, 64), "float32", 0, "ps")
+    assert len(table.slots) == 1 and all("emb" in path for path in table.slots)
+    assert table.sizes is not None and table.sizes.devices == 48
+    assert min(table.seconds, key=lambda m: table.seconds[m]) == "ps"
+    sent = sent_bytes(table.sizes)
+    for method, terms in table.terms.items():
+        assert sum(t.sent for t in terms) == pytest.approx(sent[method], rel=1e-6), method
+    assert "params/w" in {leaf.path for leaf in made.dense}
+    with pytest.raises(autopar.ArgumentsError, match="'params/w' is no table of the plan of step; .*: params/emb"):
+        made.table("params/w")
+
+
 def test_a_cluster_needs_arguments() -> None:
+    planned = autopar.parallelize(step)
+    autopar.explain(planned, *arguments(100, 4))
     with pytest.raises(autopar.ArgumentsError, match="takes a step's arguments as well"):
-        planned = autopar.parallelize(step)
-        planned.latest = object()  # type: ignore[assignment]
         autopar.explain(planned, cluster=SMALL)
+
+
+FILE = """\
+host_bytes = 256e9
+
+[[host]]
+name = "node1"
+devices = [0, 1]
+
+[[host]]
+name = "node2"
+devices = [0, 1]
+
+[device]
+name = "of chalk"
+memory_bytes = 12e9
+flops_s = 1e12
+memory_bytes_s = 500e9
+
+[link.inside]
+latency_s = 10e-6
+bytes_s = 12e9
+source = "a ruler"
+[link.between]
+latency_s = 0
+bytes_s = 1.25e9
+"""
+
+
+def test_a_file_that_says_what_its_machines_can_do(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE)
+    device, inside = Device("of chalk", 12e9, 1e12, 500e9), Link(10e-6, 12e9, "a ruler")
+    assert Cluster.load(file) == Cluster("cluster.toml", 2, 2, device, inside, Link(0, 1.25e9), 256e9)
+    assert [h.name for h in read_cluster(file).hosts] == ["node1", "node2"], "the launcher reads it, too"
+
+
+MEASURED = {"all_reduce": {"inside": Link(1e-7 / 3, 1e11 / 7), "between": Link(0.0, float("inf"))}}
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [*map(Cluster.named, ("parallax-8x6", "dgx-h200")), replace(SMALL, name='a "b"\n\\ é\x7f', measured=MEASURED)],
+)
+def test_what_is_saved_is_loaded_again(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "saved.toml"
+    cluster.save(file)
+    assert Cluster.load(file) == cluster == Cluster.of_dict(cluster.as_dict())
+    with pytest.raises(autopar.LaunchError, match="it has no \\[\\[host\\]\\] tables"):
+        read_cluster(file)
+    with pytest.raises(autopar.ArgumentsError, match="ends in .toml"):
+        cluster.save(tmp_path / "saved")
+
+
+def test_what_a_file_lacks(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE.split("[link.between]")[0].replace("host_bytes = 256e9\n", ""))
+    with pytest.raises(autopar.ArgumentsError, match=r"cluster.toml lacks \[link.between\], host_bytes. .* like="):
+        Cluster.load(file)
+    found = Cluster.load(file, SMALL)
+    assert (found.between, found.host_bytes, found.count) == (SMALL.between, SMALL.host_bytes, 4)
+    assert found.inside.source == "a ruler" and found.device.memory_bytes == 12e9
+    file.write_text("")
+    with pytest.raises(autopar.ArgumentsError, match=r"lacks \[device\], \[link.inside\], .*, machines, devices"):
+        Cluster.load(file)
+    assert Cluster.load(file, SMALL) == replace(SMALL, name="cluster.toml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("flops_s", "flops", "cluster.toml:14: there is no 'flops' in [device]; there are name, memory_bytes, "),
+        ("flops_s = 1e12\n", "", "cluster.toml:11: [device] lacks flops_s"),
+        ("flops_s = 1e12", 'flops_s = "1e12"', "cluster.toml:14: flops_s is a number larger than 0, not '1e12'"),
+        ("latency_s = 0", "latency_s = nan", "cluster.toml:22: latency_s is a number of seconds, 0 or more, not nan"),
+        ("link.inside", "link.insde", "cluster.toml:17: there is no 'insde' in [link]; there are inside, between"),
+        ("link.inside", "links.inside", "cluster.toml:17: there is no 'links' in a cluster file; there are [[host]], "),
+        ("link.inside", "measured.sum.inside", "cluster.toml:17: there is no 'sum' in [measured]; there are all_red"),
+        ("host_bytes = 256e9", "machines = 2", "cluster.toml:1: machines is for files without [[host]] tables"),
+        ("devices = [0, 1]\n\n[dev", "host_bytes = 3\n[dev", "of a host (it is written above all tables)"),
+    ],
+)
+def test_a_wrong_file(old: str, new: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    assert FILE.count(old) == 1
+    file.write_text(FILE.replace(old, new))
+    with pytest.raises(autopar.LaunchError) as raised:
+        Cluster.load(file)
+    assert message in str(raised.value)
+
+
+def test_measured_links_take_the_place_of_general_ones() -> None:
+    """3 machines of 2: what was measured of one collective on one level, by hand; the rest is as without."""
+    link = Link(0.5, 20.0)
+    inside, between = (replace(SMALL, measured={"all_reduce": {level: link}}) for level in ("inside", "between"))
+    assert all_reduce_s(inside, 60) == pytest.approx((2 * 0.5 + 60 / 20) + (4 * 2 + 80 / 4))
+    assert all_reduce_s(between, 60) == pytest.approx((2 + 60 / 10) + (4 * 0.5 + 80 / 20))
+    assert all_gather_s(inside, 5) == all_gather_s(SMALL, 5) and all_to_all_s(between, 5) == all_to_all_s(SMALL, 5)

@@ -1,6 +1,7 @@
 """The contract (DESIGN 1): models x optimizers, 20 steps, against the float64 oracle, leaf by leaf.
 
-`make test` runs every pair of (model, optimizer), with sparse modes in a pairwise cover; `make bench` the product.
+`make test` runs every pair of a model and a named optimizer, and Adam and others with some models; `make bench` the
+product.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 import autopar.api
 from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
-from autopar.explain import format_bytes
+from autopar.cost.units import format_bytes
 from autopar.ir.plan import matches
 
 from .pairs import pairwise

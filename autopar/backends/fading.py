@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.ir.deferred import FLOORS, Replay
+from autopar.ir.deferred import FLOORS, Fading, Replay, Settled
 
 Array = Any
 
@@ -31,7 +31,8 @@ class Suffixes:
         most; by floor, [K, F].
     """
 
-    replay: Replay
+    settled: Settled
+    fading: Fading
     holds: Array
     scales: Sequence[Array]
     fades: Sequence[Array]
@@ -46,7 +47,7 @@ class Suffixes:
         rest = list(flat[1:])
         counts = len(settled.scaled), len(fading.zero), len(fading.floors), len(fading.pairs)
         parts = [[rest.pop(0) for _ in range(count)] for count in counts]
-        return Suffixes(replay, flat[0], *parts)
+        return Suffixes(settled, fading, flat[0], *parts)
 
     def and_then(self, now: Array, rates: Sequence[Array], holds: Array, numbers: Sequence[Array]) -> list[Array]:
         """Flat arrays with one step more.
@@ -56,9 +57,8 @@ class Suffixes:
           rates, holds: What settled rows are scaled by, and whether that may be used.
           numbers: What `ir.fading` finds: factors of leaves that fade, and each pair's reaches.
         """
-        settled, fading = self.replay.settled, self.replay.fading
-        assert settled is not None and fading is not None, "there are rows that fade"
-        new = jax.lax.iota(jnp.int32, self.replay.length) >= now
+        settled, fading = self.settled, self.fading
+        new = jax.lax.iota(jnp.int32, self.holds.size) >= now
         own, reach = numbers[: len(fading.zero)], numbers[len(fading.zero) :]
         for f in own:
             holds &= jnp.isfinite(f)
@@ -85,10 +85,8 @@ class Suffixes:
 
         Zero where that isn't known.
         """
-        settled = self.replay.settled
-        assert settled is not None, "there are rows that fade"
         found = {}
-        for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
+        for leaf, by, near_one in zip(self.settled.scaled, self.scales, self.settled.near_one, strict=True):
             scale = jnp.where(self.holds[k], abs(jnp.exp(by[k]) if near_one else by[k]), 0)
             along = beside(jnp.broadcast_to(scale, changed[0].shape[:1]), changed[leaf])
             found[leaf] = abs(changed[leaf] * along.astype(changed[leaf].dtype))
@@ -102,8 +100,7 @@ class Suffixes:
           usual: `ends` of these rows some steps earlier: what rounding did to them then is small enough.
           k: The step.
         """
-        settled, fading = self.replay.settled, self.replay.fading
-        assert settled is not None and fading is not None, "there are rows that fade"
+        settled, fading = self.settled, self.fading
         usable = self.holds[k]
         for by in self.fades:
             usable &= jnp.isfinite(by[k])
@@ -126,12 +123,10 @@ class Suffixes:
 
     def _reach(self, changed: Sequence[Array], reach: Array, leaf: Array, k: Array) -> Array:
         """Of a pair, for each element of the scaled leaf: that of the highest floor above which all leaves stay."""
-        fading = self.replay.fading
-        assert fading is not None, "there are rows that fade"
         found = reach[k, 0]
-        if fading.floors:
+        if self.fading.floors:
             least = [
-                changed[x].reshape(leaf.shape) * sink[k] for x, sink in zip(fading.floors, self.sinks, strict=True)
+                changed[x].reshape(leaf.shape) * sink[k] for x, sink in zip(self.fading.floors, self.sinks, strict=True)
             ]
             for number, floor in enumerate(FLOORS[1:], 1):
                 found = jnp.where(reduce(jnp.minimum, least) >= floor, reach[k, number], found)
@@ -139,8 +134,7 @@ class Suffixes:
 
     def without_fading(self, changed: Sequence[Array], k: Array) -> list[Array]:
         """Rows after the steps from `k` on, if they have faded."""
-        settled, fading = self.replay.settled, self.replay.fading
-        assert settled is not None and fading is not None, "there are rows that fade"
+        settled, fading = self.settled, self.fading
         done = list(changed)
         count = changed[0].shape[:1]
         for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):

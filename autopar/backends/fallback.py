@@ -29,18 +29,30 @@ def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
       program: What says which outputs are states.
     """
     new_states = program.new_states
+    batch = {k for k, given in enumerate(program.inputs) if given.role == "batch"}
 
     def run(*inputs: Array) -> Sequence[Array]:
         *outputs, exceeded = tight(*inputs)
 
-        def again(_: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-            given = [outputs[new_states[k]] if k in new_states else x for k, x in enumerate(inputs)]
+        def again(turn: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
+            given = [
+                outputs[new_states[k]] if k in new_states else _inside(turn, x) if k in batch else x
+                for k, x in enumerate(inputs)
+            ]
             return _strong(safe(*given))
 
         count = jnp.where(exceeded, 1, 0)
         return [*jax.lax.fori_loop(0, count, again, _strong(outputs)), exceeded]
 
     return run
+
+
+def _inside(turn: Array, value: Array) -> Array:
+    """The value, in the only turn, as something that isn't known before the loop.
+
+    XLA does what depends on the batch alone, the exchange of its ids above all, ahead of the loop: in every step.
+    """
+    return jnp.where(turn == 0, value, jnp.zeros_like(value))
 
 
 def _strong(values: Sequence[Array]) -> tuple[Array, ...]:

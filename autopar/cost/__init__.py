@@ -1,8 +1,22 @@
 """What a plan costs: bytes and time. Knows no program."""
 
 from autopar.cost.cluster import Cluster, Device, Link
-from autopar.cost.exchange import Sizes, sent_bytes, step_seconds
+from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms
 from autopar.cost.formulas import transfer_bytes
+from autopar.cost.heaps import Growth
 from autopar.cost.rates import Rates
+from autopar.ir.sizes import Sizes
 
-__all__ = ["Cluster", "Device", "Link", "Rates", "Sizes", "sent_bytes", "step_seconds", "transfer_bytes"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "Growth",
+    "Link",
+    "Rates",
+    "Sizes",
+    "Term",
+    "sent_bytes",
+    "step_seconds",
+    "step_terms",
+    "transfer_bytes",
+]

@@ -1,18 +1,23 @@
 """`Cluster`: machines, devices, memories and links, as the cost model sees them.
 
 Figures are of one direction and of what can be had in practice or on paper, as their `source` says. Machines are alike.
+A cluster can be kept in a file, in the sections that `hardware` describes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 from autopar.cluster import read_cluster
 from autopar.errors import ArgumentsError
+from autopar.toml_file import format_toml
 
 _GIB = 1 << 30
+#: Between the devices of a machine, or between machines.
+Level = Literal["inside", "between"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,8 @@ class Cluster:
       inside: Between the devices of a machine, of one device.
       between: Between machines, of one machine.
       host_bytes: Memory of a machine's host.
+      measured: Collective -> level ("inside", "between") -> its own link, as `autopar.calibrate` finds it: latency of
+        each of its messages and bandwidth, to be taken in place of `inside` and `between`.
     """
 
     name: str
@@ -73,6 +80,7 @@ class Cluster:
     inside: Link
     between: Link
     host_bytes: float
+    measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.machines < 1 or self.devices < 1:
@@ -82,6 +90,11 @@ class Cluster:
     def count(self) -> int:
         """N: all devices."""
         return self.machines * self.devices
+
+    def link(self, level: Level, collective: str) -> Link:
+        """What a collective has on a level of links: what was measured of it, else what all have."""
+        general = self.inside if level == "inside" else self.between
+        return self.measured.get(collective, {}).get(level, general)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.machines} x {self.devices} {self.device.name}"
@@ -98,19 +111,96 @@ class Cluster:
         return NAMED[name]
 
     @staticmethod
-    def load(path: str | Path, like: Cluster) -> Cluster:
-        """The machines and devices in a file (`cluster.toml`, or Parallax's resource file), with another's figures.
+    def detect(mesh: Any = None) -> Cluster:
+        """The machines and devices that are here, all processes' together. Takes about two seconds. Collective.
+
+        Memories are asked for, floating-point operations and memory bandwidth are measured, links are those that
+        `autopar.calibrate` has found on these devices, else assumed; each part's `source` says which.
+
+        Args:
+          mesh: A `jax.sharding.Mesh`, of whose devices it is made; all devices if left out.
+
+        Raises:
+          ArgumentsError: the machines have different numbers of devices.
+        """
+        from autopar.measure.detect import detect  # above this in the layers, and imported by those who measure
+
+        return detect(mesh)
+
+    @staticmethod
+    def load(path: str | Path, like: Cluster | None = None) -> Cluster:
+        """The cluster in a file (`cluster.toml`, or Parallax's resource file, which has no figures).
+
+        Args:
+          path: The file. Its machines are its [[host]] tables, or their number is given.
+          like: Has the sections that the file lacks.
 
         Raises:
           LaunchError: the file is missing or wrong.
-          ArgumentsError: its machines have different numbers of devices.
+          ArgumentsError: its machines have different numbers of devices; it lacks sections, and there is no `like`.
         """
-        hosts = read_cluster(path).hosts
-        counts = {h.name: h.processes * h.devices for h in hosts}
+        read = read_cluster(path, named=False)
+        counts = {h.name: h.processes * h.devices for h in read.hosts}
         if len(set(counts.values())) > 1:
             shown = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise ArgumentsError(f"{path}: the machines of a cluster that is planned for are alike; devices: {shown}")
-        return like.of(len(hosts), next(iter(counts.values())), Path(path).name)
+        found = dict(read.hardware)
+        if counts:
+            found.update(machines=len(counts), devices=next(iter(counts.values())))
+        return Cluster.of_dict({"name": Path(path).name, **found}, like, str(path))
+
+    @staticmethod
+    def of_dict(given: Mapping[str, Any], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
+        """The reverse of `as_dict`.
+
+        Args:
+          given: Nested mappings, as the sections of a `cluster.toml`.
+          like: Has what is missing.
+          where: Whose error it is.
+
+        Raises:
+          ArgumentsError: something is missing, and there is no `like`.
+        """
+        links = given.get("link", {})
+        missing = [] if "device" in given else ["[device]"]
+        missing += [f"[link.{level}]" for level in ("inside", "between") if level not in links]
+        missing += [key for key in ("name", "host_bytes", "machines", "devices") if key not in given]
+        if missing and like is None:
+            raise ArgumentsError(
+                f"{where} lacks {', '.join(missing)}. Write them there, or give a cluster that has them: like=..."
+            )
+        old = {} if like is None else like.as_dict()
+        found = {**old, **given, "link": {**old.get("link", {}), **links}}
+        return Cluster(
+            name=found["name"],
+            machines=found["machines"],
+            devices=found["devices"],
+            device=Device(**found["device"]),
+            inside=Link(**found["link"]["inside"]),
+            between=Link(**found["link"]["between"]),
+            host_bytes=found["host_bytes"],
+            measured={
+                collective: {level: Link(**link) for level, link in levels.items()}
+                for collective, levels in found.get("measured", {}).items()
+            },
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
+        found = asdict(self)
+        levels = {"inside": found.pop("inside"), "between": found.pop("between")}
+        keys = ("name", "machines", "devices", "host_bytes")
+        return {**{k: found[k] for k in keys}, "device": found["device"], "link": levels, "measured": found["measured"]}
+
+    def save(self, path: str | Path) -> None:
+        """Write a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
+
+        Raises:
+          ArgumentsError: its name doesn't end in .toml, by which `load` knows it.
+        """
+        if Path(path).suffix != ".toml":
+            raise ArgumentsError(f"{path}: the name of a cluster's file ends in .toml")
+        Path(path).write_text(format_toml(self.as_dict()), encoding="utf-8")
 
     def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Cluster:
         """Another number of the same machines."""

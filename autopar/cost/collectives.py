@@ -2,7 +2,8 @@
 
 Each function gives the seconds until all devices have their results. Inside a machine devices exchange with each other,
 between machines each with those of its own number in the others, so that a machine's interfaces are shared by all of
-its devices. N = m machines of d devices.
+its devices. N = m machines of d devices. Where a collective was measured (`Cluster.measured`), its own latency and
+bandwidth are taken.
 """
 
 from __future__ import annotations
@@ -10,25 +11,43 @@ from __future__ import annotations
 from autopar.cost.cluster import Cluster
 
 
-def all_reduce_s(cluster: Cluster, size: float) -> float:
-    """A sum of `size` bytes that every device gets.
+def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
+    """Bytes that each of some participants sends over its link, and in how many messages one after the other.
 
-    Rings (Patarasuk and Yuan, 2009): scattered sums inside, sums of the d parts between machines, gathered inside.
+    Args:
+      collective: "all_reduce" (rings: Patarasuk and Yuan, 2009), "all_gather" or "all_to_all".
+      count: Participants.
+      size: Bytes of the sum; that each one gives to all; that each one gives to each other one.
     """
+    others = count - 1
+    if collective == "all_reduce":
+        return 2 * others * size / count, 2 * others
+    assert collective in ("all_gather", "all_to_all"), f"no collective is called {collective!r}"
+    return others * size, others
+
+
+def all_reduce_s(cluster: Cluster, size: float) -> float:
+    """A sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines, gathered
+    inside."""
     m, d = cluster.machines, cluster.devices
-    inside = cluster.inside(2 * (d - 1) * size / d, 2 * (d - 1))
-    return inside + cluster.between(2 * (m - 1) * size / m, 2 * (m - 1))
+    inside, messages = traffic("all_reduce", d, size)
+    part, rounds = traffic("all_reduce", m, size / d)
+    between = cluster.link("between", "all_reduce")(d * part, rounds)
+    return cluster.link("inside", "all_reduce")(inside, messages) + between
 
 
 def all_gather_s(cluster: Cluster, size: float) -> float:
     """`size` bytes of each device that every device gets: Parallax's AllGatherv, (N - 1) * size received by each."""
     m, d = cluster.machines, cluster.devices
-    between = cluster.between((m - 1) * d * size, m - 1)
-    return between + cluster.inside((d - 1) * m * size, d - 1)
+    part, rounds = traffic("all_gather", m, size)
+    inside, messages = traffic("all_gather", d, m * size)
+    between = cluster.link("between", "all_gather")(d * part, rounds)
+    return between + cluster.link("inside", "all_gather")(inside, messages)
 
 
 def all_to_all_s(cluster: Cluster, size: float) -> float:
     """`size` bytes from each device to each other one."""
     m, d = cluster.machines, cluster.devices
-    between = cluster.between((m - 1) * d * d * size, (m - 1) * d)
-    return max(between, cluster.inside((d - 1) * size, d - 1))
+    part, rounds = traffic("all_to_all", m, d * size)
+    between = cluster.link("between", "all_to_all")(d * part, d * rounds)
+    return max(between, cluster.link("inside", "all_to_all")(*traffic("all_to_all", d, size)))

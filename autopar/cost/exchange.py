@@ -11,110 +11,124 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.cost.rates import FREE, Rates
+from autopar.cost.rates import FREE, NO_TIME, Rates
+from autopar.ir.sizes import Sizes
 
 #: Bytes of a row's number.
 ID_BYTES = 4
+#: Terms that send ids alone: families of the same ids may have them in common.
+ID_TERMS = ("send ids", "gather ids")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a step does with one family on N devices; static bounds, since arrays have these shapes.
+class Term:
+    """One part of what a method takes.
 
     Attributes:
-      devices: N.
-      extent: V, rows of the table.
-      row_bytes: Bytes of a row of what is looked up.
-      family_bytes: Bytes of a row of the table and of its slots.
-      ids: Ids that each device looks up, duplicates included.
-      asked: Distinct rows of them, at most.
-      routed: Rows that all devices together touch, at most.
-      capacity: Rows that a device asks another one for, at most ("ps").
-      owned: Rows that an owner is asked for, at most ("ps").
-      checks: Whether the capacity is measured, so that each step checks it.
-      spread: Whether the devices look up different rows; else all of them have the whole batch.
+      name: What it is.
+      seconds: How long it takes.
+      sent: Bytes that each device sends for it.
+      collective: By which collective, as XLA calls it; "" where nothing is sent, or not by XLA.
+      fixed: Whether it is what the method costs however little there is to do.
     """
 
-    devices: int
-    extent: int
-    row_bytes: int
-    family_bytes: int
-    ids: int
-    asked: int
-    routed: int
-    capacity: int
-    owned: int
-    checks: bool = False
-    spread: bool = True
+    name: str
+    seconds: float
+    sent: int = 0
+    collective: str = ""
+    fixed: bool = False
 
 
 def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
     """Method -> bytes that each device sends in a step."""
-    s, others, row = sizes, sizes.devices - 1, sizes.row_bytes
-    found = {
-        "ps": others * s.capacity * (ID_BYTES + 2 * row),
-        "allgather": others * s.asked * (ID_BYTES + row),
-        "allreduce_rows": others * s.ids * ID_BYTES + 2 * others * s.routed * row // s.devices,
-        "allreduce": 2 * others * s.extent * row // s.devices,
-    }
-    return found if s.spread else {**dict.fromkeys(found, 0), "ps": found["ps"]}
+    return {method: sum(t.sent for t in terms) for method, terms in step_terms(NO_TIME, sizes).items()}
+
+
+def host_terms(sizes: Sizes) -> tuple[Term, ...]:
+    """What a rank sends for a table on hosts, for itself and as an owner that is asked for its share; seconds unknown.
+
+    Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
+    the same rows.
+    """
+    parts = {"send ids": ID_BYTES, "send rows": sizes.row_bytes, "send gradients": sizes.row_bytes}
+    others = (sizes.devices - 1) * sizes.asked
+    return tuple(Term(name, 0.0, others * size // sizes.devices) for name, size in parts.items())
 
 
 def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
-    """The same for a table on hosts: bytes that a rank sends, for itself and as an owner that is asked for its share.
-
-    Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
-    the same rows. The other methods are those that the devices would use."""
-    s = sizes
-    hosts = (s.devices - 1) * s.asked * (ID_BYTES + 2 * s.row_bytes) // s.devices
+    """Method -> bytes that each rank sends, of a table on hosts. The other methods are those the devices would use."""
     others = sent_bytes(sizes)
+    hosts = sum(t.sent for t in host_terms(sizes))
     return {"ps on hosts": hosts, "allgather": others["allgather"], "allreduce": others["allreduce"]}
 
 
 def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
     """Method -> seconds of a step."""
-    s, row = sizes, sizes.row_bytes
+    return {method: sum(t.seconds for t in terms) for method, terms in step_terms(rates, sizes).items()}
+
+
+def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
+    """Method -> all that it does in a step, in the order in which it is done."""
+    s, row, others = sizes, sizes.row_bytes, sizes.devices - 1
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
     all_asked, sent = s.devices * s.asked, s.devices * s.capacity
 
-    def update(rows: int) -> float:
-        """Pull, optimizer and commit of the touched rows."""
+    def update(rows: int) -> tuple[Term, ...]:
         moved = rates.gather(rows, s.family_bytes) + rates.scatter(rows, s.family_bytes)
-        return moved + rates.walk(2 * rows * (row + s.family_bytes))
+        return (
+            Term("pull and commit rows", moved),
+            Term("update rows", rates.update_s(2 * rows * (row + s.family_bytes))),
+        )
 
-    ps = (
-        rates.route(s.ids)
-        + rates.all_to_all(sent * ID_BYTES)
-        + rates.route(sent)
-        + rates.gather(sent, row)  # what an owner answers
-        + rates.all_to_all(sent * row)
-        + rates.gather(s.asked, row)  # what of it was asked for
-        + rates.scatter(s.asked, row)  # gradients into messages
-        + rates.all_to_all(sent * row)
-        + rates.scatter(sent, row)
-        + update(s.owned)
-        + (rates.all_reduce(1) if s.checks else 0.0)
-    )
-    allgather = (
-        rates.route(s.ids)
-        + rates.all_gather(all_asked * ID_BYTES)
-        + rates.route(all_asked)
-        + rates.all_gather(all_asked * row)
-        + rates.scatter(all_asked, row)
-        + update(s.routed)
-    )
-    allreduce_rows = (
-        rates.all_gather(s.devices * s.ids * ID_BYTES)
-        + rates.route(s.devices * s.ids)
-        + rates.walk(s.routed * row)  # zeros to add to
-        + rates.all_reduce(s.routed * row)
-        + update(s.routed)
-    )
-    allreduce = (
-        rates.walk(s.extent * row)
-        + rates.all_reduce(s.extent * row)
-        + rates.walk(2 * s.extent * (row + s.family_bytes))
-    )
-    found = {"ps": ps, "allgather": allgather, "allreduce_rows": allreduce_rows, "allreduce": allreduce}
-    return {method: rates.fixed.get(method, 0.0) + seconds for method, seconds in found.items()}
+    def gathered(name: str, count: int, size: int) -> Term:
+        sent = others * count * size if s.spread else 0
+        return Term(name, rates.all_gather(s.devices * count * size), sent, "all-gather")
+
+    def reduced(name: str, size: int) -> Term:
+        sent = 2 * others * size // s.devices if s.spread else 0
+        return Term(name, rates.all_reduce(size), sent, "all-reduce")
+
+    def routed(name: str, size: int) -> Term:
+        return Term(name, rates.all_to_all(sent * size), others * s.capacity * size, "all-to-all")
+
+    found: dict[str, tuple[Term, ...]] = {
+        "ps": (
+            Term("route ids", rates.route(s.ids)),
+            routed("send ids", ID_BYTES),
+            Term("route ids at owners", rates.route(sent)),
+            Term("look up at owners", rates.gather(sent, row)),
+            routed("send rows", row),
+            Term("pick rows", rates.gather(s.asked, row)),
+            Term("pack gradients", rates.scatter(s.asked, row)),
+            # Devices that all have the whole batch have its gradients, too.
+            routed("send gradients", row) if s.spread else Term("send gradients", 0.0),
+            Term("add gradients at owners", rates.scatter(sent, row)),
+            *update(s.owned),
+            *((Term("check capacities", rates.all_reduce(1), 0, "all-reduce"),) if s.checks else ()),
+        ),
+        "allgather": (
+            Term("route ids", rates.route(s.ids)),
+            gathered("gather ids", s.asked, ID_BYTES),
+            Term("route all ids", rates.route(all_asked)),
+            gathered("gather gradients", s.asked, row),
+            Term("add gradients", rates.scatter(all_asked, row)),
+            *update(s.routed),
+        ),
+        "allreduce_rows": (
+            gathered("gather ids", s.ids, ID_BYTES),
+            Term("route all ids", rates.route(s.devices * s.ids)),
+            Term("zero rows", rates.walk(s.routed * row)),
+            reduced("reduce rows", s.routed * row),
+            *update(s.routed),
+        ),
+        "allreduce": (
+            Term("zero the gradient", rates.walk(s.extent * row)),
+            reduced("reduce the gradient", s.extent * row),
+            Term("update all rows", rates.update_s(2 * s.extent * (row + s.family_bytes))),
+        ),
+    }
+    for method, seconds in rates.fixed.items():
+        if method in found and seconds:
+            found[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
+    return found

@@ -7,6 +7,8 @@ is shown; what each device really sends is `cost.exchange.sent_bytes`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1.0) -> float:
     """Bytes that one worker transfers in a step for one parameter (Parallax, section 5.3.1, table 3, verbatim).
@@ -33,3 +35,12 @@ def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1
         known = ", ".join(f"{m} for {k}" for m, k in table)
         raise ValueError(f"the table has no {method!r} for {kind!r} parameters; it has {known}")
     return table[method, kind]
+
+
+def table_3(*, b: float, n: int, alpha: float) -> Mapping[str, float]:
+    """Method -> the table's bytes of one parameter: as a sparse one, and as a dense one by "allreduce"."""
+    return {
+        "ps": transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha),
+        "allgather": transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha),
+        "allreduce": transfer_bytes("allreduce", "dense", b=b, n=n),
+    }

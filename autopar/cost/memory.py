@@ -1,8 +1,10 @@
-"""What a plan's state takes of the devices' memory, and which tables have to leave them."""
+"""What a plan's state takes of the devices' memory: which tables must be sharded for it, which must leave them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.ir.plan import Plan, Strategy, matches, split_method
 from autopar.ir.program import Program
@@ -12,6 +14,72 @@ from autopar.ir.rowspace import RowSpace
 STATE_SHARE = 0.7
 
 
+def state_budget(memory: float) -> int:
+    """Bytes that the state may take of a device's memory."""
+    return int(STATE_SHARE * memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Shardable:
+    """A family of which every device holds all, though its rows could be sharded.
+
+    Attributes:
+      saved: Bytes that each device has less of it if they are.
+      dearer: What a step costs more then (seconds, or bytes where these aren't known); negative if less.
+    """
+
+    saved: int
+    dearer: float
+
+
+def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]:
+    """Which families to shard, so that each device has `excess` bytes less: those that cost least for each byte first.
+
+    Only bytes that are still too many count. What turns out not to be needed once others are taken is given back, the
+    dearest first. Equal ones go by their order. If sharding all isn't enough, all of them.
+
+    Args:
+      families: Those that may be sharded.
+      excess: Bytes that each device has too many; at most 0 if it fits.
+
+    Returns:
+      Numbers of families.
+    """
+    waiting = [k for k, family in enumerate(families) if family.saved > 0]
+    taken: list[int] = []
+    while waiting and excess > 0:
+        best = min(waiting, key=lambda k: (families[k].dearer / min(families[k].saved, excess), k))
+        waiting.remove(best)
+        taken.append(best)
+        excess -= families[best].saved
+    for k in sorted(taken, key=lambda k: (-families[k].dearer, k)):
+        if excess + families[k].saved <= 0:
+            taken.remove(k)
+            excess += families[k].saved
+    return frozenset(taken)
+
+
+def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
+    """The least number of devices with which a state fits; None if no number is enough.
+
+    Args:
+      whole: Bytes that every device has, however many there are.
+      spread: Bytes of each leaf that is shared out among them.
+      budget: Bytes that the state may take on each.
+    """
+
+    def fits(devices: int) -> bool:
+        return whole + sum(-(-size // devices) for size in spread) <= budget
+
+    if whole + sum(size > 0 for size in spread) > budget:
+        return None
+    low, high = 0, max(1, *spread) if spread else 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
 def leaf_bytes(program: Program, plan: Plan, leaf: int) -> int:
     """Bytes of a leaf of the state on each device."""
     size = int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
@@ -19,8 +87,54 @@ def leaf_bytes(program: Program, plan: Plan, leaf: int) -> int:
 
 
 def state_bytes(program: Program, plan: Plan) -> int:
-    """Bytes of the whole state on each device."""
-    return sum(leaf_bytes(program, plan, k) for k, given in enumerate(program.inputs) if given.role == "state")
+    """Bytes of the state on each device, without what is on hosts."""
+    return sum(leaf_bytes(program, plan, k) for k in _on_devices(program, plan))
+
+
+def _on_devices(program: Program, plan: Plan) -> list[int]:
+    """Leaves of the state that aren't on hosts."""
+    hosted = {f.family for f in plan.families if f.on_hosts}
+    away = {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
+    return [k for k, given in enumerate(program.inputs) if given.role == "state" and k not in away]
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A state that doesn't fit the devices.
+
+    Attributes:
+      missing: Bytes that each device would need more for it.
+      devices: The least number of devices with which it fits, all sharded that can be; None if no number is enough.
+    """
+
+    missing: int
+    devices: int | None
+
+    def machines(self, devices: int) -> int | None:
+        """The least number of machines of so many devices."""
+        return None if self.devices is None else math.ceil(self.devices / devices)
+
+
+def find_shortage(program: Program, plan: Plan, strategy: Strategy, memory: float) -> Shortage | None:
+    """By how much a plan's state doesn't fit; None if it does.
+
+    Args:
+      program: Analysed.
+      plan: Its plan.
+      strategy: The user's.
+      memory: Bytes of each device.
+    """
+    missing = state_bytes(program, plan) - state_budget(memory)
+    if missing <= 0:
+        return None
+    states = _on_devices(program, plan)
+    spread = {k for k in states if plan.placements[k] is not None}
+    if plan.sparse != "off":
+        spaces = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]
+        spread.update(k for s in spaces for k in s.leaves if k in states)
+    sizes = {k: int(getattr(program.block.inputs[k].type, "nbytes", 0)) for k in states}
+    whole = sum(size for k, size in sizes.items() if k not in spread)
+    return Shortage(missing, least_devices(whole, [sizes[k] for k in sorted(spread)], state_budget(memory)))
 
 
 def leave_devices(program: Program, plan: Plan, strategy: Strategy, memory: int) -> Mapping[str, int]:
@@ -34,7 +148,7 @@ def leave_devices(program: Program, plan: Plan, strategy: Strategy, memory: int)
       strategy: The user's.
       memory: Bytes of each device.
     """
-    budget = int(STATE_SHARE * memory)
+    budget = state_budget(memory)
     needed = state_bytes(program, plan)
     found: dict[str, int] = {}
     free = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]

@@ -11,6 +11,8 @@ from autopar.cost.rates import Curve, Rates, RowRate
 _LARGE = float(1 << 30)
 #: Passes over its ids that a device makes to sort and find them: a radix sort's, assumed.
 _SORT_PASSES = 16
+#: Of a device's flop rate that a model's products reach, assumed: half (training of large models reaches 0.3 to 0.6).
+_EFFICIENCY = 0.5
 #: Bytes that a gather or scatter of a row moves beyond the row itself: parts of cache lines, and the row's number.
 _ROW_OVERHEAD = 64
 
@@ -31,4 +33,5 @@ def planned_rates(cluster: Cluster) -> Rates:
         gather=RowRate(2 * _ROW_OVERHEAD / memory, 2 / memory),
         scatter=RowRate(3 * _ROW_OVERHEAD / memory, 3 / memory),
         fixed={},
+        flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
     )

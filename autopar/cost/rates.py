@@ -59,7 +59,11 @@ class Rates:
       route: Seconds by number of ids, to make them unique and to find each among the unique ones.
       walk: Seconds by bytes read and written by an elementwise pass.
       gather, scatter: Of rows; a scatter adds.
+      update: Seconds by bytes read and written by an optimizer's update; None: no more than any elementwise pass.
       fixed: Method -> seconds of a step that it takes longer than the quickest method, however little there is to do.
+      call_s: Seconds of the quickest method's step where there is next to nothing to do.
+      sum_s: Seconds that one more sum over the examples costs a step, however small: that of a dense gradient.
+      flop_s: Seconds of a floating-point operation in large matrix products.
     """
 
     all_to_all: Curve
@@ -70,6 +74,14 @@ class Rates:
     gather: RowRate
     scatter: RowRate
     fixed: Mapping[str, float]
+    call_s: float = 0.0
+    update: Curve | None = None
+    sum_s: float = 0.0
+    flop_s: float = 0.0
+
+    def update_s(self, size: float) -> float:
+        """Seconds of an optimizer's update that reads and writes so many bytes."""
+        return (self.walk if self.update is None else self.update)(size)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for a file."""
@@ -98,4 +110,12 @@ class Rates:
             gather=rows("gather"),
             scatter=rows("scatter"),
             fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()},
+            call_s=float(found["call_s"]),
+            update=None if found["update"] is None else curve("update"),
+            sum_s=float(found["sum_s"]),
+            flop_s=float(found["flop_s"]),
         )
+
+
+#: Of devices that take no time for anything.
+NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.0), {})

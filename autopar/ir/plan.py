@@ -11,13 +11,17 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from typing import Literal as Choice
 
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
+from autopar.ir.sizes import Sizes
 
 #: Methods that run a table's step on its touched rows.
 ROW_METHODS = ("ps", "allgather", "allreduce_rows")
+#: Methods by which every device has all rows of a table.
+REPLICATED = ("allgather", "allreduce_rows", "allreduce")
 METHODS = ("auto", "allreduce", *ROW_METHODS)
 Sparse = Choice["exact", "lazy", "off"]
 #: Where a table's rows are.
@@ -106,6 +110,8 @@ class ParameterPlan:
     Attributes:
       sent: On several devices, method -> bytes that each device would send in a step for the table's family.
       seconds: Method -> the time that its exchanges and updates were predicted to take, where that was asked.
+      sizes: On several devices, what a step does with the table's family.
+      refused: Whether it can't be lifted at all.
     """
 
     path: str
@@ -116,6 +122,8 @@ class ParameterPlan:
     line: str = ""
     sent: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    sizes: Sizes | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +200,27 @@ class Plan:
         """The fallback's plan."""
         return dataclasses.replace(self, families=self.fallback, fallback=())
 
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """What the program depends on: plans of one step whose decisions are equal are compiled to the same."""
+        families = [dataclasses.replace(f, imbalance=None) for f in (*self.families, *self.fallback)]
+        return families, len(self.fallback), self.placements, self.layouts, self.shares, self.emit
+
+    def changes(self, old: Plan) -> str:
+        """What became other than in an earlier plan of the same step, in words."""
+        before = {p.path: _shown(p) for p in old.parameters}
+        pairs = [(p.path, before.get(p.path, ""), _shown(p)) for p in self.parameters]
+        return ", ".join(f"{path} {a} -> {b}" for path, a, b in pairs if a != b) or "nothing changes"
+
     def family(self, family: int) -> FamilyPlan | None:
         """The plan of a family, None if it stays dense."""
         return next((f for f in self.families if f.family == family), None)
+
+
+def _shown(parameter: ParameterPlan) -> str:
+    """Its method, and its capacity where rows are sharded."""
+    sizes = parameter.sizes
+    return f"{parameter.method}, capacity {sizes.capacity}" if sizes and parameter.method == "ps" else parameter.method
 
 
 @functools.cache

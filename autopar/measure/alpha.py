@@ -6,7 +6,7 @@ which only the shapes are known, the number of ids is an upper bound. Parallax (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.across import local
 from autopar.backends.emit import emit
+from autopar.cost.heaps import Growth, fit_growth
 from autopar.ir.program import Block, Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
@@ -61,10 +62,41 @@ def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | Non
     found = example_ids(program, ids, leaves)
     extent = space.extent
     if found is None:
-        return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
-    asked = device_ids(found, ids.batched, devices, extent)
+        return most(ids, extent, devices)
+    return alpha_of(device_ids(found, ids.batched, devices, extent), extent, ids.count)
+
+
+def most(ids: RowIds, extent: int, devices: int) -> Alpha:
+    """What alpha is at most: all ids are different rows."""
+    return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
+
+
+def alpha_of(asked: Sequence[np.ndarray], extent: int, ids: int) -> Alpha:
+    """alpha of the distinct rows that each device asks for, of so many ids."""
     union = np.unique(np.concatenate(asked))
-    return Alpha(union.size, extent, ids.count, True, float(np.mean([rows.size for rows in asked])))
+    return Alpha(union.size, extent, ids, True, float(np.mean([rows.size for rows in asked])))
+
+
+def growth_of(asked: Sequence[np.ndarray], extent: int, ids: float) -> Growth | None:
+    """How rows grow with the workers, from the distinct rows that each of several asks for; None of a single one.
+
+    For 1, 2, 4, ... workers and for all of them, the average over groups of so many that have no worker in common.
+
+    Args:
+      asked: By worker.
+      extent: V.
+      ids: Ids of a worker, duplicates included.
+    """
+    if len(asked) < 2:
+        return None
+    sizes = sorted({*(1 << k for k in range(len(asked).bit_length())), len(asked)})
+    return fit_growth(extent, ids, [(n, together(asked, n)) for n in sizes])
+
+
+def together(asked: Sequence[np.ndarray], n: int) -> float:
+    """Rows that n of the workers touch together, on average over groups of neighbours."""
+    groups = [asked[k : k + n] for k in range(0, len(asked) - n + 1, n)]
+    return float(np.mean([np.unique(np.concatenate(group)).size for group in groups]))
 
 
 def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> list[np.ndarray] | None:
@@ -75,16 +107,29 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> 
       ids: How the ids are computed.
       leaves: Flat arguments; None (or a ShapeDtypeStruct, or a tracer) for those whose values aren't known.
     """
+    return None if leaves is None else id_reader(program, ids)(leaves)
+
+
+def measuring(leaves: Sequence[Any] | None) -> Callable[[Program, RowSpace, RowIds], list[np.ndarray] | None]:
+    """What gives the ids of an example to the planner."""
+    return lambda program, space, ids: example_ids(program, ids, leaves)
+
+
+def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[np.ndarray] | None]:
+    """`example_ids` of one family for many examples: the program of the ids is compiled once."""
     block, used = id_program(program, ids)
-    if leaves is None or any(e.effects for e in block.walk()):
-        return None
-    needed = [x for x, u in zip(leaves, used, strict=True) if u]
-    if any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed):
-        return None
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
-    with jax.ensure_compile_time_eval():  # the step may be called while JAX traces another one
-        return [np.asarray(x) for x in run(*map(local, materialize(needed)))]
+    has_effects = any(e.effects for e in block.walk())
+
+    def read(leaves: Sequence[Any]) -> list[np.ndarray] | None:
+        needed = [x for x, u in zip(leaves, used, strict=True) if u]
+        if has_effects or any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed):
+            return None
+        with jax.ensure_compile_time_eval():  # the step may be called while JAX traces another one
+            return [np.asarray(x) for x in run(*map(local, materialize(needed)))]
+
+    return read
 
 
 def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:

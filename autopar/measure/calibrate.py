@@ -1,7 +1,4 @@
-"""Measures how long exchanges take on some devices, in some ten seconds at first need; then read from a file.
-
-Each figure is of a loop in one compiled program, less the same program with one turn: what a call costs isn't in it.
-"""
+"""Measures how long exchanges take on some devices, in some ten seconds at first need; then read from a file."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import logging
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.plan import METHODS
-from autopar.measure.probe import Step, probe
+from autopar.measure.loops import (
+    collective_points,
+    loop_seconds,
+    product_seconds,
+    undisturbed,
+    update_seconds,
+    walk_seconds,
+)
+from autopar.measure.probe import Step, probe, probe_sums
 
 Array = Any
 Planner = Callable[[Step, str], Step]
@@ -42,9 +45,10 @@ _WALKED = (1 << 15, 1 << 19, 1 << 23, 1 << 25)
 _ROWS, _WIDTHS = 1024, (16, 256)
 #: The table that is gathered from, in bytes on one device: larger than a cache.
 _TABLE = 1 << 24
-_TARGET_S = 0.008
+#: Rows and columns of the matrices that are multiplied.
+_SIDE = 512
 #: What is measured, and how: files of others aren't read.
-_VERSION = 5
+_VERSION = 8
 
 
 #: What was found in this process.
@@ -71,7 +75,7 @@ def rates_of(devices: Devices, plan: Planner) -> Rates:
             found = _of_first(devices, measured)
             assert found is not None, "the first process has measured, too"
             if devices.processes.rank == 0:
-                _write(file, json.dumps(found.as_dict()))
+                write_file(file, json.dumps(found.as_dict()))
         _known[devices] = found
     return _known[devices]
 
@@ -90,8 +94,8 @@ def _read(file: Path) -> Rates | None:
         return None
 
 
-def cache_file(devices: Devices) -> Path:
-    """Where the rates are kept: by machine, kind and number of devices, mesh, processes and JAX version."""
+def cache_file(devices: Devices, name: str = "rates-{}.json") -> Path:
+    """Where what was measured is kept: by machine, kind and number of devices, mesh, processes and JAX version."""
     first = devices.mesh.devices.flat[0]
     about = (
         _VERSION,
@@ -104,12 +108,12 @@ def cache_file(devices: Devices) -> Path:
         len(devices.processes.members),
         jax.__version__,
     )
-    name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "autopar" / f"rates-{name}.json"
+    return Path(home) / "autopar" / name.format(key)
 
 
-def _write(file: Path, text: str) -> None:
+def write_file(file: Path, text: str) -> None:
     """All or nothing; where nothing can be written, the next process measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,61 +126,51 @@ def _write(file: Path, text: str) -> None:
 
 def calibrate(devices: Devices, plan: Planner) -> Rates:
     """Measure now; arguments as for `rates_of`."""
-    count, axis = devices.count, devices.axis
+    count = devices.count
 
-    def to_all(x: Array) -> Array:
-        return jax.lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(-1)
-
-    def gather(x: Array) -> Array:
-        return jax.lax.all_gather(x, axis, tiled=True)[: x.shape[0]] + x
-
-    def reduce(x: Array) -> Array:
-        return jax.lax.psum(x, axis) * (1 / count)
-
-    def collective(step: Callable[[Array], Array], parts: int, sizes: tuple[int, ...] = _BYTES) -> Curve:
-        """By bytes of the result, of which a device gives one of `parts`."""
-        points = []
-        for size in sizes:
-            length = max(1, size // 4 // count) * count
-            x = jnp.ones((count * length // parts,), jnp.float32)
-            points.append((4.0 * length, _loop_seconds(devices, step, x)))
-        return _curve(points)
+    def collective(name: str, sizes: tuple[int, ...] = _BYTES) -> Curve:
+        return _curve(collective_points(devices, name, sizes))
 
     def route(ids: Array) -> Array:
         mixed = (ids * 1103515245 + 12345) & 0xFFFFF
         rows = sorted_unique(mixed, mixed.shape[0], 1 << 30)
         return find(rows, mixed, 1 << 30) * 31 + mixed
 
-    def walk(x: Array) -> Array:
-        return x * 0.9 + 0.1
-
+    product = product_seconds(devices, _SIDE)  # and once more at the end: others at work on the machine make it longer
     random = np.random.default_rng(0)
     ids = {size: jnp.asarray(random.integers(0, 1 << 20, count * size), jnp.int32) for size in _IDS}
-    routes = _curve([(float(k), _loop_seconds(devices, route, x)) for k, x in ids.items()])
-    walked = [(2.0 * b, _loop_seconds(devices, walk, jnp.ones((count * b // 4,), jnp.float32))) for b in _WALKED]
+    routes = _curve([(float(k), loop_seconds(devices, route, x)) for k, x in ids.items()])
+    walked = [(2.0 * b, walk_seconds(devices, b)) for b in _WALKED]
+    # A gradient is read, and was written, beside a parameter and its slot: half as much again.
+    updated = [(3.0 * b, update_seconds(devices, b)) for b in _WALKED]
     gathered, scattered = [], []
     for width in _WIDTHS:
         rows = _TABLE // 4 // width
         table = jnp.ones((count * rows, width), jnp.float32)
         index = jnp.asarray(random.integers(0, rows, count * _ROWS), jnp.int32)
-        gathered.append(_loop_seconds(devices, _gather_rows, index, table))
+        gathered.append(loop_seconds(devices, _gather_rows, index, table))
         values = jnp.ones((count * _ROWS, width), jnp.float32)
-        scattered.append(_loop_seconds(devices, _scatter_rows, values, index % _ROWS))
+        scattered.append(loop_seconds(devices, _scatter_rows, values, index % _ROWS))
+    calls = probe(plan, tuple(m for m in METHODS if m != "auto"), count)
+    call = min(calls.values())
     return Rates(
-        all_to_all=collective(to_all, 1),
-        all_gather=collective(gather, count),
-        all_reduce=collective(reduce, 1, (*_BYTES, _GRADIENT)),
+        all_to_all=collective("all_to_all"),
+        all_gather=collective("all_gather"),
+        all_reduce=collective("all_reduce", (*_BYTES, _GRADIENT)),
         route=routes,
         walk=_curve(walked),
+        update=_curve(updated),
         gather=_row_rate(gathered),
         scatter=_row_rate(scattered),
-        fixed=probe(plan, tuple(m for m in METHODS if m != "auto"), devices.count),
+        fixed={method: seconds - call for method, seconds in calls.items()},
+        call_s=call,
+        sum_s=probe_sums(plan, count),
+        flop_s=min(product, product_seconds(devices, _SIDE)) / (2 * _SIDE**3),
     )
 
 
 def _curve(points: list[tuple[float, float]]) -> Curve:
-    """Through points of growing sizes; what took longer than something larger was disturbed."""
-    return Curve(tuple((size, min(s for _, s in points[k:])) for k, (size, _) in enumerate(points)))
+    return Curve(tuple(undisturbed(points)))
 
 
 def _gather_rows(index: Array, table: Array) -> Array:
@@ -193,28 +187,3 @@ def _row_rate(seconds: list[float]) -> RowRate:
     (narrow, wide), (a, b) = (np.asarray(seconds) / _ROWS).tolist(), (4.0 * w for w in _WIDTHS)
     per_byte = max(0.0, (wide - narrow) / (b - a))
     return RowRate(max(0.0, narrow - per_byte * a), per_byte)
-
-
-def _loop_seconds(devices: Devices, step: Callable[..., Array], start: Array, *constant: Array) -> float:
-    """Seconds of one `step` on all devices at once; `start` and the constants are spread, and shapes stay."""
-
-    def looped(turns: Array, x: Array, *constant: Array) -> Array:
-        return jax.lax.fori_loop(0, turns, lambda _, x: step(x, *constant), x)
-
-    given = (None, 0, *(0 for _ in constant))
-    run = jax.jit(lambda turns, x, *constant: devices.local(looped, given, 0, turns, x, *constant))
-    operands = [place(x, devices.sharding(0)) for x in (start, *constant)]
-
-    def seconds(turns: int) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(run(turns, *operands))
-        return time.perf_counter() - begin
-
-    seconds(1)
-    wanted = int(np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
-    # As many on every process: each turn may wait for all.
-    turns = int(devices.processes.gather(str(wanted).encode(), "measuring rates")[0])
-    runs = 3 if turns == 2 else 6
-    # The fastest runs: what disturbs a run makes it longer.
-    many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))
-    return max((many - one) / turns, 1e-8)

@@ -23,6 +23,19 @@ def available_bytes(root: Path = Path("/")) -> int:
     return min(memory_levels(root).values())
 
 
+def total_bytes(root: Path = Path("/")) -> int:
+    """Bytes of memory of the machine, or of what the process is confined to, whether they are in use or not.
+
+    Args:
+      root: Where `proc` and `sys` are.
+    """
+    found = [_meminfo(root / "proc/meminfo", "MemTotal")]
+    for version, folder in _cgroups(root, "memory"):
+        limit = _number(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        found += [] if limit is None else [limit]
+    return min(found)
+
+
 def memory_levels(root: Path = Path("/")) -> dict[str, int]:
     """Bytes of memory that can still be taken from each thing that has some: the machine, and each cgroup with a limit.
 
@@ -30,7 +43,7 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
     The machine comes first.
     """
     machine = machine_name()
-    found = {machine: _meminfo(root / "proc/meminfo")}
+    found = {machine: _meminfo(root / "proc/meminfo", "MemAvailable")}
     for version, folder in _cgroups(root, "memory"):
         names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(folder / name) for name in names)
@@ -61,9 +74,9 @@ def machine_name() -> str:
     return _text(Path("/proc/sys/kernel/random/boot_id")).strip() or os.uname().nodename
 
 
-def _meminfo(path: Path) -> int:
+def _meminfo(path: Path, name: str) -> int:
     for line in _text(path).splitlines():
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return _UNLIMITED  # not Linux: the system itself refuses what it doesn't have
 

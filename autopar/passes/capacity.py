@@ -92,8 +92,13 @@ def with_layout(family: FamilyPlan, asked: Sequence[np.ndarray]) -> FamilyPlan:
 
 def tightened(family: FamilyPlan, asked: Sequence[np.ndarray], headroom: float) -> FamilyPlan:
     """The family with the example's load and some headroom as its capacity, where that saves anything."""
-    layout, safe = family.layout, family.capacity
-    assert layout is not None and safe is not None, "only sharded rows have a capacity"
-    wanted = max(1.0, headroom * _busiest(asked, layout))
-    capacity = -(-int(np.ceil(wanted)) // _STEP) * _STEP
+    assert family.layout is not None, "only sharded rows have a capacity"
+    return limited(family, headroom * _busiest(asked, family.layout))
+
+
+def limited(family: FamilyPlan, rows: float) -> FamilyPlan:
+    """The family with so many rows as its capacity, rounded up, where that is less than what no batch exceeds."""
+    safe = family.capacity
+    assert safe is not None, "only sharded rows have a capacity"
+    capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
     return _with_capacity(family, capacity, tight=True) if capacity < safe else family

@@ -5,12 +5,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, state_budget, state_bytes
 from autopar.cost.rates import Rates
+from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
+from autopar.ir.decisions import Decisions
 from autopar.ir.layout import RowLayout, even_axis
-from autopar.ir.plan import Emit, FamilyPlan, ParameterPlan, Plan, Sparse, Strategy, matches, split_method
+from autopar.ir.plan import (
+    REPLICATED,
+    Emit,
+    FamilyPlan,
+    ParameterPlan,
+    Plan,
+    Sparse,
+    Strategy,
+    matches,
+    split_method,
+)
 from autopar.ir.program import Program, Var
-from autopar.passes.families import Example, Wishes, decide_family
+from autopar.ir.rowspace import RowSpace
+from autopar.ir.sizes import HEADROOM
+from autopar.passes.families import Decision, Example, Wishes, decide_family
 from autopar.passes.shares import share_dense
 
 
@@ -21,10 +36,12 @@ def choose(
     sparse: Sparse = "exact",
     devices: int = 1,
     example: Example | None = None,
-    headroom: float = 1.25,
+    headroom: float = HEADROOM,
     rates: Callable[[], Rates] | None = None,
     emit: Emit = "pjit",
     journal_steps: int | None = None,
+    decisions: Decisions | None = None,
+    memory: int | None = None,
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
@@ -37,34 +54,85 @@ def choose(
       rates: Gives what exchanges cost on the devices; without it the fewest bytes are chosen.
       emit: Whether XLA partitions one program, or each device's own is written.
       journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
+      decisions: Those of an earlier plan, where the step is to be run by one; `strategy` is theirs then.
+      memory: Bytes of each device; None where that limits nothing. Where the state takes too much of it, tables that
+        are left to "auto" are sharded.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
     methods, shared, hosts = _methods(program, strategy)
-    families, parameters = [], []
     has_effects = any(e.effects for e in program.block.equations)
-    options = Wishes(methods, sparse, devices, None if has_effects else example, headroom, rates, hosts, journal_steps)
-    for space in program.rows.spaces:
-        chosen, told = decide_family(program, space, options)
-        families += [chosen] if chosen else []
-        parameters += told
+    decided = {} if decisions is None else {k: decisions.of(program.inputs[k].path) for k, _ in program.tables}
+    given = (methods, sparse, devices, example, headroom, rates, hosts, journal_steps)
+    options = Wishes(*given, repeatable=not has_effects, decided=decided)
+    made = [decide_family(program, space, options) for space in program.rows.spaces]
+    plan = _assemble(program, options, made, shared, emit)
+    if memory is not None and devices > 1:
+        sharded = _too_large(program, plan, made, options, memory)
+        for k, reason in sharded.items():
+            made[k] = decide_family(program, program.rows.spaces[k], options, sharded=reason)
+        plan = _assemble(program, options, made, shared, emit) if sharded else plan
+    tables = sum(len(told) for _, told in made)
+    lifted = sum(p.lifted for p in plan.parameters)
+    return plan, f"{lifted} of {tables} tables run on their touched rows"
+
+
+def _assemble(
+    program: Program, options: Wishes, decided: Sequence[Decision], shared: Mapping[int, str], emit: Emit
+) -> Plan:
+    """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
+    families = [chosen for chosen, _ in decided if chosen is not None]
+    parameters = [p for _, told in decided for p in told]
     order = {given.path: k for k, given in enumerate(program.inputs)}
-    known = {p.path for p in parameters}
     safe, tight = [f for f, _ in families], [f for _, f in families]
     placements, layouts = _placements(program, safe)
     chosen = {f.family for f in safe}
     rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, given in enumerate(program.inputs) if given.role == "state")
-    shares, told = share_dense(program, shared, states - rows, devices)
+    shares, told = share_dense(program, shared, states - rows, options.devices)
     parameters = _with_shares(parameters, told)
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
     parameters.sort(key=lambda p: order[p.path])
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
-    plan = Plan(tuple(tight), tuple(parameters), sparse, devices, placements, layouts, fallback, shares, emit)
-    tables = len(parameters) - sum(p.path not in known for p in told)
-    lifted = sum(p.lifted for p in parameters)
-    return plan, f"{lifted} of {tables} tables run on their touched rows"
+    given = (options.sparse, options.devices, placements, layouts, fallback, shares, emit)
+    return Plan(tuple(tight), tuple(parameters), *given)
+
+
+def _too_large(
+    program: Program, plan: Plan, decided: Sequence[Decision], options: Wishes, memory: int
+) -> Mapping[int, str]:
+    """The families of which "auto" put all rows on every device, and that are to be sharded for want of memory.
+
+    Returns:
+      Number of the family's space -> the reason.
+    """
+    needed, budget = state_bytes(program, plan), state_budget(memory)
+    if needed <= budget:
+        return {}
+    open_: list[int] = []
+    costs: list[Shardable] = []
+    for k, (space, (_, (told, *_))) in enumerate(zip(program.rows.spaces, decided, strict=True)):
+        # Sizes are known where methods were compared.
+        is_auto = all(options.methods[t][0] == "auto" for t in space.tables)
+        if is_auto and told.sizes is not None and told.method in REPLICATED:
+            cost = told.seconds or told.sent
+            open_.append(k)
+            costs.append(Shardable(_saved(program, space, options.devices), cost["ps"] - cost[told.method]))
+    sharded = sorted(choose_sharded(costs, needed - budget))
+    needed -= sum(costs[n].saved for n in sharded)
+    found = {}
+    for n in sharded:
+        method = decided[open_[n]][1][0].method
+        with_it = f"{format_bytes(needed + costs[n].saved)} of {format_bytes(budget)} on each device"
+        found[open_[n]] = f"{method} would take {with_it} ({STATE_SHARE:.0%} of its memory, for the whole state)"
+    return found
+
+
+def _saved(program: Program, space: RowSpace, devices: int) -> int:
+    """Bytes that each device has less of a family whose rows are sharded."""
+    sizes = [program.block.inputs[k].type.nbytes for k in space.leaves]
+    return sum(size - -(-size // devices) for size in sizes)
 
 
 def _methods(
@@ -114,7 +182,7 @@ def _with_shares(parameters: Sequence[ParameterPlan], told: Sequence[ParameterPl
         old = found.get(shared.path)
         if old is not None:
             reason = f"{shared.reason}; all rows, because {old.reason}"
-            shared = dataclasses.replace(shared, reason=reason, remedy=old.remedy, line=old.line)
+            shared = dataclasses.replace(old, method=shared.method, reason=reason, sent=shared.sent)
         found[shared.path] = shared
     return list(found.values())
 

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from autopar.cost.exchange import Sizes, host_sent_bytes, sent_bytes, step_seconds
+from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds
 from autopar.cost.model import journal_steps, lifting_pays
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
+from autopar.ir.decisions import TableDecision
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Refusal, RowSpace
-from autopar.passes.capacity import bounds, device_ids, host_bounds, imbalance, tightened, with_layout
+from autopar.ir.sizes import HEADROOM, Sizes
+from autopar.passes.capacity import (
+    bounds,
+    device_ids,
+    host_bounds,
+    imbalance,
+    limited,
+    tightened,
+    with_layout,
+)
 
 #: Rows that a table may have: one number more must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
+#: A family without limits and as it is planned, None if it stays dense; and what is said of its tables.
+Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]
 #: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
 Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
 
@@ -38,6 +51,8 @@ class Wishes:
       rates: Gives what exchanges cost.
       hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
       journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
+      repeatable: Whether a step may be done again (it has no effects), so that a batch may exceed a capacity.
+      decided: Table -> what an earlier plan decides about it.
     """
 
     methods: Mapping[int, tuple[str, bool]]
@@ -48,16 +63,29 @@ class Wishes:
     rates: Callable[[], Rates] | None
     hosts: frozenset[int] = frozenset()
     journal_steps: int | None = None
+    repeatable: bool = True
+    decided: Mapping[int, TableDecision] = field(default_factory=dict)
 
     def waits(self, space: RowSpace) -> int:
         """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
-        return (self.journal_steps or journal_steps(space.extent)) if space.deferred else 0
+        if not space.deferred:
+            return 0
+        told = self.told(space)
+        return (told.journal if told is not None else self.journal_steps) or journal_steps(space.extent)
+
+    def told(self, space: RowSpace) -> TableDecision | None:
+        """What an earlier plan decides about a family."""
+        return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
 
-def decide_family(
-    program: Program, space: RowSpace, wishes: Wishes
-) -> tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]:
-    """The family without limits and as it is planned, None if it stays dense; and what is said of its tables.
+def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded: str = "") -> Decision:
+    """Decide for one family.
+
+    Args:
+      program: An analysed program.
+      space: The family's.
+      wishes: What the user, the devices and the example say.
+      sharded: Why "auto" is to shard it, whatever that costs; empty: it takes what costs least.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -67,7 +95,7 @@ def decide_family(
     method = next((m for m, _ in asked if m != "auto"), "auto")
     source = _line(space)
 
-    def dense(reason: str, remedy: str = "", line: str = source, **told: Mapping) -> tuple[None, list[ParameterPlan]]:
+    def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[ParameterPlan]]:
         return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
 
     hosted = any(k in wishes.hosts for k in space.tables)
@@ -81,18 +109,22 @@ def decide_family(
                 f"strategy: {paths[0]} can't {what}: {space.refusal}. Leave it to 'auto', or to 'allreduce'"
             )
         where = str(space.refusal.source) if space.refusal.source else source
-        return dense(space.refusal.reason, space.refusal.remedy, where)
+        return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
     if wishes.sparse == "off":
         return dense("sparse='off'")
-    if method == "allreduce":
-        return dense("the strategy says 'allreduce'")
     ids = collect_ids(program.block, space, program.batch, wishes.devices)
+    if method == "allreduce":
+        who = "the strategy" if wishes.told(space) is None else "the plan"
+        several = wishes.devices > 1 and not wishes.hosts
+        sizes = _sizes(program, space, ids, _sharded(program, space, ids, wishes)[1]) if several else None
+        return dense(f"{who} says 'allreduce'", sizes=sizes)
     if wishes.hosts and method == "auto" and wishes.devices > 1 and _pays(program, space, ids):
         hosted = True  # beside others that are there
     if hosted:
         family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
-        sent = {} if wishes.devices == 1 else host_sent_bytes(_host_sizes(program, space, ids, family, wishes))
-        return (family, family), _lifted(space, ids, family, paths, source, sent)
+        sizes = None if wishes.devices == 1 else _host_sizes(program, space, ids, family, wishes)
+        sent = {} if sizes is None else host_sent_bytes(sizes)
+        return (family, family), _lifted(space, ids, family, paths, source, sent=sent, sizes=sizes)
     if wishes.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
@@ -107,17 +139,21 @@ def decide_family(
         return (safe, tight), _lifted(space, ids, tight, paths, source)
     safe, tight = _sharded(program, space, ids, wishes)
     sizes = _sizes(program, space, ids, tight)
-    sent, seconds = sent_bytes(sizes), {}
+    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": sizes}
     if method == "auto":
-        seconds = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
-        cost = seconds or sent
-        method = min(cost, key=lambda m: (cost[m], m != "ps"))
+        costs["seconds"] = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
+        method = "ps" if sharded else _cheapest(costs["seconds"] or costs["sent"])
         if method == "allreduce":
             reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
-            return dense(reason, "strategy='ps'", sent=sent, seconds=seconds)
+            return dense(reason, "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
-    return (safe, tight), _lifted(space, ids, tight, paths, source, sent, seconds)
+    return (safe, tight), _lifted(space, ids, tight, paths, source, why=sharded, **costs)
+
+
+def _cheapest(cost: Mapping[str, float]) -> str:
+    """The method that costs least; "ps" of those that cost the same."""
+    return min(cost, key=lambda m: (cost[m], m != "ps"))
 
 
 def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
@@ -131,15 +167,15 @@ def _lifted(
     family: FamilyPlan,
     paths: Sequence[str],
     source: str,
-    sent: Mapping[str, int] = {},
-    seconds: Mapping[str, float] = {},
+    why: str = "",
+    **told: Any,
 ) -> list[ParameterPlan]:
     """What is said of the tables of a lifted family."""
     reason = f"at most {min(space.extent, ids.count)} of {space.extent} rows a step{_told(family)}"
     if family.journal:
         reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
-    reason = "; ".join([reason, *space.notes])
-    return [ParameterPlan(p, True, family.method, reason, "", source, sent, seconds) for p in paths]
+    reason = "; ".join([reason, *filter(None, [why]), *space.notes])
+    return [ParameterPlan(p, True, family.method, reason, "", source, **told) for p in paths]
 
 
 def _told(family: FamilyPlan) -> str:
@@ -162,17 +198,28 @@ def _sharded(
 ) -> tuple[FamilyPlan, FamilyPlan]:
     """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
-    What comes in a layout (`stored`) keeps it.
+    What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
+    where as many ids are looked up.
     """
     family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
-    family = family if stored is None else dataclasses.replace(family, layout=stored)
-    if wishes.example is None or space.depends_on:
+    assert family.layout is not None, "sharded rows have a layout"
+    told = wishes.told(space)
+    told = told if told is not None and told.method == "ps" and stored is None else None
+    if stored is not None:
+        family = dataclasses.replace(family, layout=stored)
+    elif told is not None:
+        dealt = told.dealt or family.layout.dealt
+        family = dataclasses.replace(family, layout=dataclasses.replace(family.layout, dealt=dealt))
+    if not wishes.repeatable or space.depends_on:
         return family, family
-    flat = wishes.example(program, space, ids)
+    if told is not None and told.ids == ids.count:
+        grown = (told.capacity or 1) * wishes.headroom / HEADROOM
+        return family, limited(family, grown) if told.tight else family
+    flat = None if wishes.example is None else wishes.example(program, space, ids)
     if flat is None:
         return family, family
     loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
-    safe = with_layout(family, loads) if stored is None else family
+    safe = with_layout(family, loads) if stored is None and told is None else family
     assert safe.layout is not None, "sharded rows have a layout"
     safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
     return safe, tightened(safe, loads, wishes.headroom)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -77,6 +78,9 @@ def test_bytes_by_hand() -> None:
         "allreduce_rows": 3 * 20 * 4 + ring * 81 * 8,
         "allreduce": ring * 8000,
     }
+    # Devices that all have the whole batch ask owners for rows, and need nothing else of each other.
+    replicated = dataclasses.replace(SIZES, spread=False)
+    assert sent_bytes(replicated) == {"ps": 3 * 5 * (4 + 8), "allgather": 0, "allreduce_rows": 0, "allreduce": 0}
 
 
 @pytest.mark.parametrize(
@@ -97,6 +101,20 @@ def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) ->
     (told,) = compile_program(program, options).plan.parameters
     assert told.method in fast and told.lifted == (told.method != "allreduce")
     assert told.seconds[told.method] == min(told.seconds.values())
+
+
+def test_what_does_not_fit_is_sharded_and_trains_the_same() -> None:
+    """Memory for a quarter of the state, and a bit: the table is spread, and doesn't leave for the hosts."""
+    state, batch = make_state(4000), ids_in(0, 4000)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    free, tight = (autopar.parallelize(step, mesh=mesh_of(4), donate=False) for _ in range(2))
+    slow = rates(all_to_all=1.0)
+    for planned, memory in ((free, 2 * size), (tight, size // 2)):
+        planned.options = dataclasses.replace(planned.options, memory=lambda m=memory: m, rates=lambda: slow)
+        same(planned(state, batch), jax.jit(step)(state, batch))
+    methods = [planned.plan.parameters[0].method for planned in (free, tight)]
+    assert methods[0] != "ps" and methods[1] == "ps" and not tight.plan.on_hosts
+    assert f"{methods[0]} would take " in tight.plan.parameters[0].reason
 
 
 def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -20,7 +20,7 @@ from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.backends.processes import Processes
 from autopar.cost import Rates
-from autopar.measure import calibrate
+from autopar.measure import calibrate, loops
 
 from ..devices import test_dense
 from ..devices.test_rows import make_state, step
@@ -283,14 +283,14 @@ def check_rates_are_the_first_ones() -> None:
 
 def check_turns_are_measured_together() -> None:
     """Each process would take another number of turns, in each of which it waits for the others."""
-    kept, calibrate._TARGET_S = calibrate._TARGET_S, 0.002 * (1 + 4 * RANK)
+    kept, loops._TARGET_S = loops._TARGET_S, 0.002 * (1 + 4 * RANK)
     try:
         devices = PS.devices
         assert devices is not None
-        seconds = calibrate._loop_seconds(devices, lambda x: jax.lax.psum(x, devices.axis) / COUNT, jnp.ones(COUNT))
+        seconds = loops.loop_seconds(devices, lambda x: jax.lax.psum(x, devices.axis) / COUNT, jnp.ones(COUNT))
         assert 0 < seconds < 1
     finally:
-        calibrate._TARGET_S = kept
+        loops._TARGET_S = kept
 
 
 def check_what_differs_between_processes() -> None:

@@ -139,6 +139,15 @@ def test_available_memory(files: dict[str, str], expected: int, tmp_path: Path) 
     assert limits.available_bytes(root) == expected
 
 
+def test_total_memory(tmp_path: Path) -> None:
+    """The machine's, or the least limit of a group of processes; what is in use doesn't matter."""
+    files = {"proc/meminfo": MEMINFO}
+    assert limits.total_bytes(_files(tmp_path / "a", files)) == 32000 * 1024
+    files |= {"proc/self/cgroup": "0::/job/task\n", "sys/fs/cgroup/job/memory.max": "1000000\n"}
+    files |= {"sys/fs/cgroup/job/task/memory.max": "max\n", "sys/fs/cgroup/job/memory.current": "700000\n"}
+    assert limits.total_bytes(_files(tmp_path / "b", files)) == 1000000
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

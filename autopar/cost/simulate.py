@@ -1,0 +1,191 @@
+"""What a step would take on 1 to 10,000 devices of a kind: compute, exchanges, busy owners, stragglers, overlap.
+
+Weak scaling: every device has as many examples as it has now. The arrays that are sent are as long as they would be in
+the compiled step, whose shapes are static (`passes.capacity`), so padding is counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from autopar.cost.cluster import Cluster
+from autopar.cost.exchange import Term, step_terms
+from autopar.cost.memory import STATE_SHARE
+from autopar.cost.planned_rates import planned_rates
+from autopar.cost.step_time import DenseLoad, step_parts
+from autopar.ir.plan import ROW_METHODS
+from autopar.ir.sizes import HEADROOM, Sizes
+
+#: Of a step's products, those of the backward pass: two of three.
+BACKWARD = 2 / 3
+#: Methods that may be chosen.
+SIMULATED = ("allreduce", *ROW_METHODS)
+
+
+@dataclass(frozen=True, slots=True)
+class TableLoad:
+    """What a device asks of one table, however many devices there are.
+
+    Attributes:
+      path: Of the table.
+      extent: V, rows of the table.
+      row_bytes, family_bytes: Bytes of a row of what is looked up, and with its slots.
+      ids: Ids that a device looks up in a step, duplicates included.
+      rows: n -> distinct rows that n devices together look up in a step, expected.
+    """
+
+    path: str
+    extent: int
+    row_bytes: int
+    family_bytes: int
+    ids: int
+    rows: Callable[[int], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A step, of one device: its dense part, and its tables."""
+
+    dense: DenseLoad
+    tables: tuple[TableLoad, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A simulated step.
+
+    Attributes:
+      devices: N.
+      parts: Part -> its terms; those of a table by its path.
+      methods: Table -> the method that it was simulated with.
+      waiting_s: What the slowest of N devices needs longer for its own work than the average one.
+      hidden_s: Exchanges of dense gradients that go on while the backward pass does.
+      fits: Whether parameters and slots leave enough of the devices' memory to the model.
+    """
+
+    devices: int
+    parts: Mapping[str, tuple[Term, ...]]
+    methods: Mapping[str, str] = field(default_factory=dict)
+    waiting_s: float = 0.0
+    hidden_s: float = 0.0
+    fits: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.by_part().values())
+
+    def by_part(self) -> Mapping[str, float]:
+        """Part -> seconds; what is hidden is taken off the dense gradients."""
+        found = {part: sum(t.seconds for t in terms) for part, terms in self.parts.items()}
+        found["dense gradients"] -= self.hidden_s
+        return {**found, "stragglers": self.waiting_s}
+
+    @property
+    def limit(self) -> str:
+        """The part that takes longest."""
+        parts = self.by_part()
+        return max(parts, key=lambda part: parts[part])
+
+
+def simulate(
+    work: Workload,
+    cluster: Cluster,
+    *,
+    methods: Mapping[str, str] | str = "auto",
+    overlap: float = 0.0,
+    variation: float = 0.0,
+) -> StepTime:
+    """A step on all devices of a cluster.
+
+    Args:
+      work: Of one device.
+      cluster: The machines.
+      methods: Of each table, or of all; "auto": the fastest for which there is memory.
+      overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
+      variation: Standard deviation of a device's own work over its mean: stragglers.
+    """
+    n, rates = cluster.count, planned_rates(cluster)
+    chosen, sizes = {}, {}
+    budget, state = STATE_SHARE * cluster.device.memory_bytes, work.dense.state_bytes
+    for table in work.tables:
+        sizes[table.path] = sizes_at(table, n)
+        given = methods if isinstance(methods, str) else methods.get(table.path, "auto")
+        seconds = {m: sum(t.seconds for t in terms) for m, terms in step_terms(rates, sizes[table.path]).items()}
+        size = table.extent * table.family_bytes
+        possible = SIMULATED if state + size <= budget else ("ps",)
+        chosen[table.path] = min(possible, key=lambda m: seconds[m]) if given == "auto" else given
+        state += size / n if chosen[table.path] == "ps" else size
+    parts = dict(step_parts(rates, work.dense, [(chosen[t.path], sizes[t.path]) for t in work.tables], n))
+    model = sum(t.seconds for part in ("model", "lookups") for t in parts[part])
+    dense = sum(t.seconds for t in parts["dense gradients"])
+    waiting, hidden = variation * model * expected_maximum(n), min(overlap * dense, BACKWARD * model)
+    return StepTime(n, parts, chosen, waiting, hidden, state <= budget)
+
+
+def scaling(work: Workload, cluster: Cluster, counts: Iterable[int], **options: object) -> list[StepTime]:
+    """The same for several numbers of the cluster's devices: machines are filled one after the other."""
+    found = []
+    for n in counts:
+        inside = min(n, cluster.devices)
+        found.append(simulate(work, cluster.of(math.ceil(n / inside), inside), **options))  # type: ignore[arg-type]
+    return found
+
+
+def crossovers(times: Sequence[StepTime]) -> list[str]:
+    """Where the methods change, or what limits does: one line each."""
+    lines = []
+    for old, new in itertools.pairwise(times):
+        for path, method in new.methods.items():
+            if old.methods[path] != method:
+                lines.append(f"from {new.devices} devices on {path} goes by {method}, not {old.methods[path]}")
+        if old.limit != new.limit:
+            lines.append(f"from {new.devices} devices on most of a step is {new.limit}, not {old.limit}")
+    return lines
+
+
+def sizes_at(table: TableLoad, devices: int) -> Sizes:
+    """What a step of N devices does with a table: the arrays of the compiled step, whose shapes are static."""
+    asked = min(table.extent, table.ids)
+    share = -(-table.extent // devices)
+    capacity = min(asked, share, math.ceil(HEADROOM * busiest(table.rows(1), devices)))
+    return Sizes(
+        devices=devices,
+        extent=table.extent,
+        row_bytes=table.row_bytes,
+        family_bytes=table.family_bytes,
+        ids=table.ids,
+        asked=asked,
+        routed=min(table.extent, devices * table.ids) + 1,
+        capacity=capacity,
+        owned=min(share, devices * capacity) + 1,
+        checks=True,
+    )
+
+
+def busiest(rows: float, devices: int) -> int:
+    """Rows in the longest of N^2 messages, if each device asks N owners for so many rows that are dealt out.
+
+    Loads are Poisson's; the longest message is the least length that fewer than half a message exceeds on average
+    (Raab and Steger, "Balls into bins", 1998).
+    """
+    mean, messages = rows / devices, devices * devices
+    if devices == 1:
+        return math.ceil(rows)
+    length = max(0, math.floor(mean - 10 * math.sqrt(mean)))  # that almost no message is shorter than
+    log_term = length * math.log(mean) - mean - math.lgamma(length + 1)
+    above = -math.expm1(log_term)
+    while messages * above > 0.5 and length < rows:
+        length += 1
+        log_term += math.log(mean / length)
+        above -= math.exp(log_term)
+    return max(1, length)
+
+
+def expected_maximum(count: int) -> float:
+    """Of so many standard normal numbers (Blom, 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0

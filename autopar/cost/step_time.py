@@ -1,0 +1,76 @@
+"""How long a whole step takes, by part: the model's products, its tables, its dense parameters, the call itself.
+
+DESIGN 6. Every function is pure; seconds come from `Rates`, which are measured (`measure.calibrate`) or follow from a
+cluster's figures (`cost.planned_rates`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.exchange import Term, step_terms
+from autopar.cost.rates import Rates
+from autopar.ir.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLoad:
+    """What a step does with all that isn't looked up by rows, on each device.
+
+    Attributes:
+      flops: Floating-point operations of its matrix products and convolutions.
+      moved_bytes: Bytes of the batch's values that the model reads and writes.
+      sums: How many sums over examples there are.
+      gradient_bytes: Gradients that are summed over the devices, and the other sums over examples.
+      state_bytes: Parameters with their slots: read and written once by the optimizer, with gradients beside them.
+    """
+
+    flops: float
+    gradient_bytes: float
+    state_bytes: float
+    moved_bytes: float = 0.0
+    sums: int = 0
+
+
+def step_parts(
+    rates: Rates, dense: DenseLoad, tables: Sequence[tuple[str, Sizes]], devices: int
+) -> Mapping[str, tuple[Term, ...]]:
+    """Part -> its terms, in the order of a step.
+
+    Args:
+      rates: Of the devices.
+      dense: Of each device.
+      tables: Method and sizes of each family.
+      devices: N.
+    """
+    reduced = 2 * (devices - 1) * int(dense.gradient_bytes) // devices
+    fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
+    found: dict[str, tuple[Term, ...]] = {
+        "call": (Term("call", rates.call_s + fixed),),
+        "model": (
+            Term("products", dense.flops * rates.flop_s),
+            Term("values of the batch", rates.walk(dense.moved_bytes)),
+        ),
+        "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
+    }
+    found["tables"] = tuple(
+        term for method, sizes in tables for term in step_terms(rates, sizes)[method] if not term.fixed
+    )
+    seconds = rates.all_reduce(dense.gradient_bytes) + dense.sums * rates.sum_s
+    found["dense gradients"] = (Term("reduce dense gradients", seconds, reduced),)
+    found["dense updates"] = (Term("update dense parameters", rates.update_s(3 * dense.state_bytes)),)
+    return found
+
+
+def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
+    """What all methods have in common: a device reads its ids' rows, and adds up their gradients."""
+    return (
+        Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
+        Term("add up own gradients", rates.scatter(sizes.ids, sizes.row_bytes)),
+    )
+
+
+def total(parts: Mapping[str, Sequence[Term]]) -> float:
+    """Seconds of all parts, one after the other."""
+    return sum(term.seconds for terms in parts.values() for term in terms)

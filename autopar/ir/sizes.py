@@ -1,0 +1,39 @@
+"""What a step does with one table, in numbers: all that its cost depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: How much more than the example's load a device may send to another one, before any batch has exceeded that.
+HEADROOM = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a step does with one family on N devices; static bounds, since arrays have these shapes.
+
+    Attributes:
+      devices: N.
+      extent: V, rows of the table.
+      row_bytes: Bytes of a row of what is looked up.
+      family_bytes: Bytes of a row of the table and of its slots.
+      ids: Ids that each device looks up, duplicates included.
+      asked: Distinct rows of them, at most.
+      routed: Rows that all devices together touch, at most.
+      capacity: Rows that a device asks another one for, at most ("ps").
+      owned: Rows that an owner is asked for, at most ("ps").
+      checks: Whether the capacity is measured, so that each step checks it.
+      spread: Whether the devices look up different rows; else all of them have the whole batch.
+    """
+
+    devices: int
+    extent: int
+    row_bytes: int
+    family_bytes: int
+    ids: int
+    asked: int
+    routed: int
+    capacity: int
+    owned: int
+    checks: bool = False
+    spread: bool = True

@@ -1,0 +1,98 @@
+"""What a step computes, whoever computes it: operations of its products, and the sums over examples that it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.program import Block, Equation, Program, Var
+
+#: What multiplies; what adds up over an axis of its operands.
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_SUMS = _PRODUCTS | {"reduce_sum", "reduce_max", "reduce_min"}
+#: What XLA needs no pass of its own for.
+_PASSED = frozenset(
+    "broadcast_in_dim reshape squeeze transpose convert_element_type copy stop_gradient optimization_barrier".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations of a step's products (matrix products and convolutions), and what is reduced.
+
+    Attributes:
+      examples: Operations of products with something of the batch in them: the devices share them.
+      parameters: Of all others: each device does them all.
+      moved_bytes: Bytes of the batch's values that products and elementwise operations read and write, if each product
+        reads and writes its operands, and what lies between two products writes each of its results once: some of that
+        is fused away, and all of it is shared by the devices.
+      reduced_bytes: Bytes of the sums over examples that are needed on every device: dense gradients, mostly. Sums of
+        a loop's iterations count each. Gradients of lookups aren't among them.
+      reductions: How many such sums there are.
+    """
+
+    examples: float = 0.0
+    parameters: float = 0.0
+    reduced_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    reductions: int = 0
+
+    def on(self, devices: int) -> float:
+        """Of each of so many devices."""
+        return self.examples / devices + self.parameters
+
+
+def count_work(program: Program) -> Work:
+    """Of an analysed program.
+
+    Loops count by their trips, a `while` once (nobody knows its trips), of a branch the one with the most work.
+    """
+    return _of(program.block, program.batch)
+
+
+def _of(block: Block, spread: Mapping[Var, int]) -> Work:
+    examples = parameters = reduced = moved = 0.0
+    sums = 0
+    for equation in block.equations:
+        own = _flops(equation)
+        if any(isinstance(a, Var) and a in spread for a in equation.inputs):
+            examples += own
+            moved += _moved(equation, spread)
+            if equation.op in _SUMS:
+                found = [v.type.nbytes for v in equation.outputs if v not in spread]
+                reduced, sums = reduced + sum(found), sums + len(found)
+        else:
+            parameters += own
+        bodies = [_of(body, spread) for body in equation.bodies]
+        if equation.op == "cond":
+            bodies = [max(bodies, key=lambda work: work.examples + work.parameters)]
+        trips = equation.params["length"] if equation.op == "scan" else 1
+        examples += trips * sum(work.examples for work in bodies)
+        parameters += trips * sum(work.parameters for work in bodies)
+        reduced += trips * sum(work.reduced_bytes for work in bodies)
+        moved += trips * sum(work.moved_bytes for work in bodies)
+        sums += trips * sum(work.reductions for work in bodies)
+    return Work(examples, parameters, reduced, moved, sums)
+
+
+def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:
+    """Bytes of the batch's values that an operation reads and writes."""
+    if equation.op in _PASSED or equation.bodies:
+        return 0.0
+    atoms = (*equation.inputs, *equation.outputs) if equation.op in _PRODUCTS else equation.outputs
+    return float(sum(a.type.nbytes for a in atoms if isinstance(a, Var) and a in spread))
+
+
+def _flops(equation: Equation) -> float:
+    """Two for each product that is added."""
+    if equation.op == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        summed = np.prod([equation.inputs[0].shape[k] for k in contracted])
+        return float(2 * np.prod(equation.outputs[0].shape, dtype=float) * summed)
+    if equation.op == "conv_general_dilated":
+        kernel = equation.inputs[1].shape
+        features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+        return float(2 * np.prod(equation.outputs[0].shape, dtype=float) * np.prod(kernel, dtype=float) / features)
+    return 0.0

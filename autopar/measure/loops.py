@@ -1,0 +1,116 @@
+"""Times what devices do in a loop of one compiled program, less the same program with one turn: what a call costs isn't
+in it. All devices work at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.across import place
+from autopar.backends.devices import Devices
+
+Array = Any
+
+_TARGET_S, _RUNS = 0.008, 6
+
+
+def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    """(bytes of the result on one device, seconds) of a collective over the devices' axis.
+
+    Args:
+      devices: At least 2 of them.
+      collective: "all_reduce", "all_gather" or "all_to_all".
+      sizes: About these bytes of the result.
+    """
+    count, axis = devices.count, devices.axis
+
+    def to_all(x: Array) -> Array:
+        return jax.lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(-1)
+
+    def gather(x: Array) -> Array:
+        return jax.lax.all_gather(x, axis, tiled=True)[: x.shape[0]] + x
+
+    def reduce(x: Array) -> Array:
+        return jax.lax.psum(x, axis) * (1 / count)
+
+    step = {"all_reduce": reduce, "all_gather": gather, "all_to_all": to_all}[collective]
+    parts = count if collective == "all_gather" else 1  # of the result that a device gives
+    points = []
+    for size in sizes:
+        length = max(1, size // 4 // count) * count
+        x = jnp.ones((count * length // parts,), jnp.float32)
+        points.append((4.0 * length, loop_seconds(devices, step, x)))
+    return points
+
+
+def walk_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
+    """Seconds of an elementwise pass over `size` bytes of each device, which reads and writes them."""
+    start = jnp.ones((devices.count * (size // 4),), jnp.float32)
+    return loop_seconds(devices, lambda x: x * 0.9 + 0.1, start, runs=runs)
+
+
+def update_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
+    """Seconds of Adagrad's update of a parameter and its slot, of `size` bytes together on each device."""
+
+    def update(x: Array) -> Array:
+        parameter, slot = x[0], x[1]
+        gradient = parameter * 0.1
+        slot = slot + gradient * gradient
+        return jnp.stack([parameter - 0.01 * gradient * jax.lax.rsqrt(slot), slot * 0.99])
+
+    def of_one(x: Array) -> Array:
+        return update(x.reshape(2, -1)).reshape(-1)
+
+    return loop_seconds(devices, of_one, jnp.ones((devices.count * (size // 8 * 2),), jnp.float32), runs=runs)
+
+
+def product_seconds(devices: Devices, length: int, runs: int = _RUNS) -> float:
+    """Seconds of a product of two float32 matrices `[length, length]` on each device."""
+    x = jnp.ones((devices.count * length, length), jnp.float32)
+    return loop_seconds(devices, lambda x, y: (x @ y) * (1 / length), x, x, runs=runs)
+
+
+def loop_seconds(
+    devices: Devices, step: Callable[..., Array], start: Array, *constant: Array, runs: int = _RUNS
+) -> float:
+    """Seconds of one `step` on all devices at once.
+
+    Args:
+      devices: Those that do it.
+      step: Takes the carry and the constants, and returns a carry of the same shape.
+      start: The first carry, spread.
+      *constant: Spread as well.
+      runs: How often it is timed; fewer where a step takes long.
+    """
+
+    def looped(turns: Array, x: Array, *constant: Array) -> Array:
+        return jax.lax.fori_loop(0, turns, lambda _, x: step(x, *constant), x)
+
+    given = (None, 0, *(0 for _ in constant))
+    run = jax.jit(lambda turns, x, *constant: devices.local(looped, given, 0, turns, x, *constant))
+    operands = [place(x, devices.sharding(0)) for x in (start, *constant)]
+
+    def seconds(turns: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(run(turns, *operands))
+        return time.perf_counter() - begin
+
+    seconds(1)
+    wanted = int(np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
+    # As many on every process: each turn may wait for all.
+    turns = int(devices.processes.gather(str(wanted).encode(), "measuring rates")[0])
+    runs = min(runs, 3) if turns == 2 else runs
+    # The fastest runs: what disturbs a run makes it longer.
+    many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))
+    # Where all others are so much at work that one turn took as long as many: at most so long.
+    return (many - one) / turns if many > one else many / (turns + 1)
+
+
+def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(size, seconds) of growing sizes, where nothing takes longer than something larger: that was disturbed."""
+    return [(size, min(s for _, s in points[k:])) for k, (size, _) in enumerate(points)]

@@ -1,0 +1,86 @@
+"""Whether the decisions of an earlier plan fit a step: before they are followed, and after.
+
+What they say about a table holds for its shape, its slots and the number of devices. A step that isn't the one that the
+plan was made for is refused with all that differs, rather than run by half of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.ir.decisions import Decisions, TableDecision
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.rowspace import RowSpace
+
+_REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...); or leave plan= away"
+
+
+def check_facts(program: Program, decisions: Decisions, devices: int) -> None:
+    """That the plan is of an analysed program's tables, on so many devices.
+
+    Raises:
+      PlanError: it isn't; all that differs is named.
+    """
+    if decisions.devices != devices:
+        raise PlanError(
+            f"{decisions.source} is for {decisions.devices} devices, and {program.name} runs on {devices}. Give a mesh "
+            f"of {decisions.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
+        )
+    known = {t.path for t in decisions.tables}
+    found = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
+    states = {given.path for given in program.inputs}
+    wrong = [f"{t.path} is no table of the step" for t in decisions.tables if t.path not in found]
+    wrong += [f"{path} isn't in the step's state" for path in decisions.shared if path not in states]
+    for path, (space, table) in found.items():
+        if path in known:
+            wrong += _differences(program, space, table, decisions.of(path))
+        else:
+            wrong.append(f"{path} is looked up by rows, and isn't in the plan")
+    _raise(program, decisions, wrong)
+
+
+def _differences(program: Program, space: RowSpace, table: int, told: TableDecision) -> list[str]:
+    """What is other about a table than what was planned for."""
+    type_ = program.block.inputs[table].type
+    axis = dict(zip(space.leaves, space.axes, strict=True))[table]
+    slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
+    pairs = [
+        ("shape", list(told.shape), list(type_.shape)),
+        ("dtype", told.dtype, str(type_.dtype)),
+        ("axis of rows", told.axis, axis),
+        ("slots", ", ".join(sorted(told.slots)) or "none", ", ".join(sorted(slots)) or "none"),
+    ]
+    return [f"{told.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]
+
+
+def check_followed(program: Program, decisions: Decisions, plan: Plan) -> None:
+    """That what was decided now is what the plan says.
+
+    Raises:
+      PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.
+    """
+    made = {p.path: p for p in plan.parameters}
+    wrong = []
+    for space in program.rows.spaces:
+        family = plan.family(space.family)
+        where, journal = ("devices", 0) if family is None else (family.where, family.journal)
+        for k in space.tables:
+            told, now = decisions.of(program.inputs[k].path), made[program.inputs[k].path]
+            then, here = _words(told.lifted, told.method, told.where), _words(now.lifted, now.method, where)
+            if then != here:
+                line = f", {now.line}" if now.line else ""
+                wrong.append(f"{told.path}: {then} in the plan, {here} in the step ({now.reason}{line})")
+            elif told.journal != journal:
+                wrong.append(f"{told.path}: rows wait for {told.journal} steps in the plan, for {journal} in the step")
+    _raise(program, decisions, wrong)
+
+
+def _words(lifted: bool, method: str, where: str) -> str:
+    return f"{method} on {'touched' if lifted else 'all'} rows{' on hosts' if where == 'hosts' else ''}"
+
+
+def _raise(program: Program, decisions: Decisions, wrong: Sequence[str]) -> None:
+    if wrong:
+        raise PlanError(f"{decisions.source} doesn't fit {program.name}: {'; '.join(wrong)}. {_REMEDY}")

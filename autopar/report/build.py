@@ -1,0 +1,245 @@
+"""`report`: what is drawn and tabulated of a plan, and what is said of it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from autopar.cost import Cluster
+from autopar.cost.simulate import StepTime
+from autopar.errors import ArgumentsError
+from autopar.report.curves import Curves, by_alpha, by_table_3, taken
+from autopar.report.data import (
+    Measured,
+    Row,
+    Timing,
+    crossing_rows,
+    largest,
+    method_rows,
+    parameter_rows,
+    part_rows,
+    scaling_rows,
+    timing_rows,
+    timings,
+)
+from autopar.report.page import Report
+from autopar.simulation import Simulation, simulate
+from autopar.step_plan import StepPlan, TableEntry
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
+_OTHER = 0.1
+
+
+class _Parts:
+    """What a report is put together from."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, Figure] = {}
+        self.captions: dict[str, str] = {}
+        self.tables: dict[str, Sequence[Row]] = {}
+        self.notes: list[str] = []
+
+    def draw(self, name: str, caption: str, figure: Figure) -> None:
+        self.figures[name], self.captions[name] = figure, caption
+
+
+def report(
+    plan: StepPlan,
+    *,
+    cluster: Cluster | None = None,
+    measured: Measured | None = None,
+    table: str | None = None,
+) -> Report:
+    """Figures and tables of a plan: what each method sends, what a step takes, and what limits it on more devices.
+
+    Figures, as far as the plan has what they need (`Report.notes` says what is left out, and why):
+
+    - bytes_by_alpha, bytes_by_devices: what a device sends in a step by each method, and where another sends the least.
+    - table_3: Parallax's table 3 beside that, for the methods of which it says something else.
+    - parts, methods: predicted time of a step by part, and of its work on the table by method.
+    - speedup: simulated on 1 to 10,000 devices, with what takes most of a step.
+    - measured: predicted against measured times.
+
+    Args:
+      plan: Of `autopar.plan`.
+      cluster: Whose devices are simulated; the plan's by default.
+      measured: Times of steps, in seconds: label -> (predicted, measured), or (label, predicted, measured) of each.
+      table: The path of the table that figures are of; the one with the most bytes by default.
+
+    Raises:
+      ArgumentsError: matplotlib isn't installed; `plan` is none; there is no such table, or its sizes aren't known; or
+        `measured` has another form.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopar
+      >>> @autopar.parallelize
+      ... def step(table, ids):
+      ...     return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+      >>> table, ids = jax.ShapeDtypeStruct((1_000_000, 64), "float32"), jax.ShapeDtypeStruct((6144,), "int32")
+      >>> plan = autopar.plan(step, table, ids, cluster=autopar.Cluster.named("parallax-8x6"))
+      >>> list(autopar.report(plan).figures)
+      ['bytes_by_alpha', 'bytes_by_devices', 'table_3', 'parts', 'methods', 'speedup']
+    """
+    figures, made = require_figures(), _Parts()
+    if not isinstance(plan, StepPlan):
+        raise ArgumentsError("report takes a plan: report(autopar.plan(step, state, batch, cluster=...))")
+    shown = _shown(plan, table)
+    where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
+    told = timings(measured) if measured is not None else ()
+    made.tables["parameters"] = parameter_rows(plan)
+    if shown is None:
+        made.notes.append(f"No figure of bytes: {_unknown(plan)}.")
+    else:
+        _add_bytes(made, figures, plan, shown)
+    if plan.parts:
+        _add_times(made, figures, plan, shown)
+    elif plan.devices > 1:
+        made.notes.append("No predicted times: the plan was made without rates of the devices.")
+    _add_scaling(made, figures, plan, cluster, shown)
+    if told:
+        _add_measured(made, figures, told)
+    title = f"{plan.step} on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
+    return Report(title, made.figures, made.captions, made.tables, tuple(made.notes))
+
+
+def require_figures() -> ModuleType:
+    """The module that draws.
+
+    Raises:
+      ArgumentsError: matplotlib isn't installed.
+    """
+    try:
+        from autopar.report import figures
+    except ImportError as error:
+        raise ArgumentsError(
+            f"reports need matplotlib, which can't be imported ({error}): pip install 'autopar[report]'"
+        ) from error
+    return figures
+
+
+def _shown(plan: StepPlan, path: str | None) -> TableEntry | None:
+    """The table of the figures."""
+    if path is None:
+        return largest(plan)
+    asked = plan.table(path)
+    found = next((t for t in plan.families if path == t.path or path in t.slots), asked)
+    if found.sizes is None:
+        raise ArgumentsError(f"what is sent of {path!r} isn't known: {_unknown(plan, asked)}")
+    return found
+
+
+def _unknown(plan: StepPlan, table: TableEntry | None = None) -> str:
+    if plan.devices == 1:
+        return f"the plan of {plan.step} is of one device, which sends nothing; plan(..., cluster=...) for several"
+    return "no table goes by its rows" if table is None else f"it is trained whole ({table.reason})"
+
+
+def _add_bytes(made: _Parts, figures: ModuleType, plan: StepPlan, table: TableEntry) -> None:
+    alpha, (devices, theirs) = by_alpha(table), by_table_3(table)
+    made.tables["methods"] = method_rows(plan)
+    made.tables["crossovers"] = crossing_rows({"alpha": alpha, "devices": devices})
+    each = f"What each device sends for {table.path} in a step"
+    made.draw(
+        "bytes_by_alpha",
+        f"{each} of {plan.devices} devices, by the share of the rows that it touches: ids are drawn as in the plan's "
+        f"batch, more or fewer of them. {_crossed(alpha, lambda c: f'alpha = {100 * c.x:.3g}%')}",
+        figures.bytes_figure(alpha, "alpha"),
+    )
+    made.draw(
+        "bytes_by_devices",
+        f"{each} of N devices, each with as many ids as in the plan. {_crossed(devices, lambda c: f'N = {c.at:,}')}",
+        figures.bytes_figure(devices, "devices"),
+    )
+    other = {m: told for m, told in theirs.items() if m in devices.sent and _differ(devices.sent[m], told)}
+    if not other:
+        return
+    same = [m for m in theirs if m in devices.sent and m not in other]
+    made.draw(
+        "table_3",
+        "What a device sends (thin) and what it transfers by Parallax's table 3 (wide, grey): the table counts both "
+        "directions, but not the rows that a worker serves to others, nor ids and padding."
+        + (f" Of {' and '.join(same)} both say the same." if same else ""),
+        figures.table_3_figure(devices, other),
+    )
+
+
+def _crossed(curves: Curves, where: Callable[..., str]) -> str:
+    """What its crossings say."""
+    if not curves.crossings:
+        smallest = min(curves.sent, key=lambda m: curves.sent[m][0])
+        return f"{smallest} sends the least everywhere."
+    return " ".join(f"From {where(c)} on {c.new} sends the least, before {c.old}." for c in curves.crossings)
+
+
+def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    return any(a > 0 and b > 0 and abs(math.log(b / a)) > _OTHER for a, b in zip(ours, theirs, strict=True))
+
+
+def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TableEntry | None) -> None:
+    made.tables["parts"] = part_rows(plan)
+    made.draw(
+        "parts",
+        f"Predicted time of a step on {plan.devices} devices, by part, one after the other.",
+        figures.parts_figure(plan.parts),
+    )
+    if table is not None and table.terms:
+        made.draw(
+            "methods",
+            f"Predicted time of a step's work on {table.path}, by method: exchanges between devices, and rows that are "
+            "sorted, looked up, added and updated.",
+            figures.methods_figure(table.path, taken(table), table.terms),
+        )
+
+
+def _add_scaling(
+    made: _Parts, figures: ModuleType, plan: StepPlan, cluster: Cluster | None, table: TableEntry | None
+) -> None:
+    if plan.devices == 1:
+        made.notes.append(f"No speed-up: {_unknown(plan)}.")
+        return
+    if cluster is None and plan.cluster is None:
+        made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
+        return
+    hosted = [t.path for t in plan.families if t.where == "hosts"]
+    if hosted:
+        made.notes.append(f"The speed-up is that of all tables on devices; on hosts is {', '.join(hosted)}.")
+    found = simulate(plan, cluster=cluster)
+    made.tables["scaling"] = scaling_rows(found)
+    made.draw(
+        "speedup",
+        f"Simulated speed-up on {found.cluster.device.name} ({found.cluster.name}) over one device, with as many "
+        f"examples on each. {_limits(found, table)}",
+        figures.speedup_figure([t.devices for t in found.times], found.speedups, [t.limit for t in found.times]),
+    )
+
+
+def _limits(found: Simulation, table: TableEntry | None) -> str:
+    """What takes most of a step, and how the table goes, as they change."""
+    said = f"Most of a step is {_changes(found, lambda time: time.limit)}."
+    if table is None:
+        return said
+    return f"{said} {table.path} goes by {_changes(found, lambda time: time.methods[table.path])}."
+
+
+def _changes(found: Simulation, of: Callable[[StepTime], str]) -> str:
+    """What something is on the fewest devices, and what it becomes on more."""
+    pairs = itertools.pairwise(found.times)
+    changes = [f"{of(new)} from {new.devices:,} on" for old, new in pairs if of(old) != of(new)]
+    return ", ".join([f"{of(found.times[0])} on one device", *changes])
+
+
+def _add_measured(made: _Parts, figures: ModuleType, told: Sequence[Timing]) -> None:
+    made.tables["measured"] = timing_rows(told)
+    near = sum(t.near for t in told)
+    made.draw(
+        "measured",
+        f"Predicted against measured time of a step. In the band the prediction is within 20% of what was measured: "
+        f"{near} of {len(told)}.",
+        figures.measured_figure(told),
+    )

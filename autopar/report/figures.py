@@ -1,0 +1,204 @@
+"""The figures of a report, each with one idea. What they show comes as plain numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from autopar.cost import Term
+from autopar.report.curves import Curves
+from autopar.report.data import NEAR, Timing
+from autopar.report.style import (
+    BLUE,
+    FONT,
+    GREEN,
+    GREY,
+    HEIGHT,
+    INK,
+    METHODS,
+    ORANGE,
+    PALE,
+    PURPLE,
+    SKY,
+    WIDTH,
+    blank,
+    format_count,
+    format_seconds,
+    format_share,
+    label_ends,
+    log_axes,
+    name_axes,
+    settle,
+    write,
+)
+
+_SENT = "bytes a device sends in a step"
+#: Points of which all have labels.
+_LABELLED = 8
+
+
+def bytes_figure(curves: Curves, axis: str) -> Figure:
+    """Bytes by method against "alpha" or "devices"; circles where the least changes, a dot for the plan."""
+    figure, (axes,) = blank()
+    for method, sent in curves.sent.items():
+        _line(axes, curves.x, sent, method)
+    for crossing in curves.crossings:
+        axes.plot(crossing.x, crossing.sent, "o", color="white", markeredgecolor=INK, markersize=6, zorder=4)
+    axes.set_xlim(curves.x[0], curves.x[-1])
+    least = min(size for sent in curves.sent.values() for size in sent if size)
+    axes.set_ylim(bottom=least / (8 if curves.crossings else 2))  # room for words below the curves
+    log_axes(axes, "share" if axis == "alpha" else "count", "bytes", most=4)
+    _mark_crossings(axes, curves, format_share if axis == "alpha" else format_count)
+    if curves.own_sent:
+        axes.plot(curves.own, curves.own_sent, "o", color=METHODS[curves.method][0], markersize=5, zorder=5)
+        _note(axes, "this plan", curves.own, curves.own_sent, bold=True)
+    label_ends(axes, [(sent[-1], method, METHODS[method][0]) for method, sent in curves.sent.items() if sent[-1]])
+    x = "rows that a device touches (alpha)" if axis == "alpha" else "devices (N)"
+    name_axes(axes, x, _SENT, title=curves.path)
+    return settle(figure)
+
+
+def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -> None:
+    """A line down from each crossing, and words at its foot, where no curve is: a crossing is of the lowest ones."""
+    foot = axes.get_ylim()[0]
+    for k, crossing in enumerate(curves.crossings):
+        axes.plot([crossing.x] * 2, [foot, crossing.sent], color=INK, linewidth=0.6, linestyle=(0, (1, 2)))
+        left = _across(axes, crossing.x) < 0.55
+        words = f"{crossing.new} from {shown(float(f'{crossing.x:.2g}') if crossing.x < 1 else crossing.x)}"
+        at, offset = (crossing.x, foot), (3 if left else -3, 2 + 10 * (k % 2))
+        write(axes, words, at, offset, across="left" if left else "right")
+
+
+def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Figure:
+    """A panel for each method of which the paper's table says something else: what is sent, and what it says."""
+    figure, panels = blank(height=HEIGHT, width=max(WIDTH, 1.75 * len(theirs)), panels=len(theirs))
+    for axes, (method, told) in zip(panels, theirs.items(), strict=True):
+        _line(axes, ours.x, ours.sent[method], method)
+        axes.plot(ours.x, told, color=PALE, linewidth=2.5, zorder=1)
+    for axes, (method, told) in zip(panels, theirs.items(), strict=True):
+        log_axes(axes, "count", "bytes", most=3)
+        at = 2 * len(ours.x) // 3
+        pair = {"sent": (ours.sent[method][at], METHODS[method][0]), "table 3": (told[at], GREY)}
+        highest = max(pair, key=lambda name: pair[name][0])
+        for name, (y, colour) in pair.items():
+            if name == highest:
+                write(axes, name, (ours.x[at], y), (-3, 3), across="right", colour=colour)
+            else:
+                write(axes, name, (ours.x[at], y), (3, -3), up="top", colour=colour)
+        name_axes(axes, "devices (N)", _SENT if axes is panels[0] else "", title=method)
+    return settle(figure)
+
+
+def parts_figure(parts: Mapping[str, Sequence[Term]]) -> Figure:
+    """A bar for each part of a step."""
+    seconds = {part: sum(t.seconds for t in terms) for part, terms in parts.items()}
+    figure, (axes,) = blank(height=0.5 + 0.24 * len(seconds))
+    names = list(seconds)
+    axes.barh(names, [1e3 * s for s in seconds.values()], color=BLUE, height=0.65)
+    for k, value in enumerate(seconds.values()):
+        write(axes, format_seconds(value) if value else "0", (1e3 * value, k), (3, 0), up="center")
+    _bars(axes, f"predicted time (ms), {format_seconds(sum(seconds.values()))} in all")
+    return settle(figure)
+
+
+def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> Figure:
+    """A bar for each method of a table: exchanges, and work on rows."""
+    figure, (axes,) = blank(height=1.0 + 0.24 * len(terms))
+    kinds = {"exchanges": BLUE, "rows": SKY, "fixed": PALE}
+    split = [_split(found) for found in terms.values()]
+    left = [0.0] * len(split)
+    for kind, colour in kinds.items():
+        wide = [1e3 * found[kind] for found in split]
+        if any(wide):
+            axes.barh(list(terms), wide, left=left, color=colour, height=0.65, label=kind)
+        left = [a + b for a, b in zip(left, wide, strict=True)]
+    for k, (method, total) in enumerate(zip(terms, left, strict=True)):
+        own = method == taken
+        words = f"{format_seconds(total / 1e3)}{', this plan' if own else ''}"
+        write(axes, words, (total, k), (3, 0), up="center", bold=own)
+    _bars(axes, "predicted time in a step (ms)")
+    axes.set_title(path, fontsize=FONT, loc="left", pad=18)  # above the legend
+    legend = {"frameon": False, "ncols": 3, "handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0}
+    axes.legend(fontsize=FONT, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderpad=0.2, borderaxespad=0.0, **legend)
+    return settle(figure)
+
+
+def _split(terms: Sequence[Term]) -> Mapping[str, float]:
+    """Seconds of exchanges, of work on rows, and of what is there however little there is to do."""
+    found = {"exchanges": 0.0, "rows": 0.0, "fixed": 0.0}
+    for term in terms:
+        found["fixed" if term.fixed else "exchanges" if term.collective else "rows"] += term.seconds
+    return found
+
+
+def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> Figure:
+    """Speed-up against N, the ideal one beside it; colours and names for what takes most of a step."""
+    figure, (axes,) = blank()
+    axes.plot(devices, [n / devices[0] for n in devices], color=PALE, linewidth=1.2)
+    axes.plot(devices, speedups, color=INK, linewidth=0.8, zorder=2)
+    for limit, colour in zip(dict.fromkeys(limits), itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, INK)), strict=False):
+        at = [k for k, found in enumerate(limits) if found == limit]
+        x, y = [devices[k] for k in at], [speedups[k] for k in at]
+        axes.plot(x, y, "o", color=colour, markersize=4, zorder=3, label=limit)
+    log_axes(axes)
+    label_ends(axes, [(devices[-1] / devices[0], "ideal", GREY), (speedups[-1], "simulated", INK)])
+    legend = {"title": "most of a step", "title_fontsize": FONT, "alignment": "left", "handlelength": 0.8}
+    axes.legend(fontsize=FONT, frameon=False, loc="upper left", **legend)
+    name_axes(axes, "devices (N), as many examples on each", "speed-up (examples a second)")
+    return settle(figure)
+
+
+def measured_figure(found: Sequence[Timing]) -> Figure:
+    """Predicted against measured times: on the diagonal they are equal, in the band within 20%.
+
+    Of many only those outside the band have their labels.
+    """
+    figure, (axes,) = blank(height=3.0)
+    times = [s for t in found for s in (t.predicted_s, t.measured_s)]
+    ends = [min(times) / 1.6, max(times) * 1.6]
+    low, high = ([(1 + sign * NEAR) * x for x in ends] for sign in (-1, 1))
+    axes.fill_between(ends, low, high, color=PALE, alpha=0.5, linewidth=0)
+    axes.plot(ends, ends, color=GREY, linewidth=0.8)
+    for timing in found:
+        axes.plot(timing.measured_s, timing.predicted_s, "o", color=BLUE if timing.near else ORANGE, markersize=4)
+    axes.set_xlim(*ends)
+    axes.set_ylim(*ends)
+    log_axes(axes, "seconds", "seconds")
+    axes.set_aspect("equal")
+    for timing in found if len(found) <= _LABELLED else [t for t in found if not t.near]:
+        _note(axes, timing.label, timing.measured_s, timing.predicted_s)
+    name_axes(axes, "measured time of a step", "predicted time of a step")
+    return settle(figure)
+
+
+def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> None:
+    """Words below a point, towards the middle of the panel."""
+    if _across(axes, x) < 0.55:
+        write(axes, words, (x, y), (4, -3), up="top", bold=bold)
+    else:
+        write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
+
+
+def _across(axes: Axes, x: float) -> float:
+    """Where x lies in a panel with a logarithmic axis: 0 at its left end, 1 at its right one."""
+    low, high = axes.get_xlim()
+    return math.log(x / low) / math.log(high / low)
+
+
+def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) -> None:
+    colour, dashes = METHODS[method]
+    pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # nothing has no place on a log axis
+    axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)
+
+
+def _bars(axes: Axes, x: str) -> None:
+    """Horizontal bars, the first one on top, with room for their numbers."""
+    axes.invert_yaxis()
+    axes.margins(x=0.28)
+    axes.set_xlim(left=0)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(x, fontsize=FONT)

@@ -1,0 +1,164 @@
+"""How figures look: sizes for a column of a paper, colours that colour-blind readers tell apart, labels at lines' ends.
+
+Of matplotlib's global state only the defaults are read, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+#: Inches: a column of a paper, and points.
+WIDTH, HEIGHT, FONT = 3.5, 2.5, 8.0
+#: Okabe and Ito, "Color universal design", 2008.
+BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
+INK, GREY, PALE = "#333333", "#777777", "#BBBBBB"
+#: Of methods: colour, and dashes, which a print in grey keeps.
+METHODS = {
+    "ps": (BLUE, "-"),
+    "ps on hosts": (BLUE, "-"),
+    "allgather": (ORANGE, "--"),
+    "allreduce_rows": (GREEN, "-."),
+    "allreduce": (INK, (0, (1, 1))),
+}
+
+
+def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of some panels side by side, without frames around them."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.tick_params(labelsize=FONT, color=PALE)
+        one.spines[["left", "bottom"]].set_color(PALE)
+    return figure, axes
+
+
+def settle(figure: Figure) -> Figure:
+    """Lay a figure out for good: it is drawn the same from then on."""
+    figure.draw_without_rendering()
+    figure.draw_without_rendering()  # panels that share an axis find their place in two
+    figure.set_layout_engine("none")
+    return figure
+
+
+def name_axes(axes: Axes, x: str, y: str = "", title: str = "") -> None:
+    """Labels and a title, in the size of all text."""
+    axes.set_xlabel(x, fontsize=FONT)
+    axes.set_ylabel(y, fontsize=FONT)
+    axes.set_title(title, fontsize=FONT, loc="left")
+
+
+def log_axes(axes: Axes, x: str = "count", y: str = "count", most: int = 5) -> None:
+    """Make both axes of what is drawn logarithmic, with numbers as "count" (1,000), "bytes" (1 kB), "share" (0.1%) or
+    "seconds" (1 ms), `most` of them on the x axis."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    for axis, kind, count in ((axes.xaxis, x, most), (axes.yaxis, y, 7)):
+        low, high = axis.get_view_interval()
+        ticks = log_ticks(low, high, count)
+        axis.set_ticks(ticks, [_FORMATS[kind](tick) for tick in ticks])
+    axes.grid(color=PALE, linewidth=0.4, alpha=0.6)
+
+
+def log_ticks(low: float, high: float, most: int) -> list[float]:
+    """Powers of ten between two numbers, every second or third one if there are too many; 1, 2 and 5 times them if
+    there are fewer than three.
+
+    >>> log_ticks(3, 20_000, 5), log_ticks(3, 20_000, 3), log_ticks(0.9, 25, 5)
+    ([10.0, 100.0, 1000.0, 10000.0], [10.0, 1000.0], [1.0, 2.0, 5.0, 10.0, 20.0])
+    """
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    if last - first >= 2:
+        step = -(-(last - first + 1) // most)
+        return [10.0**k for k in range(first, last + 1, step)]
+    found = [digit * 10.0**k for k in range(first - 1, last + 1) for digit in (1, 2, 5)]
+    return [tick for tick in found if low <= tick <= high]
+
+
+def write(
+    axes: Axes,
+    words: str,
+    at: tuple[float, float],
+    offset: tuple[float, float],
+    *,
+    across: Literal["left", "right"] = "left",
+    up: Literal["top", "center", "bottom"] = "bottom",
+    colour: str = INK,
+    bold: bool = False,
+) -> None:
+    """Words beside a point of a panel, some points of type away from it; `across` and `up`: which part of them is."""
+    weight = "bold" if bold else "normal"
+    text = axes.annotate(
+        words, at, offset, textcoords="offset points", fontsize=FONT, ha=across, va=up, color=colour, weight=weight
+    )
+    text.set_path_effects([withStroke(linewidth=2, foreground="white")])  # lines pass behind it
+
+
+def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Texts at the right of the panel, (y, text, colour), at the height of their lines, moved apart where they would
+    overlap."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None, "a panel is in a figure"
+    height = figure.get_figheight() * 0.72 * 72  # points of a panel: the rest is for the labels of axes
+    gap = 1.25 * FONT / height
+    scale = axes.transScale + axes.transLimits
+    x = axes.get_xlim()[1]
+    placed = sorted((float(scale.transform((x, y))[1]), text, colour) for y, text, colour in ends)
+    heights = spread([height for height, _, _ in placed], gap, 1.0)
+    for at, (_, text, colour) in zip(heights, placed, strict=True):
+        axes.text(1.03, at, text, transform=axes.transAxes, color=colour, fontsize=FONT, va="center")
+
+
+def spread(heights: Sequence[float], gap: float, top: float) -> list[float]:
+    """Ascending heights, moved as little as one pass up and one down do, so that neighbours are `gap` apart.
+
+    >>> spread([10, 12, 98], 25, 100)
+    [10, 35, 98]
+    """
+    found: list[float] = []
+    for height in heights:
+        found.append(max(height, found[-1] + gap) if found else height)
+    limit = top
+    for k in reversed(range(len(found))):
+        found[k] = min(found[k], limit)
+        limit = found[k] - gap
+    return found
+
+
+def format_count(value: float) -> str:
+    """1000 as '1,000'."""
+    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+
+
+def format_size(value: float) -> str:
+    """1000 as '1 kB'."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 1000 or unit == "TB":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return ""
+
+
+def format_share(value: float) -> str:
+    """0.001 as '0.1%'."""
+    return f"{100 * value:.3g}%"
+
+
+def format_seconds(value: float) -> str:
+    """0.001 as '1 ms'."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if value >= size or unit == "µs":
+            return f"{value / size:.3g} {unit}"
+    return ""
+
+
+_FORMATS = {"count": format_count, "bytes": format_size, "share": format_share, "seconds": format_seconds}

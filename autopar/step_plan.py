@@ -1,0 +1,342 @@
+"""`StepPlan`: the plan of a step as plain data, which can be kept, compared and reported on.
+
+An `ir.plan.Plan` holds for one traced program: inputs by number. A StepPlan names parameters by their paths, so that
+it outlives the program, the process and the version of JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.alphas import Alphas
+from autopar.cost import Cluster, Growth, Rates, Term, step_terms
+from autopar.cost.memory import state_budget, state_bytes
+from autopar.cost.step_time import DenseLoad, step_parts, total
+from autopar.elsewhere import elsewhere
+from autopar.errors import ArgumentsError
+from autopar.ir.decisions import Decisions, TableDecision
+from autopar.ir.plan import Emit, ParameterPlan, Sparse
+from autopar.ir.program import Program
+from autopar.ir.row_ids import collect_ids
+from autopar.ir.rowspace import RowSpace
+from autopar.ir.sizes import Sizes
+from autopar.ir.work import Work, count_work
+from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
+from autopar.passes.capacity import device_ids
+from autopar.plan_difference import PlanDifference, difference
+from autopar.plan_file import read_plan, write_plan
+from autopar.planned import Entry
+from autopar.step import ParallelStep
+from autopar.wrapped_step import WrappedStep, unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry(TableDecision):
+    """A table that is looked up by rows, with its optimizer's slots: what is decided, and what it takes.
+
+    Attributes:
+      alpha: Rows that a step touches; None where nothing is known of them.
+      growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
+        isn't known.
+      sizes: What a step does with the family on several devices.
+      terms: On several devices, method -> all that it does in a step, in order.
+    """
+
+    alpha: Alpha | None = None
+    growth: Growth | None = None
+    sizes: Sizes | None = None
+    terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Method -> what its exchanges and updates are predicted to take in a step."""
+        return {method: sum(t.seconds for t in terms) for method, terms in self.terms.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseEntry:
+    """A leaf of the state that isn't looked up by rows. `shared`: kept in shares, and gathered for use."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The plan of a step.
+
+    Attributes:
+      step: The step's name.
+      devices: N.
+      cluster: The machines that it was made for; None: the devices here.
+      sparse, emit: As `parallelize` was told.
+      tables, dense: The state, by parameter.
+      state_bytes: Bytes of the state on each device.
+      work: Operations of the model, and what is reduced of its dense gradients.
+      parts: On several devices, part of a step -> its terms, as predicted; empty with tables on hosts.
+    """
+
+    step: str
+    devices: int
+    cluster: Cluster | None
+    sparse: Sparse
+    emit: Emit
+    tables: tuple[TableEntry, ...]
+    dense: tuple[DenseEntry, ...]
+    state_bytes: int
+    work: Work = field(default_factory=Work)
+    parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """What a step is predicted to take; 0 where nothing is known of the devices."""
+        return total(self.parts)
+
+    def diff(self, new: StepPlan) -> PlanDifference:
+        """What is other in a plan made later, for people: facts, decisions, predictions; not the words about them."""
+        mine, theirs = ({x.path: _facts(x) for x in (*p.tables, *p.dense)} for p in (self, new))
+        return difference({"the step": _step_facts(self), **mine}, {"the step": _step_facts(new), **theirs})
+
+    @property
+    def families(self) -> tuple[TableEntry, ...]:
+        """One table of each family: sizes and terms are those of a whole family."""
+        found: list[TableEntry] = []
+        for table in self.tables:
+            if not any(table.path in other.slots for other in found):
+                found.append(table)
+        return tuple(found)
+
+    def decisions(self, source: str = "") -> Decisions:
+        """What a step is to follow that is run by this plan; `source`: where it comes from, in words."""
+        shared = tuple(leaf.path for leaf in self.dense if leaf.shared)
+        return Decisions(source or f"the plan of {self.step}", self.devices, self.tables, shared)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, as JSON.
+
+        Raises:
+          PlanError: the file can't be written.
+        """
+        write_plan(path, self)
+
+    @staticmethod
+    def load(path: str | Path) -> StepPlan:
+        """The plan in a file; equal to the one that was saved.
+
+        Raises:
+          PlanError: the file can't be read, or is no plan, of another version, or damaged.
+        """
+        return read_plan(path, StepPlan)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that each device of the cluster would need more for the state; 0 if it fits, or without a cluster."""
+        return 0 if self.cluster is None else max(0, self.state_bytes - state_budget(self.cluster.device.memory_bytes))
+
+    def table(self, path: str) -> TableEntry:
+        """The table of a path.
+
+        Raises:
+          ArgumentsError: there is none.
+        """
+        found = next((t for t in self.tables if t.path == path), None)
+        if found is None:
+            shown = ", ".join(t.path for t in self.tables) or "none"
+            raise ArgumentsError(f"{path!r} is no table of the plan of {self.step}; looked up by rows: {shown}")
+        return found
+
+
+def _step_facts(plan: StepPlan) -> Mapping[str, str]:
+    return {
+        "name": plan.step,
+        "devices": str(plan.devices),
+        "cluster": "the devices here" if plan.cluster is None else str(plan.cluster),
+        "sparse": plan.sparse,
+        "emit": plan.emit,
+        "bytes of state on a device": str(plan.state_bytes),
+    }
+
+
+def _facts(entry: TableEntry | DenseEntry) -> Mapping[str, str]:
+    """What is said of a parameter, in words that are the same where the difference doesn't matter."""
+    shape = {"shape": str(list(entry.shape)), "dtype": entry.dtype}
+    if isinstance(entry, DenseEntry):
+        return {"kind": "dense", **shape, "kept": "in shares" if entry.shared else "whole"}
+    measured = "measured" if entry.tight else "a bound"
+    seconds = entry.seconds.get(entry.method)
+    return {
+        "kind": "table",
+        **shape,
+        "axis of rows": str(entry.axis),
+        "slots": ", ".join(entry.slots) or "none",
+        "ids": str(entry.ids),
+        "method": entry.method,
+        "where": entry.where,
+        "rows updated": "touched" if entry.lifted else "all",
+        "capacity": "none" if entry.capacity is None else f"{entry.capacity} ({measured})",
+        "rows": "dealt out" if entry.dealt else "in shares of adjacent ones",
+        "journal": str(entry.journal),
+        "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
+        "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",
+    }
+
+
+def plan(
+    step: ParallelStep | WrappedStep,
+    *args: Any,
+    cluster: Cluster | None = None,
+    alphas: Alphas | None = None,
+    **kwargs: Any,
+) -> StepPlan:
+    """The plan of a step, as plain data.
+
+    Args:
+      step, *args, cluster, **kwargs: As for `explain`.
+      alphas: What `measure_alpha` found on batches of the step. Each table's growth is taken from it, and its alpha
+        where the batch is given as shapes. Without it growth is that of the devices' shares of the one batch.
+
+    Raises:
+      ArgumentsError: no arguments, `step` is no step of `parallelize`, or a table that `alphas` doesn't have.
+    """
+    if not isinstance(step, (ParallelStep, WrappedStep)):
+        raise ArgumentsError("plan takes a step that parallelize returned")
+    if not args and not kwargs:
+        raise ArgumentsError(f"plan takes a step's arguments as well: plan({step.name}, state, batch)")
+    pure, arrays, named = unwrapped(step, args, kwargs, "plan")
+    entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
+    return plan_of(entry, step.name, pure.leaves(arrays, named), cluster, alphas)
+
+
+def plan_of(
+    entry: Entry,
+    name: str,
+    leaves: Sequence[Any] | None,
+    cluster: Cluster | None = None,
+    alphas: Alphas | None = None,
+) -> StepPlan:
+    """The same of an entry; `leaves` are flat arguments, by which alpha is measured."""
+    program, made = entry.compiled.analysed, entry.compiled.plan
+    told = {p.path: p for p in made.parameters}
+    measure = entry.options.rates if made.devices > 1 and not made.on_hosts else None
+    rates = None if measure is None else measure()
+    tables, members = [], set()
+    for space in program.rows.spaces:
+        for table in space.tables:
+            path = program.inputs[table].path
+            seen = None if alphas is None or not space.accesses else alphas.table(path).growth
+            tables.append(
+                _table(entry, space, table, told[path], _touched(program, space, leaves, made.devices, seen), rates)
+            )
+        members.update(space.leaves)
+    dense = []
+    for k, given in enumerate(program.inputs):
+        if given.role == "state" and k not in members:
+            type_ = program.block.inputs[k].type
+            dense.append(
+                DenseEntry(given.path, type_.shape, str(type_.dtype), getattr(type_, "nbytes", 0), k in made.shares)
+            )
+    state = state_bytes(program, made)
+    given = (name, made.devices, cluster, made.sparse, made.emit, tuple(tables), tuple(dense), state)
+    found = StepPlan(*given, work=count_work(program))
+    return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates))
+
+
+def _parts(found: StepPlan, rates: Rates) -> Mapping[str, tuple[Term, ...]]:
+    """What the whole step is predicted to take."""
+    tables = [(t.method, t.sizes) for t in found.families if t.sizes is not None]
+    return step_parts(rates, dense_load(found), tables, found.devices)
+
+
+def dense_load(found: StepPlan) -> DenseLoad:
+    """What a step does on each device with all leaves whose rows don't go by themselves."""
+    whole = [t for t in found.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
+    gradients = sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize for t in whole)
+    state = sum(leaf.nbytes // (found.devices if leaf.shared else 1) for leaf in found.dense)
+    slots = sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize * (1 + len(t.slots)) for t in whole)
+    work = found.work
+    moved = work.moved_bytes / found.devices
+    return DenseLoad(work.on(found.devices), work.reduced_bytes + gradients, state + slots, moved, work.reductions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Touched:
+    """How many ids a step looks up in a family, and what rows they are."""
+
+    ids: int
+    alpha: Alpha | None
+    growth: Growth | None
+
+
+def _touched(
+    program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: Growth | None
+) -> _Touched:
+    """By the batch, as far as it is known, and by what was seen of others."""
+    if not space.accesses:
+        return _Touched(0, None, None)
+    ids, extent = collect_ids(program.block, space, program.batch, devices), space.extent
+    each, flat = ids.count_on(devices), example_ids(program, ids, leaves)
+    seen = None if seen is None else seen.with_ids(each)
+    if flat is not None:
+        asked = device_ids(flat, ids.batched, devices, extent)
+        growth = seen or (growth_of(asked, extent, each) if any(ids.batched) else None)
+        return _Touched(ids.count, alpha_of(asked, extent, ids.count), growth)
+    if seen is not None:
+        return _Touched(ids.count, Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen)
+    return _Touched(ids.count, most(ids, extent, devices), None)
+
+
+def _table(
+    entry: Entry,
+    space: RowSpace,
+    table: int,
+    told: ParameterPlan,
+    touched: _Touched,
+    rates: Rates | None,
+) -> TableEntry:
+    program, made = entry.compiled.analysed, entry.compiled.plan
+    type_ = program.block.inputs[table].type
+    family = made.family(space.family)
+    found = TableEntry(
+        path=told.path,
+        shape=type_.shape,
+        dtype=str(type_.dtype),
+        axis=dict(zip(space.leaves, space.axes, strict=True))[table],
+        slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
+        ids=touched.ids,
+        method=told.method,
+        where="devices",
+        lifted=told.lifted,
+        reason=told.reason,
+        remedy=told.remedy,
+        line=told.line,
+        refused=told.refused,
+        alpha=touched.alpha,
+        growth=touched.growth,
+        sizes=told.sizes,
+    )
+    if family is not None:
+        dealt = family.layout is not None and family.layout.dealt
+        bounds = {"capacity": family.capacity, "tight": family.tight, "dealt": dealt, "journal": family.journal}
+        found = dataclasses.replace(found, where=family.where, **bounds)
+    return dataclasses.replace(found, terms=_terms(entry, found, rates))
+
+
+def _terms(entry: Entry, table: TableEntry, rates: Rates | None) -> Mapping[str, tuple[Term, ...]]:
+    """What each method does, by rates; of a step that is run by a plan what that one says, if it is of these sizes."""
+    if table.sizes is None or table.where == "hosts":
+        return {}
+    if rates is not None:
+        return step_terms(rates, table.sizes)
+    decisions = entry.options.decisions
+    told = None if decisions is None else decisions.of(table.path)
+    return told.terms if isinstance(told, TableEntry) and told.sizes == table.sizes else {}

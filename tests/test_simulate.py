@@ -1,0 +1,184 @@
+"""Steps on devices that aren't here: what a step computes, its time by part, and what becomes of it on more devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cost import Cluster, Device, Link
+from autopar.cost.rates import FREE, NO_TIME, Curve, RowRate
+from autopar.cost.simulate import TableLoad, Workload, busiest, expected_maximum, scaling, simulate, sizes_at
+from autopar.cost.step_time import DenseLoad, step_parts, total
+from autopar.ir.sizes import Sizes
+from autopar.ir.work import count_work
+from autopar.simulation import workload
+
+#: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 1 GB/s and 0.1 GB/s that take 1 ms a message.
+CLUSTER = Cluster("chalk", 8, 4, Device("chalk", 1e9, 1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e8), 1e9)
+LOAD = TableLoad("emb", 100_000, 256, 512, 1000, lambda n: 100_000 * (1 - np.exp(-n * 900 / 100_000)))
+
+
+def planned(devices: int, step: Any, *args: Any) -> autopar.StepPlan:
+    return autopar.plan(autopar.parallelize(step), *args, cluster=CLUSTER.of(devices, 1))
+
+
+def test_products_are_counted() -> None:
+    """Two operations a product; those of the batch are shared; loops count by their trips."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            h = batch["x"] @ p["w"]  # 8 x 3 x 5
+            h, _ = jax.lax.scan(lambda h, _: (h @ p["u"], None), h, None, length=7)  # 7 of 8 x 5 x 5
+            return jnp.mean(h**2) + jnp.sum(p["u"] @ p["u"])  # 5 x 5 x 5
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    state = {"w": jnp.ones((3, 5)), "u": jnp.ones((5, 5))}
+    work = planned(2, step, state, {"x": jnp.ones((8, 3))}).work
+    # Forward; backward, for parameters; backward, for h, which isn't needed of x.
+    assert work.examples == 2 * (2 * 8 * 3 * 5 + 3 * 7 * 8 * 5 * 5)
+    assert work.parameters == 2 * 3 * 5 * 5 * 5
+    assert work.on(2) == work.examples / 2 + work.parameters
+    # Gradients of w, and of u in each iteration; the loss.
+    assert work.reduced_bytes == 4 * (3 * 5 + 7 * 5 * 5 + 1)
+    assert work.reductions == 1 + 7 + 1
+
+
+def test_a_convolution_is_counted() -> None:
+    def step(kernel: Any, x: Any) -> Any:
+        def loss_fn(k: Any) -> jax.Array:
+            return jnp.mean(jax.lax.conv_general_dilated(x, k, (1, 1), "VALID") ** 2)
+
+        return kernel - jax.grad(loss_fn)(kernel), ()
+
+    entry = autopar.parallelize(step).entry(jnp.ones((4, 3, 2, 2)), jnp.ones((8, 3, 6, 6)))
+    forward = 2 * (8 * 4 * 5 * 5) * (3 * 2 * 2)
+    assert count_work(entry.compiled.analysed).on(1) == 2 * forward  # the output's, and the kernel's gradient
+
+
+def test_the_parts_of_a_step_by_hand() -> None:
+    rates = dataclasses.replace(
+        NO_TIME,
+        all_reduce=Curve(((0.0, 1.0), (100.0, 3.0))),
+        gather=RowRate(0.1, 0.01),
+        walk=Curve(((0.0, 0.0), (1000.0, 10.0))),
+        update=Curve(((0.0, 0.0), (1000.0, 20.0))),
+        all_to_all=FREE,
+        fixed={"ps": 0.5},
+        call_s=0.25,
+        sum_s=0.125,
+        flop_s=1e-3,
+    )
+    sizes = Sizes(2, 100, 8, 16, 5, 4, 9, 3, 6)
+    parts = step_parts(rates, DenseLoad(2000.0, 50.0, 300.0, 40.0, 4), [("ps", sizes)], 2)
+    found = {part: sum(t.seconds for t in terms) for part, terms in parts.items()}
+    assert found["call"] == 0.25 + 0.5
+    assert found["model"] == 2.0 + 0.4
+    assert found["lookups"] == pytest.approx(5 * (0.1 + 8 * 0.01))
+    # Owners look 6 rows of 8 bytes up, a device picks 4, pulls and commits 6 of 16, and walks twice over these 6.
+    assert found["tables"] == pytest.approx((6 + 4) * 0.18 + 6 * 0.26 + 2 * 6 * 24 * 0.02)
+    assert found["dense gradients"] == 2.0 + 4 * 0.125
+    assert found["dense updates"] == pytest.approx(3 * 300 * 0.02)
+    assert total(parts) == pytest.approx(sum(found.values()))
+
+
+@pytest.mark.parametrize(("devices", "rows"), [(4, 2500), (48, 300), (1000, 1000), (200, 40_000), (2, 20_000_000)])
+def test_the_busiest_message(devices: int, rows: int) -> None:
+    """Against draws of Poisson's loads."""
+    rng = np.random.default_rng(devices)
+    drawn = np.mean([rng.poisson(rows / devices, devices**2).max() for _ in range(20)])
+    assert abs(busiest(rows, devices) - drawn) <= max(1.0, 0.03 * drawn)
+
+
+@pytest.mark.parametrize("count", [1, 2, 10, 1000])
+def test_the_slowest_of_some(count: int) -> None:
+    drawn = np.random.default_rng(0).normal(size=(4000, count)).max(1).mean()
+    assert expected_maximum(count) == pytest.approx(drawn, abs=0.05)
+
+
+def test_sizes_are_those_that_are_planned() -> None:
+    """A step that is planned for 16 devices, and its sizes as they are simulated from its plan for 4."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda t: jnp.mean(t[batch["ids"]] ** 2))(state)
+        return state - 0.1 * g, loss
+
+    rng = np.random.default_rng(0)
+
+    def at(devices: int) -> autopar.StepPlan:
+        ids = (rng.zipf(1.2, (devices * 64, 8)).clip(max=50_000) - 1).astype(np.int32)
+        return planned(devices, step, jnp.zeros((50_000, 16)), {"ids": ids})
+
+    wanted, (load,) = at(16).tables[0].sizes, workload(at(4)).tables
+    found = sizes_at(load, 16)
+    assert wanted is not None
+    exact = ("devices", "extent", "row_bytes", "family_bytes", "ids", "asked", "routed", "checks", "spread")
+    assert [getattr(found, name) for name in exact] == [getattr(wanted, name) for name in exact]
+    assert found.capacity == pytest.approx(wanted.capacity, rel=0.2)
+    assert found.owned == pytest.approx(wanted.owned, rel=0.2)
+
+
+def test_what_is_hidden_and_what_is_waited_for() -> None:
+    work = Workload(DenseLoad(5e7, 1e6, 1e6), (LOAD,))
+    plain = simulate(work, CLUSTER)
+    model = sum(plain.by_part()[part] for part in ("model", "lookups"))
+    dense = plain.by_part()["dense gradients"]
+    assert model == pytest.approx(0.1, rel=0.05)
+    assert dense == pytest.approx(2 * 3 * (1e-3 + 0.25e6 / 1e9) + 2 * 7 * (1e-3 + 1e6 / 8 / 1e8))
+    hidden = simulate(work, CLUSTER, overlap=1.0)
+    assert hidden.hidden_s == pytest.approx(min(dense, 2 / 3 * model))
+    assert plain.seconds - hidden.seconds == pytest.approx(hidden.hidden_s)
+    late = simulate(work, CLUSTER, variation=0.1)
+    assert late.seconds - plain.seconds == pytest.approx(0.1 * model * expected_maximum(32))
+
+
+def test_methods_change_with_the_devices_and_are_the_fastest() -> None:
+    work = Workload(DenseLoad(1e6, 1e3, 1e3), (LOAD,))
+    counts = (1, 2, 8, 64, 1024, 10_000)
+    times = scaling(work, CLUSTER, counts)
+    assert [t.devices for t in times] == list(counts)
+    for count, time in zip(counts, times, strict=True):
+        others = [scaling(work, CLUSTER, [count], methods=m)[0] for m in ("ps", "allgather", "allreduce")]
+        assert all(time.seconds <= other.seconds + 1e-12 for other in others)
+    assert times[-1].methods["emb"] == "allreduce"  # 10,000 devices touch the whole table
+
+
+def test_the_devices_memory_limits_methods() -> None:
+    """Of 1 GB 700 MB are for the state: a table of 1,024 MB fits two devices, and is never on all of them."""
+    work = Workload(DenseLoad(1e6, 1e3, 1e3), (TableLoad("emb", 2_000_000, 256, 512, 10, lambda n: 10.0 * n),))
+    times = scaling(work, CLUSTER, (1, 2, 64))
+    assert [t.fits for t in times] == [False, True, True]
+    assert {t.methods["emb"] for t in times} == {"ps"}
+    named = simulate(work, CLUSTER, methods="allgather")
+    assert named.methods["emb"] == "allgather" and not named.fits
+
+
+def test_simulate_prints_what_a_user_asks() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda t: jnp.mean(t[batch["ids"]] ** 2))(state)
+        return state - 0.1 * g, loss
+
+    args = jnp.zeros((50_000, 16)), {"ids": jnp.arange(256).reshape(32, 8)}
+    made = planned(4, step, *args)
+    found = autopar.simulate(made, devices=(1, 4, 1000), variation=0.05)
+    text = str(found)
+    assert "step on chalk (chalk), simulated" in text and "speed-up" in text
+    assert found.speedups[0] == 1.0 and found.speedups[1] == pytest.approx(
+        4 * found.times[0].seconds / found.times[1].seconds
+    )
+    with pytest.raises(autopar.ArgumentsError, match="give growing numbers of devices"):
+        autopar.simulate(made, devices=(4, 2))
+    with pytest.raises(autopar.ArgumentsError, match=r"overlap is in \[0, 1\]"):
+        autopar.simulate(made, overlap=2)
+    alone = autopar.plan(autopar.parallelize(step), *args)
+    with pytest.raises(autopar.ArgumentsError, match="needs to know the devices"):
+        autopar.simulate(alone)
+    with pytest.raises(autopar.ArgumentsError, match="is of one device"):
+        autopar.simulate(alone, cluster=CLUSTER)
