@@ -1,4 +1,4 @@
-"""Measures how long exchanges take on some devices, in some ten seconds at first need; then read from a file."""
+"""Measures how long exchanges take on some devices, in some twenty seconds at first need; then read from a file."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import autopar
 from autopar.cost import Sizes, sent_bytes, transfer_bytes
 from autopar.measure.collectives import Collective, read_collectives, sent_by_device
 
+from ..zoo import MODELS
 from .meshes import mesh_of
 
 DEVICES, ROWS, WIDTH, IDS = 4, 4000, 16, (32, 5)
@@ -75,6 +76,17 @@ def result_bytes(text: str, larger_than: int = 0) -> Counter[str]:
     for c in read_collectives(text):
         total[c.op] += c.times * sum(n for n in c.sizes if n > larger_than)
     return total
+
+
+@pytest.mark.parametrize(("model", "tolerance"), [("mlp", 0), ("cnn_batchnorm", 0), ("lstm_lm", 0.1)])
+def test_sums_over_examples_are_counted(model: str, tolerance: float) -> None:
+    """What the plan says is reduced, from the traced step, beside what XLA reduces."""
+    case = MODELS[model].make(optax.sgd(0.1))
+    planned = autopar.parallelize(case.step, strategy="ps", mesh=mesh_of(2))
+    state, batch = case.state, case.batches(0)
+    text = planned.lower(state, batch).compile().as_text()
+    counted = autopar.plan(planned, state, batch).work.reduced_bytes
+    assert counted == pytest.approx(result_bytes(text)["all-reduce"], rel=tolerance)
 
 
 def test_collectives_in_loops_are_counted_as_often_as_they_run() -> None:
