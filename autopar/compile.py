@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.collection import paused_collection
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.decisions import Decisions
@@ -231,6 +232,7 @@ PIPELINE: tuple[tuple[str, Pass], ...] = (
 )
 
 
+@paused_collection()
 def compile_program(program: Program, options: Options) -> Compiled:
     """Run the pipeline on a traced program."""
     while True:

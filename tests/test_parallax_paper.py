@@ -49,6 +49,5 @@ def test_the_order_of_the_systems(model: str) -> None:
 
 @pytest.mark.parametrize("row", paper.compare(paper.fit()), ids=lambda row: row.what)
 def test_what_the_paper_prints(row: paper.Comparison) -> None:
-    """Within 30%. NMT's throughput of one GPU isn't met: there every system is said to scale better than it does."""
-    limit = 1.05 if row.what.startswith("figure 13: NMT") else 0.3
-    assert abs(row.error) <= limit
+    """Within 30%, but for one number by a hair."""
+    assert abs(row.error) <= (0.32 if row.what == "figure 13: NMT, TF-PS, times one GPU" else 0.3)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar import jax_compat
+from autopar.collection import paused_collection
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, OpaqueType, Source, Type, Var
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -27,6 +28,7 @@ def type_of(aval: Any) -> Type:
     return OpaqueType(str(aval))
 
 
+@paused_collection()
 def block_of(jaxpr: Any) -> Block:
     """Copy a (closed) jaxpr into a Block."""
     return _Reader().block(jaxpr, ())
