@@ -8,13 +8,20 @@ from collections.abc import Callable
 
 from autopar.cost import Cluster, Rates
 from autopar.cost.planned_rates import planned_rates
-from autopar.ir.plan import without_hosts
+from autopar.ir.plan import asks_for_hosts, without_hosts
 from autopar.step import ParallelStep
 
 
 def elsewhere(step: ParallelStep, cluster: Cluster) -> ParallelStep:
-    """The step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone."""
-    return on_devices(step, cluster.count, functools.partial(planned_rates, cluster), int(cluster.device.memory_bytes))
+    """The step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone.
+
+    Tables that the strategy puts on hosts are there, with a rank for each device.
+    """
+    rates, memory = functools.partial(planned_rates, cluster), int(cluster.device.memory_bytes)
+    planned = on_devices(step, cluster.count, rates, memory)
+    strategy = step.options.strategy
+    planned.options = dataclasses.replace(planned.options, hosts=asks_for_hosts(strategy), strategy=strategy)
+    return planned
 
 
 def on_devices(

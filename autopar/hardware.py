@@ -4,6 +4,7 @@ name = "ours"
 machines = 8                 # only where no [[host]] tables name them
 devices = 6                  # of each machine; the same
 host_bytes = 256e9           # memory of a machine's host
+host_bytes_s = 150e9         # from and to that memory, together; may be left out
 
 [device]
 name = "TITAN Xp"
@@ -20,6 +21,10 @@ bytes_s = 12e9
 latency_s = 5e-6
 bytes_s = 12.5e9
 
+[link.host]                  # between a device and its host's memory; may be left out
+latency_s = 10e-6
+bytes_s = 12e9
+
 [measured.all_reduce.inside] # the same for one collective, as `autopar.calibrate` finds it
 latency_s = 12e-6
 bytes_s = 10.1e9
@@ -34,9 +39,10 @@ from typing import Any
 from autopar.toml_file import Table
 
 #: At the top of the file, beside [[host]] tables.
-TOP = ("name", "machines", "devices", "host_bytes")
+TOP = ("name", "machines", "devices", "host_bytes", "host_bytes_s")
 SECTIONS = ("device", "link", "measured")
 LEVELS = ("inside", "between")
+LINKS = (*LEVELS, "host")
 #: What `measured` may name: collectives on the devices, and MPI's between ranks.
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "mpi_all_reduce", "mpi_all_to_all")
 
@@ -52,7 +58,13 @@ _COUNT: _Check = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v
 _POSITIVE: _Check = (lambda v: _is_number(v) and v > 0, "a number larger than 0")
 _LATENCY: _Check = (lambda v: _is_number(v) and 0 <= v < math.inf, "a number of seconds, 0 or more")
 
-_TOP: Mapping[str, _Check] = {"name": _TEXT, "machines": _COUNT, "devices": _COUNT, "host_bytes": _POSITIVE}
+_TOP: Mapping[str, _Check] = {
+    "name": _TEXT,
+    "machines": _COUNT,
+    "devices": _COUNT,
+    "host_bytes": _POSITIVE,
+    "host_bytes_s": _POSITIVE,
+}
 _DEVICE: Mapping[str, _Check] = {
     "name": _TEXT,
     "memory_bytes": _POSITIVE,
@@ -75,7 +87,7 @@ def read_hardware(top: Table) -> dict[str, Any]:
     if "device" in top.values:
         found["device"] = _section(top.table("device"), _DEVICE)
     if "link" in top.values:
-        found["link"] = _levels(top.table("link"))
+        found["link"] = _levels(top.table("link"), LINKS)
     if "measured" in top.values:
         measured = top.table("measured")
         _check_keys(measured, COLLECTIVES, "in [measured]")
@@ -83,8 +95,8 @@ def read_hardware(top: Table) -> dict[str, Any]:
     return found
 
 
-def _levels(table: Table) -> dict[str, Any]:
-    _check_keys(table, LEVELS, f"in [{table.name}]")
+def _levels(table: Table, known: tuple[str, ...] = LEVELS) -> dict[str, Any]:
+    _check_keys(table, known, f"in [{table.name}]")
     return {level: _section(table.table(level), _LINK) for level in table.values}
 
 

@@ -43,11 +43,11 @@ class Simulation:
         lines = [
             f"{self.step} on {self.cluster.device.name} ({self.cluster.name}), simulated; as many examples a device"
         ]
-        lines.append(f"{'devices':>8}{'ms a step':>12}{'speed-up':>10}  most of it     methods")
+        lines.append(f"{'devices':>8}{'ms a step':>12}{'speed-up':>10}  most of it       methods")
         for t, speedup in zip(self.times, self.speedups, strict=True):
             methods = ", ".join(f"{path} {method}" for path, method in t.methods.items())
             fits = "" if t.fits else " (the state doesn't fit)"
-            lines.append(f"{t.devices:>8}{1e3 * t.seconds:>12.2f}{speedup:>10.1f}  {t.limit:<15}{methods}{fits}")
+            lines.append(f"{t.devices:>8}{1e3 * t.seconds:>12.2f}{speedup:>10.1f}  {t.limit:<17}{methods}{fits}")
         return "\n".join([*lines, *self.crossovers])
 
 
@@ -66,7 +66,8 @@ def simulate(
       plan: Of `autopar.plan`, for several devices: `plan(step, state, batch, cluster=...)`.
       cluster: Of which devices; the plan's by default.
       devices: Numbers of devices, ascending. Machines are filled one after the other, the last one wholly.
-      methods: Of each table by its path, or of all; "auto": the fastest at each number of devices.
+      methods: Of each table by its path, or of all: a method of strategies, or "ps on hosts" (a rank for each device);
+        "auto": the fastest at each number of devices, but what the plan has on hosts stays there.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
       variation: Standard deviation of a device's own work over its mean; the slowest device is waited for.
 
@@ -117,4 +118,5 @@ def table_load(table: TableEntry, ids: int | None = None) -> TableLoad:
         """Where growth isn't known: all ids differ."""
         return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
 
-    return TableLoad(table.path, sizes.extent, sizes.row_bytes, sizes.family_bytes, each, rows)
+    given = (table.path, sizes.extent, sizes.row_bytes, sizes.family_bytes, each, rows)
+    return TableLoad(*given, hosted=table.where == "hosts")

@@ -17,7 +17,10 @@ import numpy as np
 
 from autopar.alphas import Alphas
 from autopar.cost import Cluster, Growth, Rates, Term, step_terms
+from autopar.cost.exchange import HOSTED, host_terms
 from autopar.cost.memory import state_budget, state_bytes
+from autopar.cost.planned_rates import planned_host_rates
+from autopar.cost.rates import NO_HOST_TIME, HostRates
 from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.elsewhere import elsewhere
 from autopar.errors import ArgumentsError
@@ -46,13 +49,18 @@ class TableEntry(TableDecision):
       growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
         isn't known.
       sizes: What a step does with the family on several devices.
-      terms: On several devices, method -> all that it does in a step, in order.
+      terms: On several devices, method (`taken` is one) -> all that it does in a step, in order.
     """
 
     alpha: Alpha | None = None
     growth: Growth | None = None
     sizes: Sizes | None = None
     terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+
+    @property
+    def taken(self) -> str:
+        """The name of its method among others: "ps on hosts" for what is there."""
+        return HOSTED if self.where == "hosts" else self.method
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -83,7 +91,8 @@ class StepPlan:
       tables, dense: The state, by parameter.
       state_bytes: Bytes of the state on each device.
       work: Operations of the model, and what is reduced of its dense gradients.
-      parts: On several devices, part of a step -> its terms, as predicted; empty with tables on hosts.
+      parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
+      road: With tables on hosts, who sums dense gradients: "mpi" or "xla".
     """
 
     step: str
@@ -96,6 +105,7 @@ class StepPlan:
     state_bytes: int
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+    road: str = ""
 
     @property
     def seconds(self) -> float:
@@ -173,7 +183,7 @@ def _facts(entry: TableEntry | DenseEntry) -> Mapping[str, str]:
     if isinstance(entry, DenseEntry):
         return {"kind": "dense", **shape, "kept": "in shares" if entry.shared else "whole"}
     measured = "measured" if entry.tight else "a bound"
-    seconds = entry.seconds.get(entry.method)
+    seconds = entry.seconds.get(entry.taken)
     return {
         "kind": "table",
         **shape,
@@ -227,16 +237,17 @@ def plan_of(
     """The same of an entry; `leaves` are flat arguments, by which alpha is measured."""
     program, made = entry.compiled.analysed, entry.compiled.plan
     told = {p.path: p for p in made.parameters}
-    measure = entry.options.rates if made.devices > 1 and not made.on_hosts else None
+    # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
+    measure = entry.options.rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
+    hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
     tables, members = [], set()
     for space in program.rows.spaces:
         for table in space.tables:
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
-            tables.append(
-                _table(entry, space, table, told[path], _touched(program, space, leaves, made.devices, seen), rates)
-            )
+            touched = _touched(program, space, leaves, made.devices, seen)
+            tables.append(_table(entry, space, table, told[path], touched, rates, hosts))
         members.update(space.leaves)
     dense = []
     for k, given in enumerate(program.inputs):
@@ -247,14 +258,14 @@ def plan_of(
             )
     state = state_bytes(program, made)
     given = (name, made.devices, cluster, made.sparse, made.emit, tuple(tables), tuple(dense), state)
-    found = StepPlan(*given, work=count_work(program))
-    return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates))
+    found = StepPlan(*given, work=count_work(program), road=made.road[0])
+    return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates, hosts))
 
 
-def _parts(found: StepPlan, rates: Rates) -> Mapping[str, tuple[Term, ...]]:
+def _parts(found: StepPlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
     """What the whole step is predicted to take."""
-    tables = [(t.method, t.sizes) for t in found.families if t.sizes is not None]
-    return step_parts(rates, dense_load(found), tables, found.devices)
+    tables = [(t.taken, t.sizes) for t in found.families if t.sizes is not None]
+    return step_parts(rates, dense_load(found), tables, found.devices, hosts)
 
 
 def dense_load(found: StepPlan) -> DenseLoad:
@@ -265,7 +276,9 @@ def dense_load(found: StepPlan) -> DenseLoad:
     slots = sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize * (1 + len(t.slots)) for t in whole)
     work = found.work
     moved = work.moved_bytes / found.devices
-    return DenseLoad(work.on(found.devices), work.reduced_bytes + gradients, state + slots, moved, work.reductions)
+    gradients += work.reduced_bytes
+    by_mpi = found.road == "mpi"
+    return DenseLoad(work.on(found.devices), gradients, state + slots, moved, work.reductions, by_mpi)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +315,7 @@ def _table(
     told: ParameterPlan,
     touched: _Touched,
     rates: Rates | None,
+    hosts: HostRates,
 ) -> TableEntry:
     program, made = entry.compiled.analysed, entry.compiled.plan
     type_ = program.block.inputs[table].type
@@ -328,13 +342,16 @@ def _table(
         dealt = family.layout is not None and family.layout.dealt
         bounds = {"capacity": family.capacity, "tight": family.tight, "dealt": dealt, "journal": family.journal}
         found = dataclasses.replace(found, where=family.where, **bounds)
-    return dataclasses.replace(found, terms=_terms(entry, found, rates))
+    return dataclasses.replace(found, terms=_terms(entry, found, rates, hosts))
 
 
-def _terms(entry: Entry, table: TableEntry, rates: Rates | None) -> Mapping[str, tuple[Term, ...]]:
+def _terms(entry: Entry, table: TableEntry, rates: Rates | None, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
     """What each method does, by rates; of a step that is run by a plan what that one says, if it is of these sizes."""
-    if table.sizes is None or table.where == "hosts":
+    if table.sizes is None:
         return {}
+    if table.where == "hosts":
+        there = {} if rates is None else step_terms(rates, table.sizes.without_limits())
+        return {HOSTED: host_terms(table.sizes, hosts), **there} if there else {}
     if rates is not None:
         return step_terms(rates, table.sizes)
     decisions = entry.options.decisions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
 from autopar.explain import format_bytes
 from autopar.ir.plan import METHODS, Method, split_method
-from autopar.ir.sizes import Sizes
 from autopar.step_plan import StepPlan, TableEntry
 
 
@@ -108,7 +106,7 @@ def why(plan: StepPlan, path: str, method: Method) -> Why:
     if asked == "auto":
         raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS[1:])}")
     table, name = plan.table(path), _name(asked, where)
-    chosen, taken = _road(table, table.method, table.where), _name(table.method, table.where)
+    chosen, taken = _road(table, table.method, table.where), table.taken
     if name == taken:
         return Why(path, f"{name} is what was chosen ({table.reason})", chosen)
     if table.refused and asked != "allreduce":
@@ -129,21 +127,16 @@ def _name(method: str, where: str) -> str:
 
 def _road(table: TableEntry, method: str, where: str) -> Road | None:
     """A road, as far as it is known."""
-    if where == "devices" and method in table.terms:
-        return Road(method, tuple(table.terms[method]), timed=True)
+    if (name := _name(method, where)) in table.terms:
+        return Road(name, tuple(table.terms[name]), timed=True)
     if table.sizes is None:
         return None
     terms: Sequence[Term]
     if where == "hosts":
         terms = host_terms(table.sizes)
     else:
-        terms = step_terms(NO_TIME, _on_devices(table.sizes) if table.where == "hosts" else table.sizes)[method]
-    return Road(_name(method, where), tuple(t for t in terms if t.sent), timed=False)
-
-
-def _on_devices(sizes: Sizes) -> Sizes:
-    """Of a table on hosts, whose messages have no capacity: the one that no batch exceeds."""
-    return dataclasses.replace(sizes, capacity=min(sizes.asked, -(-sizes.extent // sizes.devices)))
+        terms = step_terms(NO_TIME, table.sizes.without_limits() if table.where == "hosts" else table.sizes)[method]
+    return Road(name, tuple(t for t in terms if t.sent), timed=False)
 
 
 def _sent(term: Term) -> str:

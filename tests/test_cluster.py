@@ -164,6 +164,9 @@ def test_a_file_that_says_what_its_machines_can_do(tmp_path: Path) -> None:
     device, inside = Device("of chalk", 12e9, 1e12, 500e9), Link(10e-6, 12e9, "a ruler")
     assert Cluster.load(file) == Cluster("cluster.toml", 2, 2, device, inside, Link(0, 1.25e9), 256e9)
     assert [h.name for h in read_cluster(file).hosts] == ["node1", "node2"], "the launcher reads it, too"
+    file.write_text(f"host_bytes_s = 80e9\n{FILE}[link.host]\nlatency_s = 1e-6\nbytes_s = 50e9\n")
+    found = Cluster.load(file)
+    assert (found.host_bytes_s, found.to_host) == (80e9, Link(1e-6, 50e9))
 
 
 MEASURED = {"all_reduce": {"inside": Link(1e-7 / 3, 1e11 / 7), "between": Link(0.0, float("inf"))}}

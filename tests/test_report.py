@@ -280,7 +280,8 @@ def test_methods_that_send_nothing_are_not_drawn(plan: StepPlan) -> None:
 def test_tables_on_hosts_are_drawn_and_said(plan: StepPlan) -> None:
     tables = tuple(dataclasses.replace(t, where="hosts", method="ps", terms={}) for t in plan.tables)
     found = autopar.report(dataclasses.replace(plan, tables=tables))
-    assert "methods" not in found.figures and "on hosts is items, kinds" in found.notes[0]
+    assert "methods" not in found.figures and found.notes == ()
+    assert "items goes by ps on hosts on one device." in found.captions["speedup"]
     assert {"ps on hosts", "this plan"} <= {t.get_text() for t in found.figures["bytes_by_alpha"].axes[0].texts}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -12,8 +13,19 @@ import pytest
 
 import autopar
 from autopar.cost import Cluster, Device, Link
-from autopar.cost.rates import FREE, NO_TIME, Curve, RowRate
-from autopar.cost.simulate import TableLoad, Workload, busiest, expected_maximum, scaling, simulate, sizes_at
+from autopar.cost.exchange import HOSTED, host_terms
+from autopar.cost.planned_rates import planned_host_rates
+from autopar.cost.rates import FREE, NO_TIME, Curve, HostRates, RowRate
+from autopar.cost.simulate import (
+    TableLoad,
+    Workload,
+    busiest,
+    expected_maximum,
+    host_sizes_at,
+    scaling,
+    simulate,
+    sizes_at,
+)
 from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.ir.sizes import Sizes
 from autopar.ir.work import count_work
@@ -87,6 +99,101 @@ def test_the_parts_of_a_step_by_hand() -> None:
     assert found["dense gradients"] == 2.0 + 4 * 0.125
     assert found["dense updates"] == pytest.approx(3 * 300 * 0.02)
     assert total(parts) == pytest.approx(sum(found.values()))
+
+
+def test_hosts_by_hand() -> None:
+    """Two ranks: a third of the rows that one asks for is the other's share of two."""
+    host = dataclasses.replace(
+        NO_TIME,
+        all_to_all=Curve(((0.0, 1.0), (100.0, 3.0))),
+        all_reduce=Curve(((0.0, 2.0), (100.0, 4.0))),
+        gather=RowRate(0.1, 0.01),
+        scatter=RowRate(0.2, 0.02),
+        route=Curve(((0.0, 0.0), (10.0, 1.0))),
+        walk=Curve(((0.0, 0.0), (1000.0, 10.0))),
+    )
+    rates, sizes = HostRates(host, Curve(((0.0, 0.5), (100.0, 1.5)))), Sizes(2, 100, 8, 16, 5, 4, 9, 0, 6)
+    found = {term.name: (term.seconds, term.sent) for term in host_terms(sizes, rates)}
+    assert found == {
+        "route ids": (0.5, 0),
+        "send ids": (pytest.approx(1 + 0.02 * 4 * 4), 4 * 4 // 2),
+        "look up at owners": (pytest.approx(6 * 0.18), 0),
+        "send rows": (pytest.approx(1 + 0.02 * 4 * 8), 4 * 8 // 2),
+        "copy rows to the device": (pytest.approx(0.5 + 0.01 * 4 * 8), 0),
+        "copy gradients to the host": (pytest.approx(0.5 + 0.01 * 4 * 8), 0),
+        "send gradients": (pytest.approx(1 + 0.02 * 4 * 8), 4 * 8 // 2),
+        "add gradients at owners": (pytest.approx(6 * 0.36), 0),
+        "pull and commit rows": (pytest.approx(6 * (0.26 + 0.52)), 0),
+        "update rows": (pytest.approx(0.01 * 2 * 6 * 24), 0),
+    }
+    dense = DenseLoad(0.0, 50.0, 0.0, sums=4, by_mpi=True)
+    parts = step_parts(NO_TIME, dense, [(HOSTED, sizes)], 2, rates)
+    assert parts["tables"] == host_terms(sizes, rates)
+    # There and back, and no sum costs anything by itself.
+    assert sum(t.seconds for t in parts["dense gradients"]) == pytest.approx(2 * 1.0 + 3.0)
+    alone = step_parts(NO_TIME, dense, [(HOSTED, sizes)], 1, rates)
+    assert [t.name for t in alone["dense gradients"]] == ["reduce dense gradients"]
+
+
+def test_rates_of_hosts_by_hand() -> None:
+    """32 ranks on 8 machines; those of a machine share its memory. What was measured of MPI goes before links."""
+    cluster = dataclasses.replace(
+        CLUSTER,
+        host_bytes_s=4e9,
+        to_host=Link(1e-3, 1e8),
+        measured={"mpi_all_reduce": {"between": Link(2e-3, 1e8)}, "all_reduce": {"between": Link(9.0, 1.0)}},
+    )
+    rates = planned_host_rates(cluster)
+    assert rates.copy(1e6) == pytest.approx(1e-3 + 1e6 / 1e8)
+    assert rates.host.walk(1e6) == pytest.approx(1e6 / 1e9)
+    assert rates.host.all_reduce(1e6) == pytest.approx(2 * 3 * (1e-3 + 0.25e6 / 1e9) + 2 * 7 * (2e-3 + 1e6 / 8 / 1e8))
+    # To each of 32 others 1000 bytes: from a machine's four devices to 28.
+    assert rates.host.all_to_all(32e3) == pytest.approx(28 * 1e-3 + 4 * 28 * 1000 / 1e8)
+
+
+def test_tables_on_hosts_are_simulated_there() -> None:
+    """Their memory is the hosts'; the busiest owner is waited for."""
+    hosted = dataclasses.replace(LOAD, hosted=True)
+    work = Workload(DenseLoad(5e7, 1e6, 1e6, by_mpi=True), (hosted,))
+    found = simulate(work, CLUSTER)
+    rows = math.ceil(LOAD.rows(1))
+    sizes = host_sizes_at(hosted, 32)
+    assert (found.methods, sizes.asked) == ({"emb": HOSTED}, rows) and found.fits
+    assert sizes.owned == math.ceil(rows + expected_maximum(32) * math.sqrt(rows))
+    assert found.parts["tables"] == host_terms(sizes, planned_host_rates(CLUSTER))
+    assert simulate(work, CLUSTER, methods="ps").methods == {"emb": "ps"}
+    assert simulate(Workload(work.dense, (LOAD,)), CLUSTER, methods=HOSTED).parts == found.parts
+    # 51 MB of the table, on 8 machines.
+    assert not simulate(work, dataclasses.replace(CLUSTER, host_bytes=51.2e6 / 8 / 0.7 - 1)).fits
+    assert simulate(work, dataclasses.replace(CLUSTER, device=Device("chalk", 2e6, 1e9, 1e9))).fits
+
+
+def test_a_plan_with_tables_on_hosts() -> None:
+    """A rank for each device: who reduces, what a step takes, and what the roads not taken would."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            return jnp.mean((p["emb"][batch["ids"]] @ p["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    ids = (np.random.default_rng(0).zipf(1.2, (32 * 64, 8)).clip(max=50_000) - 1).astype(np.int32)
+    given = ({"emb": jnp.zeros((50_000, 16)), "w": jnp.eye(16)}, {"ids": ids})
+    parallel = autopar.parallelize(step, strategy={"emb": ("ps", "hosts")})
+    made = autopar.plan(parallel, *given, cluster=CLUSTER)
+    (table,) = made.tables
+    assert (table.where, table.taken, made.road) == ("hosts", HOSTED, "mpi")
+    asked = [np.unique(part) for part in np.split(ids, 32)]
+    assert table.sizes is not None and table.sizes.asked == max(map(len, asked))
+    assert table.sizes.owned == np.bincount(np.concatenate(asked) % 32).max()
+    assert set(table.terms) == {HOSTED, "ps", "allgather", "allreduce_rows", "allreduce"}
+    assert made.parts["tables"] == table.terms[HOSTED] and table.seconds[HOSTED] > 0
+    assert autopar.why(made, "emb", "ps").ratio == pytest.approx(table.seconds["ps"] / table.seconds[HOSTED])
+    text = str(autopar.explain(parallel, *given, cluster=CLUSTER))
+    assert "32 ranks" in text and f"A step is predicted to take {1e3 * made.seconds:.2f} ms" in text
+    (there,) = autopar.simulate(made, devices=(32,)).times
+    assert there.methods == {"emb": HOSTED} and there.seconds == pytest.approx(made.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize(("devices", "rows"), [(4, 2500), (48, 300), (1000, 1000), (200, 40_000), (2, 20_000_000)])

@@ -39,6 +39,10 @@ class Link:
         return messages * self.latency_s + size / self.bytes_s
 
 
+#: What connects devices with their host where nothing else is said.
+PCIE = Link(10e-6, 12e9, "PCIe 3.0 x16: 15.75 GB/s less protocol; latency: assumed")
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """What computes.
@@ -69,6 +73,8 @@ class Cluster:
       inside: Between the devices of a machine, of one device.
       between: Between machines, of one machine.
       host_bytes: Memory of a machine's host.
+      host_bytes_s: Bytes a second from and to that memory, together, all cores at work.
+      to_host: Between a device and the memory of its host, of one device.
       measured: Collective -> level ("inside", "between") -> its own link, as `autopar.calibrate` finds it: latency of
         each of its messages and bandwidth, to be taken in place of `inside` and `between`.
     """
@@ -80,6 +86,8 @@ class Cluster:
     inside: Link
     between: Link
     host_bytes: float
+    host_bytes_s: float = 50e9
+    to_host: Link = PCIE
     measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -171,6 +179,8 @@ class Cluster:
             )
         old = {} if like is None else like.as_dict()
         found = {**old, **given, "link": {**old.get("link", {}), **links}}
+        optional: dict[str, Any] = {"host_bytes_s": found["host_bytes_s"]} if "host_bytes_s" in found else {}
+        optional |= {"to_host": Link(**found["link"]["host"])} if "host" in found["link"] else {}
         return Cluster(
             name=found["name"],
             machines=found["machines"],
@@ -183,13 +193,14 @@ class Cluster:
                 collective: {level: Link(**link) for level, link in levels.items()}
                 for collective, levels in found.get("measured", {}).items()
             },
+            **optional,
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
         found = asdict(self)
-        levels = {"inside": found.pop("inside"), "between": found.pop("between")}
-        keys = ("name", "machines", "devices", "host_bytes")
+        levels = {"inside": found.pop("inside"), "between": found.pop("between"), "host": found.pop("to_host")}
+        keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s")
         return {**{k: found[k] for k in keys}, "device": found["device"], "link": levels, "measured": found["measured"]}
 
     def save(self, path: str | Path) -> None:
@@ -214,6 +225,12 @@ _H200 = Device("H200 SXM", 141e9, 494.7e12, 4.8e12, "NVIDIA's data sheet: 141 GB
 _NVLINK = Link(2e-6, 450e9, "NVLink 4: 900 GB/s a GPU, both ways together; latency: assumed")
 _NICS = Link(5e-6, 400e9, "8 x ConnectX-7 of 400 Gb/s a machine; latency: assumed")
 
+#: Two Xeon Platinum 8480C with 8 channels of DDR5-4800 each.
+_DGX_HOST: Any = {
+    "host_bytes_s": 2 * 307.2e9,
+    "to_host": Link(5e-6, 55e9, "PCIe 5.0 x16: 63 GB/s less protocol; latency: assumed"),
+}
+
 #: Clusters by name.
 NAMED: Mapping[str, Cluster] = {
     "parallax-8x6": Cluster(
@@ -221,12 +238,13 @@ NAMED: Mapping[str, Cluster] = {
         8,
         6,
         _TITAN_XP,
-        Link(10e-6, 12e9, "PCIe 3.0 x16: 15.75 GB/s less protocol; latency: assumed"),
+        PCIE,
         Link(5e-6, 12.5e9, "Parallax, section 7.1: ConnectX-4, 100 Gb/s InfiniBand; latency: assumed"),
         256 * _GIB,
+        host_bytes_s=2 * 76.8e9,  # two Xeon E5-2695 v4 (section 7.1; which version: assumed): Intel's data sheet
     ),
-    "dgx-h100": Cluster("dgx-h100", 1, 8, _H100, _NVLINK, _NICS, 2e12),
-    "dgx-h200": Cluster("dgx-h200", 1, 8, _H200, _NVLINK, _NICS, 2e12),
+    "dgx-h100": Cluster("dgx-h100", 1, 8, _H100, _NVLINK, _NICS, 2e12, **_DGX_HOST),
+    "dgx-h200": Cluster("dgx-h200", 1, 8, _H200, _NVLINK, _NICS, 2e12, **_DGX_HOST),
     "hosts-10gbe": Cluster(
         "hosts-10gbe",
         4,
@@ -235,5 +253,7 @@ NAMED: Mapping[str, Cluster] = {
         Link(20e-6, 10e9, "assumed: a copy in memory"),
         Link(50e-6, 1.25e9, "10 Gb/s Ethernet; latency: assumed"),
         64 * _GIB,
+        host_bytes_s=40e9,
+        to_host=Link(0.0, 20e9, "the device is the host: a copy in its memory"),
     ),
 }

@@ -26,14 +26,14 @@ def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
     return others * size, others
 
 
-def all_reduce_s(cluster: Cluster, size: float) -> float:
+def all_reduce_s(cluster: Cluster, size: float, by: str = "all_reduce") -> float:
     """A sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines, gathered
-    inside."""
+    inside. `by`: what was measured of it, "mpi_all_reduce" between ranks."""
     m, d = cluster.machines, cluster.devices
     inside, messages = traffic("all_reduce", d, size)
     part, rounds = traffic("all_reduce", m, size / d)
-    between = cluster.link("between", "all_reduce")(d * part, rounds)
-    return cluster.link("inside", "all_reduce")(inside, messages) + between
+    between = cluster.link("between", by)(d * part, rounds)
+    return cluster.link("inside", by)(inside, messages) + between
 
 
 def all_gather_s(cluster: Cluster, size: float) -> float:
@@ -45,9 +45,9 @@ def all_gather_s(cluster: Cluster, size: float) -> float:
     return between + cluster.link("inside", "all_gather")(inside, messages)
 
 
-def all_to_all_s(cluster: Cluster, size: float) -> float:
-    """`size` bytes from each device to each other one."""
+def all_to_all_s(cluster: Cluster, size: float, by: str = "all_to_all") -> float:
+    """`size` bytes from each device to each other one. `by`: as for `all_reduce_s`."""
     m, d = cluster.machines, cluster.devices
     part, rounds = traffic("all_to_all", m, d * size)
-    between = cluster.link("between", "all_to_all")(d * part, d * rounds)
-    return max(between, cluster.link("inside", "all_to_all")(*traffic("all_to_all", d, size)))
+    between = cluster.link("between", by)(d * part, d * rounds)
+    return max(between, cluster.link("inside", by)(*traffic("all_to_all", d, size)))

@@ -11,11 +11,13 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.cost.rates import FREE, NO_TIME, Rates
+from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, HostRates, Rates
 from autopar.ir.sizes import Sizes
 
 #: Bytes of a row's number.
 ID_BYTES = 4
+#: How a table on hosts is called among methods.
+HOSTED = "ps on hosts"
 #: Terms that send ids alone: families of the same ids may have them in common.
 ID_TERMS = ("send ids", "gather ids")
 
@@ -44,22 +46,35 @@ def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
     return {method: sum(t.sent for t in terms) for method, terms in step_terms(NO_TIME, sizes).items()}
 
 
-def host_terms(sizes: Sizes) -> tuple[Term, ...]:
-    """What a rank sends for a table on hosts, for itself and as an owner that is asked for its share; seconds unknown.
+def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...]:
+    """What a rank does for a table on hosts, for itself and as an owner that is asked for its share.
 
     Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
     the same rows.
     """
-    parts = {"send ids": ID_BYTES, "send rows": sizes.row_bytes, "send gradients": sizes.row_bytes}
-    others = (sizes.devices - 1) * sizes.asked
-    return tuple(Term(name, 0.0, others * size // sizes.devices) for name, size in parts.items())
+    s, row, host = sizes, sizes.row_bytes, rates.host
+
+    def sent(name: str, size: int) -> Term:
+        return Term(name, host.all_to_all(s.asked * size), (s.devices - 1) * s.asked * size // s.devices)
+
+    return (
+        Term("route ids", host.route(s.ids)),
+        sent("send ids", ID_BYTES),
+        Term("look up at owners", host.gather(s.owned, row)),
+        sent("send rows", row),
+        Term("copy rows to the device", rates.copy(s.asked * row)),
+        Term("copy gradients to the host", rates.copy(s.asked * row)),
+        sent("send gradients", row),
+        Term("add gradients at owners", host.scatter(s.owned, row)),
+        *_update(host, sizes, s.owned),
+    )
 
 
 def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
     """Method -> bytes that each rank sends, of a table on hosts. The other methods are those the devices would use."""
     others = sent_bytes(sizes)
     hosts = sum(t.sent for t in host_terms(sizes))
-    return {"ps on hosts": hosts, "allgather": others["allgather"], "allreduce": others["allreduce"]}
+    return {HOSTED: hosts, "allgather": others["allgather"], "allreduce": others["allreduce"]}
 
 
 def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
@@ -73,13 +88,6 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
     all_asked, sent = s.devices * s.asked, s.devices * s.capacity
-
-    def update(rows: int) -> tuple[Term, ...]:
-        moved = rates.gather(rows, s.family_bytes) + rates.scatter(rows, s.family_bytes)
-        return (
-            Term("pull and commit rows", moved),
-            Term("update rows", rates.update_s(2 * rows * (row + s.family_bytes))),
-        )
 
     def gathered(name: str, count: int, size: int) -> Term:
         sent = others * count * size if s.spread else 0
@@ -104,7 +112,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             # Devices that all have the whole batch have its gradients, too.
             routed("send gradients", row) if s.spread else Term("send gradients", 0.0),
             Term("add gradients at owners", rates.scatter(sent, row)),
-            *update(s.owned),
+            *_update(rates, s, s.owned),
             *((Term("check capacities", rates.all_reduce(1), 0, "all-reduce"),) if s.checks else ()),
         ),
         "allgather": (
@@ -113,14 +121,14 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("route all ids", rates.route(all_asked)),
             gathered("gather gradients", s.asked, row),
             Term("add gradients", rates.scatter(all_asked, row)),
-            *update(s.routed),
+            *_update(rates, s, s.routed),
         ),
         "allreduce_rows": (
             gathered("gather ids", s.ids, ID_BYTES),
             Term("route all ids", rates.route(s.devices * s.ids)),
             Term("zero rows", rates.walk(s.routed * row)),
             reduced("reduce rows", s.routed * row),
-            *update(s.routed),
+            *_update(rates, s, s.routed),
         ),
         "allreduce": (
             Term("zero the gradient", rates.walk(s.extent * row)),
@@ -132,3 +140,12 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         if method in found and seconds:
             found[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
     return found
+
+
+def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
+    """The optimizer, on so many rows and their slots."""
+    moved = rates.gather(rows, sizes.family_bytes) + rates.scatter(rows, sizes.family_bytes)
+    return (
+        Term("pull and commit rows", moved),
+        Term("update rows", rates.update_s(2 * rows * (sizes.row_bytes + sizes.family_bytes))),
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from autopar.cost.cluster import Cluster
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
-from autopar.cost.rates import Curve, Rates, RowRate
+from autopar.cost.rates import FREE, Curve, HostRates, Rates, RowRate
 
 _LARGE = float(1 << 30)
 #: Passes over its ids that a device makes to sort and find them: a radix sort's, assumed.
@@ -18,20 +19,40 @@ _ROW_OVERHEAD = 64
 
 
 def planned_rates(cluster: Cluster) -> Rates:
-    """Rates by the bytes of the result on one device, as `Rates` has them."""
-    n, memory = cluster.count, cluster.device.memory_bytes_s
-
-    def curve(seconds: Callable[[float], float]) -> Curve:
-        return Curve(((1.0, seconds(1.0)), (_LARGE, seconds(_LARGE))))
-
+    """Rates of the devices, by the bytes of the result on one of them, as `Rates` has them."""
+    n = cluster.count
     return Rates(
-        all_to_all=curve(lambda size: all_to_all_s(cluster, size / n)),
-        all_gather=curve(lambda size: all_gather_s(cluster, size / n)),
-        all_reduce=curve(lambda size: all_reduce_s(cluster, size)),
-        route=curve(lambda ids: _SORT_PASSES * 2 * 4 * ids / memory),
-        walk=curve(lambda size: size / memory),
-        gather=RowRate(2 * _ROW_OVERHEAD / memory, 2 / memory),
-        scatter=RowRate(3 * _ROW_OVERHEAD / memory, 3 / memory),
-        fixed={},
+        all_to_all=_line(lambda size: all_to_all_s(cluster, size / n)),
+        all_gather=_line(lambda size: all_gather_s(cluster, size / n)),
+        all_reduce=_line(lambda size: all_reduce_s(cluster, size)),
         flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
+        **_in_memory(cluster.device.memory_bytes_s),
     )
+
+
+def planned_host_rates(cluster: Cluster) -> HostRates:
+    """Rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory."""
+    n = cluster.count
+    host = Rates(
+        all_to_all=_line(lambda size: all_to_all_s(cluster, size / n, "mpi_all_to_all")),
+        all_gather=FREE,  # nothing of a table on hosts is gathered
+        all_reduce=_line(lambda size: all_reduce_s(cluster, size, "mpi_all_reduce")),
+        **_in_memory(cluster.host_bytes_s / cluster.devices),
+    )
+    return HostRates(host, _line(cluster.to_host))
+
+
+def _line(seconds: Callable[[float], float]) -> Curve:
+    """Of what takes a latency and a time for each byte."""
+    return Curve(((1.0, seconds(1.0)), (_LARGE, seconds(_LARGE))))
+
+
+def _in_memory(bytes_s: float) -> Any:
+    """The rates that follow from a memory's bandwidth."""
+    return {
+        "route": _line(lambda ids: _SORT_PASSES * 2 * 4 * ids / bytes_s),
+        "walk": _line(lambda size: size / bytes_s),
+        "gather": RowRate(2 * _ROW_OVERHEAD / bytes_s, 2 / bytes_s),
+        "scatter": RowRate(3 * _ROW_OVERHEAD / bytes_s, 3 / bytes_s),
+        "fixed": {},
+    }

@@ -119,3 +119,20 @@ class Rates:
 
 #: Of devices that take no time for anything.
 NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.0), {})
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """What a step with tables on hosts takes there, of all ranks at work at once.
+
+    Attributes:
+      host: Of a rank's share of its host, and of MPI between ranks.
+      copy: Seconds by bytes between a rank's device and its host's memory, one way.
+    """
+
+    host: Rates
+    copy: Curve
+
+
+#: Of hosts that take no time for anything.
+NO_HOST_TIME = HostRates(NO_TIME, FREE)

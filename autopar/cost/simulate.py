@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 from autopar.cost.cluster import Cluster
-from autopar.cost.exchange import Term, step_terms
+from autopar.cost.exchange import HOSTED, Term, step_terms
 from autopar.cost.memory import STATE_SHARE
-from autopar.cost.planned_rates import planned_rates
+from autopar.cost.planned_rates import planned_host_rates, planned_rates
 from autopar.cost.step_time import DenseLoad, step_parts
 from autopar.ir.plan import ROW_METHODS
 from autopar.ir.sizes import HEADROOM, Sizes
@@ -36,6 +36,7 @@ class TableLoad:
       row_bytes, family_bytes: Bytes of a row of what is looked up, and with its slots.
       ids: Ids that a device looks up in a step, duplicates included.
       rows: n -> distinct rows that n devices together look up in a step, expected.
+      hosted: Whether its rows are in the memory of the hosts, unless another method is asked for.
     """
 
     path: str
@@ -44,6 +45,7 @@ class TableLoad:
     family_bytes: int
     ids: int
     rows: Callable[[int], float]
+    hosted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class StepTime:
       methods: Table -> the method that it was simulated with.
       waiting_s: What the slowest of N devices needs longer for its own work than the average one.
       hidden_s: Exchanges of dense gradients that go on while the backward pass does.
-      fits: Whether parameters and slots leave enough of the devices' memory to the model.
+      fits: Whether parameters and slots leave enough of the devices' memory to the model; and of the hosts' memory.
     """
 
     devices: int
@@ -105,26 +107,35 @@ def simulate(
     Args:
       work: Of one device.
       cluster: The machines.
-      methods: Of each table, or of all; "auto": the fastest for which there is memory.
+      methods: Of each table, or of all; "auto": the fastest for which there is memory; what is on hosts stays there.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
       variation: Standard deviation of a device's own work over its mean: stragglers.
     """
-    n, rates = cluster.count, planned_rates(cluster)
-    chosen, sizes = {}, {}
+    n, rates, hosts = cluster.count, planned_rates(cluster), planned_host_rates(cluster)
+    chosen: dict[str, str] = {}
+    found: list[tuple[str, Sizes]] = []
     budget, state = STATE_SHARE * cluster.device.memory_bytes, work.dense.state_bytes
+    host_budget, host_state = STATE_SHARE * cluster.host_bytes, 0.0
     for table in work.tables:
-        sizes[table.path] = sizes_at(table, n)
         given = methods if isinstance(methods, str) else methods.get(table.path, "auto")
-        seconds = {m: sum(t.seconds for t in terms) for m, terms in step_terms(rates, sizes[table.path]).items()}
         size = table.extent * table.family_bytes
-        possible = SIMULATED if state + size <= budget else ("ps",)
-        chosen[table.path] = min(possible, key=lambda m: seconds[m]) if given == "auto" else given
-        state += size / n if chosen[table.path] == "ps" else size
-    parts = dict(step_parts(rates, work.dense, [(chosen[t.path], sizes[t.path]) for t in work.tables], n))
+        if given == "auto" and table.hosted:
+            given = HOSTED
+        elif given == "auto":
+            terms = step_terms(rates, sizes_at(table, n))
+            possible = SIMULATED if state + size <= budget else ("ps",)
+            given = min(possible, key=lambda m: sum(t.seconds for t in terms[m]))
+        chosen[table.path] = given
+        found.append((given, host_sizes_at(table, n) if given == HOSTED else sizes_at(table, n)))
+        if given == HOSTED:
+            host_state += size / cluster.machines
+        else:
+            state += size / n if given == "ps" else size
+    parts = dict(step_parts(rates, work.dense, found, n, hosts))
     model = sum(t.seconds for part in ("model", "lookups") for t in parts[part])
     dense = sum(t.seconds for t in parts["dense gradients"])
     waiting, hidden = variation * model * expected_maximum(n), min(overlap * dense, BACKWARD * model)
-    return StepTime(n, parts, chosen, waiting, hidden, state <= budget)
+    return StepTime(n, parts, chosen, waiting, hidden, state <= budget and host_state <= host_budget)
 
 
 def scaling(work: Workload, cluster: Cluster, counts: Iterable[int], **options: object) -> list[StepTime]:
@@ -165,6 +176,14 @@ def sizes_at(table: TableLoad, devices: int) -> Sizes:
         owned=min(share, devices * capacity) + 1,
         checks=True,
     )
+
+
+def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
+    """The same of a table on hosts, where messages are as long as they must be: a device's distinct rows; and the rows
+    that the busiest of N owners is asked for, if they are dealt out (its load is Poisson's)."""
+    rows = math.ceil(min(table.rows(1), table.extent))
+    busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
+    return replace(sizes_at(table, devices), asked=rows, owned=math.ceil(busy), capacity=0, checks=False)
 
 
 def busiest(rows: float, devices: int) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.exchange import Term, step_terms
-from autopar.cost.rates import Rates
+from autopar.cost.exchange import HOSTED, Term, host_terms, step_terms
+from autopar.cost.rates import NO_HOST_TIME, HostRates, Rates
 from autopar.ir.sizes import Sizes
 
 
@@ -24,6 +24,7 @@ class DenseLoad:
       sums: How many sums over examples there are.
       gradient_bytes: Gradients that are summed over the devices, and the other sums over examples.
       state_bytes: Parameters with their slots: read and written once by the optimizer, with gradients beside them.
+      by_mpi: Whether gradients are summed by MPI, in the memory of the hosts.
     """
 
     flops: float
@@ -31,18 +32,24 @@ class DenseLoad:
     state_bytes: float
     moved_bytes: float = 0.0
     sums: int = 0
+    by_mpi: bool = False
 
 
 def step_parts(
-    rates: Rates, dense: DenseLoad, tables: Sequence[tuple[str, Sizes]], devices: int
+    rates: Rates,
+    dense: DenseLoad,
+    tables: Sequence[tuple[str, Sizes]],
+    devices: int,
+    hosts: HostRates = NO_HOST_TIME,
 ) -> Mapping[str, tuple[Term, ...]]:
     """Part -> its terms, in the order of a step.
 
     Args:
       rates: Of the devices.
       dense: Of each device.
-      tables: Method and sizes of each family.
+      tables: Method and sizes of each family; `HOSTED` is one.
       devices: N.
+      hosts: Of their hosts, for what is done there.
     """
     reduced = 2 * (devices - 1) * int(dense.gradient_bytes) // devices
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
@@ -54,13 +61,19 @@ def step_parts(
         ),
         "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
     }
-    found["tables"] = tuple(
-        term for method, sizes in tables for term in step_terms(rates, sizes)[method] if not term.fixed
-    )
-    seconds = rates.all_reduce(dense.gradient_bytes) + dense.sums * rates.sum_s
-    found["dense gradients"] = (Term("reduce dense gradients", seconds, reduced),)
+    found["tables"] = tuple(term for given in tables for term in _table_terms(rates, hosts, *given) if not term.fixed)
+    if dense.by_mpi and devices > 1:
+        copied, seconds = 2 * hosts.copy(dense.gradient_bytes), hosts.host.all_reduce(dense.gradient_bytes)
+        there_and_back = (Term("copy dense gradients to the host and back", copied),)
+    else:
+        there_and_back, seconds = (), rates.all_reduce(dense.gradient_bytes) + dense.sums * rates.sum_s
+    found["dense gradients"] = (*there_and_back, Term("reduce dense gradients", seconds, reduced))
     found["dense updates"] = (Term("update dense parameters", rates.update_s(3 * dense.state_bytes)),)
     return found
+
+
+def _table_terms(rates: Rates, hosts: HostRates, method: str, sizes: Sizes) -> tuple[Term, ...]:
+    return host_terms(sizes, hosts) if method == HOSTED else step_terms(rates, sizes)[method]
 
 
 def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:

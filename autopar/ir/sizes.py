@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
@@ -37,3 +38,7 @@ class Sizes:
     owned: int
     checks: bool = False
     spread: bool = True
+
+    def without_limits(self) -> Sizes:
+        """The same with a capacity that no batch exceeds."""
+        return dataclasses.replace(self, capacity=min(self.asked, -(-self.extent // self.devices)))

@@ -150,7 +150,12 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
         source=f"memory: {whence}; flops_s (float32) and memory_bytes_s: measured here, with all devices at work",
     )
     inside, between = assumed_links(first.platform, first.device_kind)
-    return Cluster("here", machines, each, device, inside, between, host_bytes=host)
+    there = alike(first.platform, first.device_kind)
+    bytes_s, to_host = there.host_bytes_s, _assumed(there.to_host)
+    if is_cpu:
+        bytes_s = each * device.memory_bytes_s
+        to_host = Link(0.0, device.memory_bytes_s / 2, "the device is the host: a copy, at the measured memory_bytes_s")
+    return Cluster("here", machines, each, device, inside, between, host, bytes_s, to_host)
 
 
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
@@ -159,11 +164,17 @@ def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
     Args:
       platform, kind: Of the devices, as JAX calls them.
     """
+    return _assumed(alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
+
+
+def alike(platform: str, kind: str) -> Cluster:
+    """The known cluster of such devices, else one of CPUs, or of GPUs on PCIe."""
     known = (c for c in NAMED.values() if c.device.name.removesuffix(" SXM") in kind and "PCIe" not in kind)
-    alike = next(known, NAMED["hosts-10gbe" if platform == "cpu" else "parallax-8x6"])
-    links = (alike.inside, NAMED["hosts-10gbe"].between)
-    inside, between = (replace(link, source=f"assumed: {link.source.removeprefix('assumed: ')}") for link in links)
-    return inside, between
+    return next(known, NAMED["hosts-10gbe" if platform == "cpu" else "parallax-8x6"])
+
+
+def _assumed(link: Link) -> Link:
+    return replace(link, source=f"assumed: {link.source.removeprefix('assumed: ')}")
 
 
 def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) -> Cluster:

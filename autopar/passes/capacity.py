@@ -74,6 +74,13 @@ def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
     return int(max(loads, default=0))
 
 
+def most_asked(asked: Sequence[np.ndarray], family: FamilyPlan) -> int:
+    """Rows that all devices together ask the busiest owner for."""
+    layout = family.layout
+    assert layout is not None, "only sharded rows have owners"
+    return int(np.bincount(layout.place(np.concatenate(asked)) // layout.share, minlength=1).max())
+
+
 def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
     """Rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
     average = sum(rows.size for rows in asked) / layout.devices**2

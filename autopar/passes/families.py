@@ -26,6 +26,7 @@ from autopar.passes.capacity import (
     host_bounds,
     imbalance,
     limited,
+    most_asked,
     tightened,
     with_layout,
 )
@@ -248,11 +249,12 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, wishes: Wishes) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
+    sizes = dataclasses.replace(sizes, owned=min(sizes.owned, sizes.routed))
     flat = None if wishes.example is None or space.depends_on else wishes.example(program, space, ids)
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
-    return dataclasses.replace(sizes, asked=max(rows.size for rows in loads))
+    return dataclasses.replace(sizes, asked=max(rows.size for rows in loads), owned=most_asked(loads, family))
 
 
 def _line(space: RowSpace) -> str:

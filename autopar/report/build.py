@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from autopar.cost import Cluster
 from autopar.cost.simulate import StepTime
 from autopar.errors import ArgumentsError
-from autopar.report.curves import Curves, by_alpha, by_table_3, taken
+from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
     Row,
@@ -193,7 +193,7 @@ def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TableEn
             "methods",
             f"Predicted time of a step's work on {table.path}, by method: exchanges between devices, and rows that are "
             "sorted, looked up, added and updated.",
-            figures.methods_figure(table.path, taken(table), table.terms),
+            figures.methods_figure(table.path, table.taken, table.terms),
         )
 
 
@@ -206,9 +206,6 @@ def _add_scaling(
     if cluster is None and plan.cluster is None:
         made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
         return
-    hosted = [t.path for t in plan.families if t.where == "hosts"]
-    if hosted:
-        made.notes.append(f"The speed-up is that of all tables on devices; on hosts is {', '.join(hosted)}.")
     found = simulate(plan, cluster=cluster)
     made.tables["scaling"] = scaling_rows(found)
     made.draw(

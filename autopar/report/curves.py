@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost import sent_bytes
 from autopar.cost.exchange import host_sent_bytes
 from autopar.cost.formulas import table_3
-from autopar.cost.simulate import sizes_at
+from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.ir.sizes import Sizes
 from autopar.simulation import table_load
 from autopar.step_plan import TableEntry
@@ -95,8 +94,8 @@ def sent_at(table: TableEntry, devices: int, ids: int | None = None) -> Mapping[
     """Method -> bytes that each device sends in a step of N devices that look up so many ids each."""
     load, own = table_load(table, ids), _of(table)
     sizes = dataclasses.replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
-    if table.where == "hosts":  # messages there are as long as they must be
-        return host_sent_bytes(dataclasses.replace(sizes, asked=min(sizes.asked, math.ceil(load.rows(1)))))
+    if table.where == "hosts":
+        return host_sent_bytes(host_sizes_at(load, devices))
     if not own.checks:  # a capacity that no batch exceeds
         capacity = min(sizes.asked, -(-sizes.extent // devices))
         sizes = dataclasses.replace(sizes, capacity=capacity)
@@ -158,13 +157,8 @@ def _curves(
     rows = [at(k) for k in points]
     found = tuple(Crossing(k, axis(k), at(k)[new], old, new) for k, old, new in crossings(at, points))
     sent = {method: tuple(float(row[method]) for row in rows) for method in rows[0]}
-    method = taken(table)
+    method = table.taken
     return Curves(table.path, tuple(map(axis, points)), sent, found, own, method, own_bytes(table)[method])
-
-
-def taken(table: TableEntry) -> str:
-    """The name of the plan's method, as bytes are told by."""
-    return "ps on hosts" if table.where == "hosts" else table.method
 
 
 def own_bytes(table: TableEntry) -> Mapping[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.cost.formulas import table_3
 from autopar.errors import ArgumentsError
-from autopar.report.curves import Curves, local_alpha, own_bytes, taken
+from autopar.report.curves import Curves, local_alpha, own_bytes
 from autopar.simulation import Simulation
 from autopar.step_plan import StepPlan, TableEntry
 
@@ -85,7 +85,7 @@ def parameter_rows(plan: StepPlan) -> list[Row]:
             "kind": "table",
             "shape": _shape(t.shape),
             "dtype": t.dtype,
-            "method": taken(t),
+            "method": t.taken,
             "ids a step": t.ids,
             "alpha of a step": "" if t.alpha is None else t.alpha.share,
             "alpha of a device": "" if t.alpha is None else t.alpha.local_share,
@@ -121,7 +121,7 @@ def method_rows(plan: StepPlan) -> list[Row]:
                 {
                     "table": table.path,
                     "method": method,
-                    "chosen": "yes" if method == taken(table) else "",
+                    "chosen": "yes" if method == table.taken else "",
                     "bytes a device sends": sent,
                     "bytes by Parallax's table 3": told.get(method, ""),
                     "predicted ms": "" if seconds is None else 1e3 * seconds,
