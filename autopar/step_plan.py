@@ -271,14 +271,12 @@ def _parts(found: StepPlan, rates: Rates, hosts: HostRates) -> Mapping[str, tupl
 def dense_load(found: StepPlan) -> DenseLoad:
     """What a step does on each device with all leaves whose rows don't go by themselves."""
     whole = [t for t in found.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
-    gradients = sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize for t in whole)
+    gradients = tuple((math.prod(t.shape) * np.dtype(t.dtype).itemsize, 1) for t in whole)
     state = sum(leaf.nbytes // (found.devices if leaf.shared else 1) for leaf in found.dense)
     slots = sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize * (1 + len(t.slots)) for t in whole)
     work = found.work
     moved = work.moved_bytes / found.devices
-    gradients += work.reduced_bytes
-    by_mpi = found.road == "mpi"
-    return DenseLoad(work.on(found.devices), gradients, state + slots, moved, work.reductions, by_mpi)
+    return DenseLoad(work.on(found.devices), (*work.sums, *gradients), state + slots, moved, by_mpi=found.road == "mpi")
 
 
 @dataclass(frozen=True, slots=True)

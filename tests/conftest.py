@@ -12,7 +12,7 @@ os.environ.setdefault("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):  # newer ones don't know it
-        # Compiles in 60% of the time. It rounds otherwise where it fuses: not for tests/devices, which compares bits.
+        # Compiles in 60% of the time. It rounds otherwise where it fuses.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))

@@ -60,7 +60,7 @@ def test_products_are_counted() -> None:
     assert work.on(2) == work.examples / 2 + work.parameters
     # Gradients of w, and of u in each iteration; the loss.
     assert work.reduced_bytes == 4 * (3 * 5 + 7 * 5 * 5 + 1)
-    assert work.reductions == 1 + 7 + 1
+    assert work.sums == ((4, 1), (4 * 3 * 5, 1), (4 * 5 * 5, 7))
 
 
 def test_a_convolution_is_counted() -> None:
@@ -85,20 +85,24 @@ def test_the_parts_of_a_step_by_hand() -> None:
         all_to_all=FREE,
         fixed={"ps": 0.5},
         call_s=0.25,
-        sum_s=0.125,
         flop_s=1e-3,
     )
-    sizes = Sizes(2, 100, 8, 16, 5, 4, 9, 3, 6)
-    parts = step_parts(rates, DenseLoad(2000.0, 50.0, 300.0, 40.0, 4), [("ps", sizes)], 2)
+    sizes, load = Sizes(2, 100, 8, 16, 5, 4, 9, 3, 6), DenseLoad(2000.0, ((20, 2), (10, 1)), 300.0, 40.0)
+    parts = step_parts(rates, load, [("ps", sizes)], 2)
     found = {part: sum(t.seconds for t in terms) for part, terms in parts.items()}
     assert found["call"] == 0.25 + 0.5
     assert found["model"] == 2.0 + 0.4
     assert found["lookups"] == pytest.approx(5 * (0.1 + 8 * 0.01))
     # Owners look 6 rows of 8 bytes up, a device picks 4, pulls and commits 6 of 16, and walks twice over these 6.
     assert found["tables"] == pytest.approx((6 + 4) * 0.18 + 6 * 0.26 + 2 * 6 * 24 * 0.02)
-    assert found["dense gradients"] == 2.0 + 4 * 0.125
+    assert found["dense gradients"] == 2.0
     assert found["dense updates"] == pytest.approx(3 * 300 * 0.02)
     assert total(parts) == pytest.approx(sum(found.values()))
+    # Measured in whole steps: 4, 4 and 3 s for the sums with updates of 100 bytes; 200 of the state are beyond that.
+    whole = dataclasses.replace(rates, dense=Curve(((0.0, 2.0), (100.0, 12.0))), moved_byte_s=0.5)
+    found = {part: sum(t.seconds for t in terms) for part, terms in step_parts(whole, load, [], 2).items()}
+    assert found["model"] == 2.0 + 20.0
+    assert found["dense gradients"] + found["dense updates"] == pytest.approx(4 + 4 + 3 + 3 * 200 * 0.02)
 
 
 def test_hosts_by_hand() -> None:
@@ -126,10 +130,10 @@ def test_hosts_by_hand() -> None:
         "pull and commit rows": (pytest.approx(6 * (0.26 + 0.52)), 0),
         "update rows": (pytest.approx(0.01 * 2 * 6 * 24), 0),
     }
-    dense = DenseLoad(0.0, 50.0, 0.0, sums=4, by_mpi=True)
+    dense = DenseLoad(0.0, ((50, 1),), 0.0, by_mpi=True)
     parts = step_parts(NO_TIME, dense, [(HOSTED, sizes)], 2, rates)
     assert parts["tables"] == host_terms(sizes, rates)
-    # There and back, and no sum costs anything by itself.
+    # There and back.
     assert sum(t.seconds for t in parts["dense gradients"]) == pytest.approx(2 * 1.0 + 3.0)
     alone = step_parts(NO_TIME, dense, [(HOSTED, sizes)], 1, rates)
     assert [t.name for t in alone["dense gradients"]] == ["reduce dense gradients"]
@@ -154,7 +158,7 @@ def test_rates_of_hosts_by_hand() -> None:
 def test_tables_on_hosts_are_simulated_there() -> None:
     """Their memory is the hosts'; the busiest owner is waited for."""
     hosted = dataclasses.replace(LOAD, hosted=True)
-    work = Workload(DenseLoad(5e7, 1e6, 1e6, by_mpi=True), (hosted,))
+    work = Workload(DenseLoad(5e7, ((1_000_000, 1),), 1e6, by_mpi=True), (hosted,))
     found = simulate(work, CLUSTER)
     rows = math.ceil(LOAD.rows(1))
     sizes = host_sizes_at(hosted, 32)
@@ -233,7 +237,7 @@ def test_sizes_are_those_that_are_planned() -> None:
 
 
 def test_what_is_hidden_and_what_is_waited_for() -> None:
-    work = Workload(DenseLoad(5e7, 1e6, 1e6), (LOAD,))
+    work = Workload(DenseLoad(5e7, ((1_000_000, 1),), 1e6), (LOAD,))
     plain = simulate(work, CLUSTER)
     model = sum(plain.by_part()[part] for part in ("model", "lookups"))
     dense = plain.by_part()["dense gradients"]
@@ -247,7 +251,7 @@ def test_what_is_hidden_and_what_is_waited_for() -> None:
 
 
 def test_methods_change_with_the_devices_and_are_the_fastest() -> None:
-    work = Workload(DenseLoad(1e6, 1e3, 1e3), (LOAD,))
+    work = Workload(DenseLoad(1e6, ((1000, 1),), 1e3), (LOAD,))
     counts = (1, 2, 8, 64, 1024, 10_000)
     times = scaling(work, CLUSTER, counts)
     assert [t.devices for t in times] == list(counts)
@@ -259,7 +263,7 @@ def test_methods_change_with_the_devices_and_are_the_fastest() -> None:
 
 def test_the_devices_memory_limits_methods() -> None:
     """Of 1 GB 700 MB are for the state: a table of 1,024 MB fits two devices, and is never on all of them."""
-    work = Workload(DenseLoad(1e6, 1e3, 1e3), (TableLoad("emb", 2_000_000, 256, 512, 10, lambda n: 10.0 * n),))
+    work = Workload(DenseLoad(1e6, ((1000, 1),), 1e3), (TableLoad("emb", 2_000_000, 256, 512, 10, lambda n: 10.0 * n),))
     times = scaling(work, CLUSTER, (1, 2, 64))
     assert [t.fits for t in times] == [False, True, True]
     assert {t.methods["emb"] for t in times} == {"ps"}

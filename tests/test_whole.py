@@ -98,6 +98,18 @@ def test_dense_models_compile_to_plain_jits_hlo(model: str, optimizer: str) -> N
     assert out.startswith("True"), out
 
 
+def test_initializers_on_several_devices() -> None:
+    out = run("""
+        jax.config.update("jax_num_cpu_devices", 4)
+        from tests.devices.test_init import INITIALIZERS, check_initializer
+
+        for kind in INITIALIZERS:
+            check_initializer(kind)
+            print(kind)
+    """)
+    assert len(out.splitlines()) == 6
+
+
 def test_a_call_adds_little_to_jits_dispatch() -> None:
     """At 300 leaves."""
     out = run("""

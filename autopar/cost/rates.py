@@ -62,8 +62,12 @@ class Rates:
       update: Seconds by bytes read and written by an optimizer's update; None: no more than any elementwise pass.
       fixed: Method -> seconds of a step that it takes longer than the quickest method, however little there is to do.
       call_s: Seconds of the quickest method's step where there is next to nothing to do.
-      sum_s: Seconds that one more sum over the examples costs a step, however small: that of a dense gradient.
+      dense: Seconds that one more dense parameter costs a step, by its bytes: the sum of its gradient, clipping, the
+        update of it and of one slot. Measured in whole steps, in which nothing waits in a cache; None: what follows
+        from `all_reduce` and `update`.
       flop_s: Seconds of a floating-point operation in large matrix products.
+      moved_byte_s: Seconds of a byte of the batch's values that a model reads or writes beside its products, in whole
+        steps; 0: as in `walk`.
     """
 
     all_to_all: Curve
@@ -76,12 +80,17 @@ class Rates:
     fixed: Mapping[str, float]
     call_s: float = 0.0
     update: Curve | None = None
-    sum_s: float = 0.0
+    dense: Curve | None = None
     flop_s: float = 0.0
+    moved_byte_s: float = 0.0
 
     def update_s(self, size: float) -> float:
         """Seconds of an optimizer's update that reads and writes so many bytes."""
         return (self.walk if self.update is None else self.update)(size)
+
+    def moved_s(self, size: float) -> float:
+        """Seconds of a model's values of the batch, so many bytes of them."""
+        return size * self.moved_byte_s or self.walk(size)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for a file."""
@@ -112,8 +121,9 @@ class Rates:
             fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()},
             call_s=float(found["call_s"]),
             update=None if found["update"] is None else curve("update"),
-            sum_s=float(found["sum_s"]),
+            dense=None if found["dense"] is None else curve("dense"),
             flop_s=float(found["flop_s"]),
+            moved_byte_s=float(found["moved_byte_s"]),
         )
 
 

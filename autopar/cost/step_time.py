@@ -21,18 +21,21 @@ class DenseLoad:
     Attributes:
       flops: Floating-point operations of its matrix products and convolutions.
       moved_bytes: Bytes of the batch's values that the model reads and writes.
-      sums: How many sums over examples there are.
-      gradient_bytes: Gradients that are summed over the devices, and the other sums over examples.
+      sums: Of the sums over examples, gradients mostly: bytes, and how many there are of so many.
       state_bytes: Parameters with their slots: read and written once by the optimizer, with gradients beside them.
       by_mpi: Whether gradients are summed by MPI, in the memory of the hosts.
     """
 
     flops: float
-    gradient_bytes: float
+    sums: tuple[tuple[int, int], ...]
     state_bytes: float
     moved_bytes: float = 0.0
-    sums: int = 0
     by_mpi: bool = False
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all sums over examples."""
+        return sum(size * count for size, count in self.sums)
 
 
 def step_parts(
@@ -51,24 +54,28 @@ def step_parts(
       devices: N.
       hosts: Of their hosts, for what is done there.
     """
-    reduced = 2 * (devices - 1) * int(dense.gradient_bytes) // devices
+    reduced = 2 * (devices - 1) * dense.gradient_bytes // devices
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
     found: dict[str, tuple[Term, ...]] = {
         "call": (Term("call", rates.call_s + fixed),),
         "model": (
             Term("products", dense.flops * rates.flop_s),
-            Term("values of the batch", rates.walk(dense.moved_bytes)),
+            Term("values of the batch", rates.moved_s(dense.moved_bytes)),
         ),
         "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
     }
     found["tables"] = tuple(term for given in tables for term in _table_terms(rates, hosts, *given) if not term.fixed)
+    seconds, there_and_back = rates.all_reduce(dense.gradient_bytes), ()
+    updates = rates.update_s(3 * dense.state_bytes)
+    if rates.dense is not None:  # of gradients with their updates, in whole steps: of state that has these, too
+        measured = sum(count * rates.dense(size) for size, count in dense.sums)
+        rest = max(0.0, dense.state_bytes - 2 * dense.gradient_bytes)
+        updates = max(0.0, measured - seconds) + (rates.update_s(3 * rest) if rest else 0.0)
     if dense.by_mpi and devices > 1:
-        copied, seconds = 2 * hosts.copy(dense.gradient_bytes), hosts.host.all_reduce(dense.gradient_bytes)
-        there_and_back = (Term("copy dense gradients to the host and back", copied),)
-    else:
-        there_and_back, seconds = (), rates.all_reduce(dense.gradient_bytes) + dense.sums * rates.sum_s
+        seconds = hosts.host.all_reduce(dense.gradient_bytes)
+        there_and_back = (Term("copy dense gradients to the host and back", 2 * hosts.copy(dense.gradient_bytes)),)
     found["dense gradients"] = (*there_and_back, Term("reduce dense gradients", seconds, reduced))
-    found["dense updates"] = (Term("update dense parameters", rates.update_s(3 * dense.state_bytes)),)
+    found["dense updates"] = (Term("update dense parameters", updates),)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,16 +29,19 @@ class Work:
       moved_bytes: Bytes of the batch's values that products and elementwise operations read and write, if each product
         reads and writes its operands, and what lies between two products writes each of its results once: some of that
         is fused away, and all of it is shared by the devices.
-      reduced_bytes: Bytes of the sums over examples that are needed on every device: dense gradients, mostly. Sums of
-        a loop's iterations count each. Gradients of lookups aren't among them.
-      reductions: How many such sums there are.
+      sums: Of the sums over examples that are needed on every device (dense gradients, mostly): bytes, and how many
+        there are of so many. Sums of a loop's iterations count each. Gradients of lookups aren't among them.
     """
 
     examples: float = 0.0
     parameters: float = 0.0
-    reduced_bytes: float = 0.0
     moved_bytes: float = 0.0
-    reductions: int = 0
+    sums: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of all sums over examples."""
+        return sum(size * count for size, count in self.sums)
 
     def on(self, devices: int) -> float:
         """Of each of so many devices."""
@@ -53,16 +57,15 @@ def count_work(program: Program) -> Work:
 
 
 def _of(block: Block, spread: Mapping[Var, int]) -> Work:
-    examples = parameters = reduced = moved = 0.0
-    sums = 0
+    examples = parameters = moved = 0.0
+    sums: Counter[int] = Counter()
     for equation in block.equations:
         own = _flops(equation)
         if any(isinstance(a, Var) and a in spread for a in equation.inputs):
             examples += own
             moved += _moved(equation, spread)
             if equation.op in _SUMS:
-                found = [v.type.nbytes for v in equation.outputs if v not in spread]
-                reduced, sums = reduced + sum(found), sums + len(found)
+                sums.update(v.type.nbytes for v in equation.outputs if v not in spread)
         else:
             parameters += own
         bodies = [_of(body, spread) for body in equation.bodies]
@@ -71,10 +74,10 @@ def _of(block: Block, spread: Mapping[Var, int]) -> Work:
         trips = equation.params["length"] if equation.op == "scan" else 1
         examples += trips * sum(work.examples for work in bodies)
         parameters += trips * sum(work.parameters for work in bodies)
-        reduced += trips * sum(work.reduced_bytes for work in bodies)
         moved += trips * sum(work.moved_bytes for work in bodies)
-        sums += trips * sum(work.reductions for work in bodies)
-    return Work(examples, parameters, reduced, moved, sums)
+        for size, count in (found for work in bodies for found in work.sums):
+            sums[size] += trips * count
+    return Work(examples, parameters, moved, tuple(sorted(sums.items())))
 
 
 def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:

@@ -29,7 +29,7 @@ from autopar.measure.loops import (
     update_seconds,
     walk_seconds,
 )
-from autopar.measure.probe import Step, probe, probe_sums
+from autopar.measure.probe import Step, probe
 
 Array = Any
 Planner = Callable[[Step, str], Step]
@@ -48,7 +48,7 @@ _TABLE = 1 << 24
 #: Rows and columns of the matrices that are multiplied.
 _SIDE = 512
 #: What is measured, and how: files of others aren't read.
-_VERSION = 8
+_VERSION = 9
 
 
 #: What was found in this process.
@@ -151,8 +151,9 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
         gathered.append(loop_seconds(devices, _gather_rows, index, table))
         values = jnp.ones((count * _ROWS, width), jnp.float32)
         scattered.append(loop_seconds(devices, _scatter_rows, values, index % _ROWS))
-    calls = probe(plan, tuple(m for m in METHODS if m != "auto"), count)
-    call = min(calls.values())
+    flop_s = min(product, product_seconds(devices, _SIDE)) / (2 * _SIDE**3)
+    probed = probe(plan, tuple(m for m in METHODS if m != "auto"), count, flop_s)
+    call = min(probed.calls.values())
     return Rates(
         all_to_all=collective("all_to_all"),
         all_gather=collective("all_gather"),
@@ -162,10 +163,11 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
         update=_curve(updated),
         gather=_row_rate(gathered),
         scatter=_row_rate(scattered),
-        fixed={method: seconds - call for method, seconds in calls.items()},
+        fixed={method: seconds - call for method, seconds in probed.calls.items()},
         call_s=call,
-        sum_s=probe_sums(plan, count),
-        flop_s=min(product, product_seconds(devices, _SIDE)) / (2 * _SIDE**3),
+        dense=probed.dense,
+        flop_s=flop_s,
+        moved_byte_s=probed.moved_byte_s,
     )
 
 

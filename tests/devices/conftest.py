@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from autopar.measure import calibrate
 
 from ..rates import RATES
 
-os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("--xla_cpu_use_fusion_emitters=false", "")
 jax.config.update("jax_num_cpu_devices", 8)
 
 

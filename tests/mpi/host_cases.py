@@ -85,11 +85,9 @@ def make(model: str, optimizer: str) -> Case:
     return MODELS[model].make(tx)
 
 
-def check_contract() -> None:
-    """Pairwise: ranks x devices x models x optimizers."""
-    for row in ROWS:
-        if (row["ranks"], row["devices"]) != (str(RANKS), str(DEVICES)):
-            continue
+def check_contract(every: int = 1) -> None:
+    """Pairwise: ranks x devices x models x optimizers; of the rows for this world all, or every second one, ..."""
+    for row in [r for r in ROWS if (r["ranks"], r["devices"]) == (str(RANKS), str(DEVICES))][::every]:
         case = make(row["model"], row["optimizer"])
         step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
         entry = step.entry(case.state, case.batches(0))
