@@ -249,8 +249,9 @@ def _compile(program: Program, options: Options) -> Compiled:
     analysed = program
     for name, run in PIPELINE:
         start = time.perf_counter()
+        before = program.block
         program, plan, note = run(program, plan, options)
-        verify_program(program)
+        verify_program(program, before if records else None)
         records.append(Record(name, program, note, time.perf_counter() - start))
         if name == "analyze_batch":
             analysed = program
