@@ -1,7 +1,7 @@
 """The compiler: a tuple of passes, each of which leaves a record.
 
 The record (pass, program after it, what it did) is at once the debug dump, the text of golden tests and what
-`explain` prints. The program is verified after every pass, always.
+`explain` prints. The program is verified after every pass that changes it, always.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from autopar.cost import Cluster
 from autopar.cost.formulas import table_3
-from autopar.cost.memory import Shortage, find_shortage, state_bytes
+from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget, state_bytes
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.elsewhere import elsewhere
@@ -256,7 +256,12 @@ def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
         state += f": {format_bytes(shortage.missing)} more than fit beside the model; {_remedy(shortage, cluster)}"
     if cluster is None:
         return (f"{state}.",)
-    return (f"Planned for {cluster}; times are predicted from its figures. {state}.",)
+    lines = [f"Planned for {cluster}; times are predicted from its figures. {state}."]
+    if plan.on_hosts:
+        needed, room = hosted_bytes(program, plan) // cluster.machines, state_budget(cluster.host_bytes)
+        lines.append(f"Tables on hosts take {format_bytes(needed)} of {format_bytes(cluster.host_bytes)} on each host")
+        lines[-1] += f": {format_bytes(needed - room)} more than fit." if needed > room else "."
+    return tuple(lines)
 
 
 def _remedy(shortage: Shortage, cluster: Cluster | None) -> str:

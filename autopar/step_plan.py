@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -258,8 +259,17 @@ def plan_of(
             )
     state = state_bytes(program, made)
     given = (name, made.devices, cluster, made.sparse, made.emit, tuple(tables), tuple(dense), state)
-    found = StepPlan(*given, work=count_work(program), road=made.road[0])
+    found = StepPlan(*given, work=_work(entry), road=made.road[0])
     return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates, hosts))
+
+
+def _work(entry: Entry) -> Work:
+    """What the step computes; of devices' own programs with the sums that these have, which stand after loops."""
+    work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
+    if facts is None:
+        return work
+    sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)
+    return dataclasses.replace(work, sums=tuple(sorted(sums.items())))
 
 
 def _parts(found: StepPlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
@@ -271,12 +281,12 @@ def _parts(found: StepPlan, rates: Rates, hosts: HostRates) -> Mapping[str, tupl
 def dense_load(found: StepPlan) -> DenseLoad:
     """What a step does on each device with all leaves whose rows don't go by themselves."""
     whole = [t for t in found.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
-    gradients = tuple((math.prod(t.shape) * np.dtype(t.dtype).itemsize, 1) for t in whole)
-    state = sum(leaf.nbytes // (found.devices if leaf.shared else 1) for leaf in found.dense)
-    slots = sum(math.prod(t.shape) * np.dtype(t.dtype).itemsize * (1 + len(t.slots)) for t in whole)
-    work = found.work
+    sizes = [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
+    leaves = [leaf.nbytes // (found.devices if leaf.shared else 1) for leaf in found.dense]
+    leaves += [size for size, table in sizes for _ in range(1 + len(table.slots))]
+    sums, work = (*found.work.sums, *((size, 1) for size, _ in sizes)), found.work
     moved = work.moved_bytes / found.devices
-    return DenseLoad(work.on(found.devices), (*work.sums, *gradients), state + slots, moved, by_mpi=found.road == "mpi")
+    return DenseLoad(work.on(found.devices), sums, tuple(leaves), moved, by_mpi=found.road == "mpi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +358,7 @@ def _terms(entry: Entry, table: TableEntry, rates: Rates | None, hosts: HostRate
     if table.sizes is None:
         return {}
     if table.where == "hosts":
-        there = {} if rates is None else step_terms(rates, table.sizes.without_limits())
+        there = {} if rates is None else step_terms(rates, table.sizes.on_devices())
         return {HOSTED: host_terms(table.sizes, hosts), **there} if there else {}
     if rates is not None:
         return step_terms(rates, table.sizes)

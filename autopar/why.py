@@ -135,7 +135,7 @@ def _road(table: TableEntry, method: str, where: str) -> Road | None:
     if where == "hosts":
         terms = host_terms(table.sizes)
     else:
-        terms = step_terms(NO_TIME, table.sizes.without_limits() if table.where == "hosts" else table.sizes)[method]
+        terms = step_terms(NO_TIME, table.sizes.on_devices() if table.where == "hosts" else table.sizes)[method]
     return Road(name, tuple(t for t in terms if t.sent), timed=False)
 
 

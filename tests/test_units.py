@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import gc
 import importlib
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import autopar.api
+from autopar.collection import paused_collection, resumed_collection
 from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.ir.plan import matches
@@ -87,3 +89,22 @@ def test_readme_is_valid_python_and_names_real_options() -> None:
                     assert keyword.arg in autopar.parallelize.__kwdefaults__
     for name in re.findall(r"autopar\.([a-z_]+)\(", text):
         assert hasattr(autopar, name)
+
+
+def test_the_collector_is_paused_and_resumed() -> None:
+    """By whom it was paused, it is resumed; who has turned it off himself has it off."""
+    seen = []
+    for on in (True, False):
+        (gc.enable if on else gc.disable)()
+        try:
+            with paused_collection():
+                seen.append(gc.isenabled())
+                with resumed_collection():
+                    seen.append(gc.isenabled())
+                seen.append(gc.isenabled())
+            with pytest.raises(ValueError, match="passes"), paused_collection():
+                raise ValueError("passes on what is raised")
+            seen.append(gc.isenabled())
+        finally:
+            gc.enable()
+    assert seen == [False, True, False, True, False, False, False, False]

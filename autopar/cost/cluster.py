@@ -6,6 +6,7 @@ A cluster can be kept in a file, in the sections that `hardware` describes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -98,6 +99,11 @@ class Cluster:
     def count(self) -> int:
         """N: all devices."""
         return self.machines * self.devices
+
+    @property
+    def devices_are_hosts(self) -> bool:
+        """Whether devices have their memory from the host: CPUs, which share it out."""
+        return math.isclose(self.devices * self.device.memory_bytes, self.host_bytes, rel_tol=0.01)
 
     def link(self, level: Level, collective: str) -> Link:
         """What a collective has on a level of links: what was measured of it, else what all have."""

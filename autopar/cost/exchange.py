@@ -66,7 +66,7 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
         Term("copy gradients to the host", rates.copy(s.asked * row)),
         sent("send gradients", row),
         Term("add gradients at owners", host.scatter(s.owned, row)),
-        *_update(host, sizes, s.owned),
+        *_update(host, sizes, min(s.owned, -(-s.extent // s.devices))),
     )
 
 

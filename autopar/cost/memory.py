@@ -91,10 +91,20 @@ def state_bytes(program: Program, plan: Plan) -> int:
     return sum(leaf_bytes(program, plan, k) for k in _on_devices(program, plan))
 
 
+def hosted_bytes(program: Program, plan: Plan) -> int:
+    """Bytes of what is on hosts, all of them together."""
+    return sum(int(getattr(program.block.inputs[k].type, "nbytes", 0)) for k in _on_hosts(program, plan))
+
+
+def _on_hosts(program: Program, plan: Plan) -> set[int]:
+    """Leaves of the state that are there."""
+    hosted = {f.family for f in plan.families if f.on_hosts}
+    return {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
+
+
 def _on_devices(program: Program, plan: Plan) -> list[int]:
     """Leaves of the state that aren't on hosts."""
-    hosted = {f.family for f in plan.families if f.on_hosts}
-    away = {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
+    away = _on_hosts(program, plan)
     return [k for k, given in enumerate(program.inputs) if given.role == "state" and k not in away]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from autopar.cost.cluster import Cluster
@@ -31,13 +32,18 @@ def planned_rates(cluster: Cluster) -> Rates:
 
 
 def planned_host_rates(cluster: Cluster) -> HostRates:
-    """Rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory."""
-    n = cluster.count
+    """Rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory.
+
+    What they send each other inside of a machine goes through it, written and read once.
+    """
+    n, each = cluster.count, cluster.host_bytes_s / cluster.devices
+    link = cluster.inside
+    ranks = replace(cluster, inside=replace(link, bytes_s=min(link.bytes_s, each / 2)))
     host = Rates(
-        all_to_all=_line(lambda size: all_to_all_s(cluster, size / n, "mpi_all_to_all")),
+        all_to_all=_line(lambda size: all_to_all_s(ranks, size / n, "mpi_all_to_all")),
         all_gather=FREE,  # nothing of a table on hosts is gathered
-        all_reduce=_line(lambda size: all_reduce_s(cluster, size, "mpi_all_reduce")),
-        **_in_memory(cluster.host_bytes_s / cluster.devices),
+        all_reduce=_line(lambda size: all_reduce_s(ranks, size, "mpi_all_reduce")),
+        **_in_memory(each),
     )
     return HostRates(host, _line(cluster.to_host))
 

@@ -108,6 +108,7 @@ def simulate(
       work: Of one device.
       cluster: The machines.
       methods: Of each table, or of all; "auto": the fastest for which there is memory; what is on hosts stays there.
+        Where tables are put on hosts that weren't there, dense gradients go by MPI.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
       variation: Standard deviation of a device's own work over its mean: stragglers.
     """
@@ -131,10 +132,14 @@ def simulate(
             host_state += size / cluster.machines
         else:
             state += size / n if given == "ps" else size
-    parts = dict(step_parts(rates, work.dense, found, n, hosts))
+    hosted = [t.hosted for t in work.tables if chosen[t.path] == HOSTED]
+    by_mpi = bool(hosted) and (work.dense.by_mpi or not any(t.hosted for t in work.tables))
+    parts = dict(step_parts(rates, replace(work.dense, by_mpi=by_mpi), found, n, hosts))
     model = sum(t.seconds for part in ("model", "lookups") for t in parts[part])
     dense = sum(t.seconds for t in parts["dense gradients"])
     waiting, hidden = variation * model * expected_maximum(n), min(overlap * dense, BACKWARD * model)
+    if cluster.devices_are_hosts:
+        host_state += cluster.devices * state
     return StepTime(n, parts, chosen, waiting, hidden, state <= budget and host_state <= host_budget)
 
 

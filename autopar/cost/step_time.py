@@ -22,15 +22,20 @@ class DenseLoad:
       flops: Floating-point operations of its matrix products and convolutions.
       moved_bytes: Bytes of the batch's values that the model reads and writes.
       sums: Of the sums over examples, gradients mostly: bytes, and how many there are of so many.
-      state_bytes: Parameters with their slots: read and written once by the optimizer, with gradients beside them.
+      leaves: Bytes of each parameter and slot: read and written once by the optimizer, with gradients beside them.
       by_mpi: Whether gradients are summed by MPI, in the memory of the hosts.
     """
 
     flops: float
     sums: tuple[tuple[int, int], ...]
-    state_bytes: float
+    leaves: tuple[int, ...]
     moved_bytes: float = 0.0
     by_mpi: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all parameters and slots."""
+        return sum(self.leaves)
 
     @property
     def gradient_bytes(self) -> int:
@@ -54,7 +59,6 @@ def step_parts(
       devices: N.
       hosts: Of their hosts, for what is done there.
     """
-    reduced = 2 * (devices - 1) * dense.gradient_bytes // devices
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
     found: dict[str, tuple[Term, ...]] = {
         "call": (Term("call", rates.call_s + fixed),),
@@ -65,18 +69,27 @@ def step_parts(
         "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
     }
     found["tables"] = tuple(term for given in tables for term in _table_terms(rates, hosts, *given) if not term.fixed)
-    seconds, there_and_back = rates.all_reduce(dense.gradient_bytes), ()
+    found["dense gradients"] = _reduced(rates, dense, devices, hosts)
     updates = rates.update_s(3 * dense.state_bytes)
-    if rates.dense is not None:  # of gradients with their updates, in whole steps: of state that has these, too
-        measured = sum(count * rates.dense(size) for size, count in dense.sums)
-        rest = max(0.0, dense.state_bytes - 2 * dense.gradient_bytes)
-        updates = max(0.0, measured - seconds) + (rates.update_s(3 * rest) if rest else 0.0)
-    if dense.by_mpi and devices > 1:
-        seconds = hosts.host.all_reduce(dense.gradient_bytes)
-        there_and_back = (Term("copy dense gradients to the host and back", 2 * hosts.copy(dense.gradient_bytes)),)
-    found["dense gradients"] = (*there_and_back, Term("reduce dense gradients", seconds, reduced))
+    if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included
+        updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size)) / 2 for size in dense.leaves)
     found["dense updates"] = (Term("update dense parameters", updates),)
     return found
+
+
+def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
+    """Sums over examples, together; where times are measured in whole steps, one by one, as XLA has them there."""
+    size = dense.gradient_bytes
+    sent = 2 * (devices - 1) * size // devices
+    if not size:
+        return ()
+    if dense.by_mpi and devices > 1:
+        copied = Term("copy dense gradients to the host and back", 2 * hosts.copy(size))
+        return copied, Term("reduce dense gradients", hosts.host.all_reduce(size), sent)
+    if rates.dense is None:
+        return (Term("reduce dense gradients", rates.all_reduce(size), sent),)
+    seconds = sum(count * rates.all_reduce(each) for each, count in dense.sums)
+    return (Term("reduce dense gradients", seconds, sent),)
 
 
 def _table_terms(rates: Rates, hosts: HostRates, method: str, sizes: Sizes) -> tuple[Term, ...]:

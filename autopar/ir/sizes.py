@@ -22,7 +22,8 @@ class Sizes:
       asked: Distinct rows of them, at most.
       routed: Rows that all devices together touch, at most.
       capacity: Rows that a device asks another one for, at most ("ps").
-      owned: Rows that an owner is asked for, at most ("ps").
+      owned: Rows that an owner is asked for, at most ("ps"); on hosts the busiest one, by all ranks together, so that
+        rows count for each rank that asks for them.
       checks: Whether the capacity is measured, so that each step checks it.
       spread: Whether the devices look up different rows; else all of them have the whole batch.
     """
@@ -39,6 +40,10 @@ class Sizes:
     checks: bool = False
     spread: bool = True
 
-    def without_limits(self) -> Sizes:
-        """The same with a capacity that no batch exceeds."""
-        return dataclasses.replace(self, capacity=min(self.asked, -(-self.extent // self.devices)))
+    def on_devices(self) -> Sizes:
+        """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices, with a
+        capacity that no batch exceeds."""
+        asked, share = min(self.extent, self.ids), -(-self.extent // self.devices)
+        capacity = min(asked, share)
+        owned = min(share, self.devices * capacity) + 1
+        return dataclasses.replace(self, asked=asked, capacity=capacity, owned=owned)

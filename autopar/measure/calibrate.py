@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
+from autopar.collection import resumed_collection
 from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.plan import METHODS
 from autopar.measure.loops import (
@@ -55,6 +56,7 @@ _VERSION = 9
 _known: dict[Devices, Rates] = {}
 
 
+@resumed_collection()
 def rates_of(devices: Devices, plan: Planner) -> Rates:
     """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
 
@@ -152,7 +154,7 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
         values = jnp.ones((count * _ROWS, width), jnp.float32)
         scattered.append(loop_seconds(devices, _scatter_rows, values, index % _ROWS))
     flop_s = min(product, product_seconds(devices, _SIDE)) / (2 * _SIDE**3)
-    probed = probe(plan, tuple(m for m in METHODS if m != "auto"), count, flop_s)
+    probed = probe(plan, tuple(m for m in METHODS if m != "auto"), devices, flop_s)
     call = min(probed.calls.values())
     return Rates(
         all_to_all=collective("all_to_all"),

@@ -101,14 +101,17 @@ def loop_seconds(
         return time.perf_counter() - begin
 
     seconds(1)
-    wanted = int(np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
-    # As many on every process: each turn may wait for all.
-    turns = int(devices.processes.gather(str(wanted).encode(), "measuring rates")[0])
+    turns = agreed(devices, np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
     runs = min(runs, 3) if turns == 2 else runs
     # The fastest runs: what disturbs a run makes it longer.
     many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))
     # Where all others are so much at work that one turn took as long as many: at most so long.
     return (many - one) / turns if many > one else many / (turns + 1)
+
+
+def agreed(devices: Devices, turns: float) -> int:
+    """How many turns all processes take: the first one's number. Each turn may wait for all of them."""
+    return int(devices.processes.gather(str(int(turns)).encode(), "measuring rates")[0])
 
 
 def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.devices import Devices
 from autopar.cost.rates import Curve
 from autopar.ir.work import count_work
+from autopar.measure.loops import agreed
 
 Array = Any
 Step = Callable[[Any, Any], tuple[Any, Array]]
@@ -50,22 +52,23 @@ class Probed:
     moved_byte_s: float
 
 
-def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: int, flop_s: float) -> Probed:
+def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: Devices, flop_s: float) -> Probed:
     """Time all steps, in turns.
 
     Args:
       plan: Gives the planned form of a step by a method.
       methods: Those to time; "allreduce" is one.
-      devices: N.
+      devices: Those that run them.
       flop_s: Seconds of an operation of products.
     """
-    ids = jnp.arange(devices * _IDS, dtype=jnp.int32) * 7 % _ROWS
+    n = devices.count
+    ids = jnp.arange(n * _IDS, dtype=jnp.int32) * 7 % _ROWS
     steps: dict[str, tuple[Any, Any, Any]] = {m: (plan(_step, m), _table(), ids) for m in methods}
     for side in _SIDES:
         state = _with_dense([(side, side)] * _COUNT)
         steps[f"dense {side}"] = plan(_dense_step, "allreduce"), state, ids
     for count in _EXAMPLES:
-        batch = {"ids": ids, "x": jnp.full((devices * count, _IN), 1e-3, jnp.float32)}
+        batch = {"ids": ids, "x": jnp.full((n * count, _IN), 1e-3, jnp.float32)}
         steps[f"examples {count}"] = (
             plan(_perceptron, "allreduce"),
             _with_dense([(_IN, _HIDDEN), (_HIDDEN, _IN)]),
@@ -73,11 +76,11 @@ def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: 
         )
     few, many = (steps[f"examples {count}"] for count in _EXAMPLES)
     work = [count_work(step.entry(state, batch).compiled.analysed) for step, state, batch in (few, many)]
-    found = _times(steps)
+    found = _times(steps, devices)
     more = [max(0.0, found[f"dense {side}"] - found["allreduce"]) / _COUNT for side in _SIDES]
     added = found[f"examples {_EXAMPLES[1]}"] - found[f"examples {_EXAMPLES[0]}"]
-    products = (work[1].on(devices) - work[0].on(devices)) * flop_s
-    moved = (work[1].moved_bytes - work[0].moved_bytes) / devices
+    products = (work[1].on(n) - work[0].on(n)) * flop_s
+    moved = (work[1].moved_bytes - work[0].moved_bytes) / n
     return Probed(
         calls={m: found[m] for m in methods},
         dense=Curve(tuple((4.0 * side**2, max(more[: k + 1])) for k, side in enumerate(_SIDES))),
@@ -122,7 +125,7 @@ def _with_dense(shapes: list[tuple[int, int]]) -> Any:
     return {**_table(), "dense": dense, "slots": slots}
 
 
-def _times(steps: Mapping[str, tuple[Step, Any, Any]]) -> dict[str, float]:
+def _times(steps: Mapping[str, tuple[Step, Any, Any]], devices: Devices) -> dict[str, float]:
     """Seconds of each step, all of them in turns for some seconds; each has a state and a batch."""
     states = {name: state for name, (_, state, _) in steps.items()}
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -137,7 +140,7 @@ def _times(steps: Mapping[str, tuple[Step, Any, Any]]) -> dict[str, float]:
     turns = {}
     for name in steps:
         first = min(turn(name) for _ in range(3))
-        turns[name] = int(np.clip(_TURN_S / first, 2, _TURN))
+        turns[name] = agreed(devices, np.clip(_TURN_S / first, 2, _TURN))
     for round in range(_ROUNDS):
         for name, count in turns.items():
             if count == _TURN or round % 4 == 0:

@@ -140,7 +140,8 @@ def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded:
         return (safe, tight), _lifted(space, ids, tight, paths, source)
     safe, tight = _sharded(program, space, ids, wishes)
     sizes = _sizes(program, space, ids, tight)
-    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": sizes}
+    # Beside tables on hosts what is dense is reduced with all else that is.
+    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": None if wishes.hosts else sizes}
     if method == "auto":
         costs["seconds"] = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
         method = "ps" if sharded else _cheapest(costs["seconds"] or costs["sent"])
@@ -249,7 +250,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, wishes: Wishes) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
-    sizes = dataclasses.replace(sizes, owned=min(sizes.owned, sizes.routed))
+    sizes = dataclasses.replace(sizes, owned=sizes.asked)  # as many as a rank asks for, on average
     flat = None if wishes.example is None or space.depends_on else wishes.example(program, space, ids)
     if flat is None:
         return sizes

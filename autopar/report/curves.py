@@ -93,9 +93,9 @@ def by_table_3(table: TableEntry) -> tuple[Curves, Mapping[str, tuple[float, ...
 def sent_at(table: TableEntry, devices: int, ids: int | None = None) -> Mapping[str, int]:
     """Method -> bytes that each device sends in a step of N devices that look up so many ids each."""
     load, own = table_load(table, ids), _of(table)
-    sizes = dataclasses.replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
     if table.where == "hosts":
-        return host_sent_bytes(host_sizes_at(load, devices))
+        return host_sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread))
+    sizes = dataclasses.replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
     if not own.checks:  # a capacity that no batch exceeds
         capacity = min(sizes.asked, -(-sizes.extent // devices))
         sizes = dataclasses.replace(sizes, capacity=capacity)

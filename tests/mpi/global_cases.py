@@ -20,7 +20,7 @@ from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.backends.processes import Processes
 from autopar.cost import Rates
-from autopar.measure import calibrate, loops
+from autopar.measure import calibrate, loops, probe
 
 from ..devices import test_dense
 from ..devices.test_rows import make_state, step
@@ -291,6 +291,13 @@ def check_turns_are_measured_together() -> None:
         assert 0 < seconds < 1
     finally:
         loops._TARGET_S = kept
+    kept, rounds = probe._TURN_S, probe._ROUNDS
+    probe._TURN_S, probe._ROUNDS = 0.001 * (1 + 40 * RANK), 4
+    try:
+        found = probe._times({"ps": (PS, make_state(ROWS), ids_of(ROWS))}, devices)
+        assert 0 < found["ps"] < 1
+    finally:
+        probe._TURN_S, probe._ROUNDS = kept, rounds
 
 
 def check_what_differs_between_processes() -> None:
