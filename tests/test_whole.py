@@ -36,9 +36,9 @@ PRELUDE = """
 """
 
 
-def run(code: str) -> str:
+def run(code: str, devices: int = 1) -> str:
     """The output of a program in a fresh process with XLA's defaults."""
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_NUM_CPU_DEVICES": str(devices)}
     program = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
     command, root = [sys.executable, "-c", program], Path(__file__).parent.parent
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
@@ -99,14 +99,16 @@ def test_dense_models_compile_to_plain_jits_hlo(model: str, optimizer: str) -> N
 
 
 def test_initializers_on_several_devices() -> None:
-    out = run("""
-        jax.config.update("jax_num_cpu_devices", 4)
+    out = run(
+        """
         from tests.devices.test_init import INITIALIZERS, check_initializer
 
         for kind in INITIALIZERS:
             check_initializer(kind)
             print(kind)
-    """)
+    """,
+        devices=4,
+    )
     assert len(out.splitlines()) == 6
 
 
