@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 from autopar.cost import Cluster, Rates
+from autopar.cost.cluster import require_cluster
 from autopar.cost.planned_rates import planned_rates
 from autopar.ir.plan import asks_for_hosts, without_hosts
 from autopar.step import ParallelStep
@@ -17,6 +18,7 @@ def elsewhere(step: ParallelStep, cluster: Cluster) -> ParallelStep:
 
     Tables that the strategy puts on hosts are there, with a rank for each device.
     """
+    require_cluster(cluster)
     rates, memory = functools.partial(planned_rates, cluster), int(cluster.device.memory_bytes)
     planned = on_devices(step, cluster.count, rates, memory)
     strategy = step.options.strategy

@@ -233,7 +233,8 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
-    there = () if cluster is None else (_predicted(plan_of(entry, name, leaves, cluster)),)
+    there = () if cluster is None or plan.devices == 1 else (_predicted(plan_of(entry, name, leaves, cluster)),)
+    there += tuple(f"All devices do the same: {note}." for _, note, _ in passes if note.startswith("nothing is spread"))
     return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
 
 

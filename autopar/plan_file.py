@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 from autopar.errors import ArgumentsError, PlanError
 
 FORMAT, VERSION = "autopar plan", 1
-_AGAIN = "Make it again: autopar.plan(step, state, batch).save(...)"
+#: What to do about a file that can't be used.
+AGAIN = "Make it again: autopar.plan(step, state, batch).save(...)"
 #: Lists and objects without others, or with lists of one line, are written on one line, if they fit.
 _FLAT = re.compile(r"(?P<open>[\[{])\n\s+(?P<inside>(?:[^\[\]{}]|\[[^\[\]{}\n]*\])*?)\n\s+(?P<close>[\]}])")
 _LINE = 100
@@ -60,16 +61,16 @@ def read_plan(path: str | Path, kind: type[T]) -> T:
     except UnicodeDecodeError as error:
         raise PlanError(f"{path} is no plan: it is no text") from error
     except json.JSONDecodeError as error:
-        raise PlanError(f"{path}:{error.lineno}: this is no plan, or a damaged one: {error.msg}. {_AGAIN}") from error
+        raise PlanError(f"{path}:{error.lineno}: this is no plan, or a damaged one: {error.msg}. {AGAIN}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise PlanError(f"{path} is no plan: it doesn't say {{'format': {FORMAT!r}}}")
     if found.get("version") != VERSION:
         version = found.get("version")
-        raise PlanError(f"{path} is a plan of version {version!r}; this autopar reads version {VERSION}. {_AGAIN}")
+        raise PlanError(f"{path} is a plan of version {version!r}; this autopar reads version {VERSION}. {AGAIN}")
     try:
         return _read(kind, found.get("plan"), "plan")
     except _Damaged as error:
-        raise PlanError(f"{path}: the plan is damaged: {error}. {_AGAIN}") from error
+        raise PlanError(f"{path}: the plan is damaged: {error}. {AGAIN}") from error
 
 
 class _Damaged(Exception):

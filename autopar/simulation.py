@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.cost import Cluster
-from autopar.cost.simulate import StepTime, TableLoad, Workload, crossovers, scaling
+from autopar.cost.cluster import require_cluster
+from autopar.cost.exchange import HOSTED
+from autopar.cost.simulate import SIMULATED, StepTime, TableLoad, Workload, crossovers, scaling
 from autopar.errors import ArgumentsError
+from autopar.ir.plan import Method
 from autopar.step_plan import StepPlan, TableEntry, dense_load
 
 #: Devices that are simulated by default: 1 to 10,000.
@@ -55,8 +59,8 @@ def simulate(
     plan: StepPlan,
     *,
     cluster: Cluster | None = None,
-    devices: Sequence[int] = COUNTS,
-    methods: Mapping[str, str] | str = "auto",
+    devices: Sequence[int] | int = COUNTS,
+    methods: Mapping[str, Method | str] | Method | str = "auto",
     overlap: float = 0.0,
     variation: float = 0.0,
 ) -> Simulation:
@@ -65,26 +69,47 @@ def simulate(
     Args:
       plan: Of `autopar.plan`, for several devices: `plan(step, state, batch, cluster=...)`.
       cluster: Of which devices; the plan's by default.
-      devices: Numbers of devices, ascending. Machines are filled one after the other, the last one wholly.
+      devices: Numbers of devices, ascending, or one. Machines are filled one after the other, the last one wholly.
       methods: Of each table by its path, or of all: a method of strategies, or "ps on hosts" (a rank for each device);
         "auto": the fastest at each number of devices, but what the plan has on hosts stays there.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
       variation: Standard deviation of a device's own work over its mean; the slowest device is waited for.
 
     Raises:
-      ArgumentsError: no cluster is given; the plan is of one device, so that nobody knows what is shared; or a number
-        that is out of range.
+      ArgumentsError: no cluster is given; the plan is of one device, so that nobody knows what is shared; a number that
+        is out of range; or a method or table that there isn't.
     """
-    cluster = plan.cluster if cluster is None else cluster
+    cluster = plan.cluster if cluster is None else require_cluster(cluster)
     if cluster is None:
         raise ArgumentsError("simulate needs to know the devices: simulate(plan, cluster=autopar.Cluster.named(...))")
-    if not devices or list(devices) != sorted(set(devices)) or devices[0] < 1:
-        raise ArgumentsError(f"devices={list(devices)}: give growing numbers of devices, 1 at least")
-    if not 0 <= overlap <= 1 or variation < 0:
+    numbers = [devices] if isinstance(devices, int) else list(devices)
+    if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers) or numbers != sorted(set(numbers)):
+        raise ArgumentsError(f"devices={devices}: give growing numbers of devices, 1 at least")
+    if not 0 <= overlap <= 1 or not variation >= 0:
         raise ArgumentsError(f"overlap={overlap}, variation={variation}: overlap is in [0, 1], variation 0 or more")
     work = workload(plan)
-    times = scaling(work, cluster, devices, methods=methods, overlap=overlap, variation=variation)
+    named = _named(methods, work)
+    times = scaling(work, cluster, numbers, methods=named, overlap=overlap, variation=variation)
     return Simulation(plan.step, cluster, tuple(times))
+
+
+def _named(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str] | str:
+    """Methods by the names that simulated steps have; as in strategies ("ps", "hosts") is one."""
+
+    def name(method: Any) -> str:
+        found = HOSTED if method == ("ps", "hosts") else method
+        if found not in ("auto", *SIMULATED, HOSTED):
+            known = ", ".join(map(repr, ("auto", *SIMULATED, HOSTED)))
+            raise ArgumentsError(f"methods: there is no {method!r}; there are {known}")
+        return found
+
+    if not isinstance(methods, Mapping):
+        return name(methods)
+    paths = [t.path for t in work.tables]
+    for path in methods:
+        if path not in paths:
+            raise ArgumentsError(f"methods: no table {path!r} goes by its rows; there are {', '.join(paths) or 'none'}")
+    return {path: name(method) for path, method in methods.items()}
 
 
 def workload(plan: StepPlan) -> Workload:

@@ -24,9 +24,9 @@ from autopar.cost.planned_rates import planned_host_rates
 from autopar.cost.rates import NO_HOST_TIME, HostRates
 from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.elsewhere import elsewhere
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.decisions import Decisions, TableDecision
-from autopar.ir.plan import Emit, ParameterPlan, Sparse
+from autopar.ir.plan import METHODS, Emit, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import collect_ids
 from autopar.ir.rowspace import RowSpace
@@ -35,7 +35,7 @@ from autopar.ir.work import Work, count_work
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.passes.capacity import device_ids
 from autopar.plan_difference import PlanDifference, difference
-from autopar.plan_file import read_plan, write_plan
+from autopar.plan_file import AGAIN, read_plan, write_plan
 from autopar.planned import Entry
 from autopar.step import ParallelStep
 from autopar.wrapped_step import WrappedStep, unwrapped
@@ -147,7 +147,11 @@ class StepPlan:
         Raises:
           PlanError: the file can't be read, or is no plan, of another version, or damaged.
         """
-        return read_plan(path, StepPlan)
+        found = read_plan(path, StepPlan)
+        wrong = _impossible(found)
+        if wrong:
+            raise PlanError(f"{path}: the plan is damaged: {wrong}. {AGAIN}")
+        return found
 
     @property
     def missing_bytes(self) -> int:
@@ -165,6 +169,24 @@ class StepPlan:
             shown = ", ".join(t.path for t in self.tables) or "none"
             raise ArgumentsError(f"{path!r} is no table of the plan of {self.step}; looked up by rows: {shown}")
         return found
+
+
+def _impossible(found: StepPlan) -> str:
+    """What no plan says; empty if there is nothing."""
+    if found.devices < 1:
+        return f"devices is {found.devices}"
+    for table in found.tables:
+        values = {
+            "method": table.method in METHODS[1:],
+            "where": table.where in ("devices", "hosts"),
+            "ids": table.ids >= 0,
+            "capacity": table.capacity is None or table.capacity >= 0,
+            "journal": table.journal >= 0,
+        }
+        wrong = next((name for name, is_right in values.items() if not is_right), "")
+        if wrong:
+            return f"{wrong} of {table.path} is {getattr(table, wrong)!r}"
+    return ""
 
 
 def _step_facts(plan: StepPlan) -> Mapping[str, str]:

@@ -230,3 +230,31 @@ def test_measured_links_take_the_place_of_general_ones() -> None:
     assert all_reduce_s(inside, 60) == pytest.approx((2 * 0.5 + 60 / 20) + (4 * 2 + 80 / 4))
     assert all_reduce_s(between, 60) == pytest.approx((2 + 60 / 10) + (4 * 0.5 + 80 / 20))
     assert all_gather_s(inside, 5) == all_gather_s(SMALL, 5) and all_to_all_s(between, 5) == all_to_all_s(SMALL, 5)
+
+
+def test_measured_links_are_of_the_links_that_are_given(tmp_path: Path) -> None:
+    """A file with links of its own doesn't take measurements of others; two machines may have one name."""
+    file = tmp_path / "cluster.toml"
+    file.write_text(FILE.replace('name = "node2"', 'name = "node1"\naddress = "10.0.0.2"'))
+    like = replace(SMALL, measured=MEASURED)
+    assert Cluster.load(file, like).measured == {} and Cluster.load(file, like).machines == 2
+    file.write_text(FILE.split("[link.inside]")[0])
+    assert Cluster.load(file, like).measured == MEASURED
+
+
+def test_figures_that_cannot_be() -> None:
+    with pytest.raises(autopar.ArgumentsError, match="chalk: memory_bytes, flops_s and memory_bytes_s are more than 0"):
+        Device("chalk", 1.0, -1.0, 1.0)
+    with pytest.raises(autopar.ArgumentsError, match="a link of 0 s and 0 bytes a second"):
+        Link(0, 0)
+    with pytest.raises(autopar.ArgumentsError, match="1.5 machines of 1 devices: whole numbers"):
+        SMALL.of(1.5, 1)
+
+
+def test_what_is_told_where_nothing_is_spread() -> None:
+    planned = autopar.parallelize(step)
+    state, batch = arguments(100, 4)
+    text = str(autopar.explain(planned, state, batch, cluster=SMALL.of(7, 1)))
+    assert "All devices do the same: nothing is spread: 7 devices don't divide the batch" in text
+    text = str(autopar.explain(planned, state, batch, cluster=SMALL.of(1, 1)))
+    assert "A step is predicted" not in text and "All devices" not in text

@@ -150,6 +150,9 @@ def damaged(change: Any) -> str:
         (lambda f: f["plan"]["tables"][0].update(tight=1), r"tables\[0\].tight is true or false, not 1"),
         (lambda f: f["plan"]["tables"][0]["terms"].update(ps=3), r"tables\[0\].terms.ps is a list, not 3"),
         (lambda f: f["plan"]["cluster"].update(machines=0), "plan.cluster: a cluster of 0 machines"),
+        (lambda f: f["plan"].update(devices=-4), "plan.json: the plan is damaged: devices is -4. Make it again"),
+        (lambda f: f["plan"]["tables"][0].update(method="psx"), "damaged: method of .* is 'psx'"),
+        (lambda f: f["plan"]["tables"][0].update(journal=-1), "damaged: journal of .* is -1"),
     ],
 )
 def test_what_is_no_plan_is_told(change: Any, message: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -217,12 +218,13 @@ def test_a_plan_with_tables_on_hosts() -> None:
     assert table.sizes.owned == np.bincount(np.concatenate(asked) % 32).max()
     assert set(table.terms) == {HOSTED, "ps", "allgather", "allreduce_rows", "allreduce"}
     assert made.parts["tables"] == table.terms[HOSTED] and table.seconds[HOSTED] > 0
-    for method in ("allgather", "allreduce"):  # without capacities, which the example gives
+    for method in ("ps", "allgather", "allreduce_rows", "allreduce"):
         (other,) = autopar.plan(autopar.parallelize(step, strategy=method), *given, cluster=CLUSTER).tables
         assert other.terms[method] == table.terms[method], method
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    (unknown,) = autopar.plan(parallel, *shapes, cluster=CLUSTER).tables
     (other,) = autopar.plan(autopar.parallelize(step, strategy="ps"), *shapes, cluster=CLUSTER).tables
-    assert {t.name: t for t in other.terms["ps"]} == {t.name: t for t in table.terms["ps"]}
+    assert other.terms["ps"] == unknown.terms["ps"]
     assert autopar.why(made, "emb", "ps").ratio == pytest.approx(table.seconds["ps"] / table.seconds[HOSTED])
     text = str(autopar.explain(parallel, *given, cluster=CLUSTER))
     assert "Tables on hosts take 390.6 KiB of 953.7 MiB on each host." in text
@@ -328,3 +330,47 @@ def test_simulate_prints_what_a_user_asks() -> None:
         autopar.simulate(alone)
     with pytest.raises(autopar.ArgumentsError, match="is of one device"):
         autopar.simulate(alone, cluster=CLUSTER)
+
+
+def test_methods_that_are_asked_for() -> None:
+    """By the names of strategies, too; what there isn't is named."""
+
+    def step(table: Any, ids: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda t: jnp.mean(t[ids] ** 2))(table)
+        return table - 0.1 * g, loss
+
+    shapes = jax.ShapeDtypeStruct((50_000, 16), "float32"), jax.ShapeDtypeStruct((64,), "int32")
+    made = planned(4, step, *shapes)
+    (path,) = [t.path for t in made.tables]
+    for given in (HOSTED, ("ps", "hosts"), {path: ("ps", "hosts")}):
+        assert autopar.simulate(made, devices=8, methods=given).times[0].methods == {path: HOSTED}
+    for options, told in (
+        ({"methods": "psx"}, "there is no 'psx'; there are 'auto', "),
+        ({"methods": {path: ["ps"]}}, "there is no ['ps']"),
+        ({"methods": {"params/x": "ps"}}, f"no table 'params/x' goes by its rows; there are {path}"),
+        ({"variation": float("nan")}, "variation 0 or more"),
+        ({"devices": (1.5, 48)}, "give growing numbers of devices"),
+        ({"cluster": "dgx-h100"}, "cluster is a str; give a Cluster"),
+    ):
+        with pytest.raises(autopar.ArgumentsError, match=re.escape(told)):
+            autopar.simulate(made, **options)
+    with pytest.raises(autopar.ArgumentsError, match="cluster is a str"):
+        autopar.plan(autopar.parallelize(step), *shapes, cluster="dgx-h100")
+
+
+def test_tables_on_devices_beside_tables_on_hosts() -> None:
+    """Each goes as it is told; what is dense is reduced with all that is."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda p: sum(jnp.mean(p[k][batch[k]] ** 2) for k in "abc"))(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, g), loss
+
+    state = {k: jax.ShapeDtypeStruct((50_000, 16), "float32") for k in "abc"}
+    batch = {k: np.arange(4 * 64, dtype=np.int32) * 7 for k in "abc"}
+    strategy = {"a": ("ps", "hosts"), "b": "ps", "c": "allreduce"}
+    made = planned(4, step, state, batch, strategy=strategy)
+    assert [(t.taken, t.sizes is None) for t in made.tables] == [(HOSTED, False), ("ps", False), ("allreduce", True)]
+    reduced = sum(t.sent for t in made.parts["dense gradients"])
+    assert reduced == pytest.approx(2 * 3 / 4 * 50_000 * 64, rel=0.01)
+    names = [t.name for t in made.parts["tables"]]
+    assert "copy rows to the device" in names and "pick rows" in names

@@ -35,6 +35,10 @@ class Link:
     bytes_s: float
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0 or not self.bytes_s > 0:
+            raise ArgumentsError(f"a link of {self.latency_s} s and {self.bytes_s} bytes a second: 0 or more, and more")
+
     def __call__(self, size: float, messages: float = 1) -> float:
         """Seconds for so many bytes in so many messages, one after the other."""
         return messages * self.latency_s + size / self.bytes_s
@@ -61,6 +65,10 @@ class Device:
     flops_s: float
     memory_bytes_s: float
     source: str = ""
+
+    def __post_init__(self) -> None:
+        if not all(x > 0 for x in (self.memory_bytes, self.flops_s, self.memory_bytes_s)):
+            raise ArgumentsError(f"{self.name}: memory_bytes, flops_s and memory_bytes_s are more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +100,10 @@ class Cluster:
     measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.machines < 1 or self.devices < 1:
-            raise ArgumentsError(f"a cluster of {self.machines} machines of {self.devices} devices: 1 at least of each")
+        if not all(isinstance(n, int) and n >= 1 for n in (self.machines, self.devices)):
+            raise ArgumentsError(
+                f"a cluster of {self.machines} machines of {self.devices} devices: whole numbers, 1 at least of each"
+            )
 
     @property
     def count(self) -> int:
@@ -154,13 +164,13 @@ class Cluster:
           ArgumentsError: its machines have different numbers of devices; it lacks sections, and there is no `like`.
         """
         read = read_cluster(path, named=False)
-        counts = {h.name: h.processes * h.devices for h in read.hosts}
-        if len(set(counts.values())) > 1:
-            shown = ", ".join(f"{name} {count}" for name, count in counts.items())
+        counts = [h.processes * h.devices for h in read.hosts]
+        if len(set(counts)) > 1:
+            shown = ", ".join(f"{h.name} {count}" for h, count in zip(read.hosts, counts, strict=True))
             raise ArgumentsError(f"{path}: the machines of a cluster that is planned for are alike; devices: {shown}")
         found = dict(read.hardware)
         if counts:
-            found.update(machines=len(counts), devices=next(iter(counts.values())))
+            found.update(machines=len(counts), devices=counts[0])
         return Cluster.of_dict({"name": Path(path).name, **found}, like, str(path))
 
     @staticmethod
@@ -185,6 +195,8 @@ class Cluster:
             )
         old = {} if like is None else like.as_dict()
         found = {**old, **given, "link": {**old.get("link", {}), **links}}
+        if {"inside", "between"} & set(links) and "measured" not in given:
+            found["measured"] = {}  # of other links
         optional: dict[str, Any] = {"host_bytes_s": found["host_bytes_s"]} if "host_bytes_s" in found else {}
         optional |= {"to_host": Link(**found["link"]["host"])} if "host" in found["link"] else {}
         return Cluster(
@@ -223,6 +235,17 @@ class Cluster:
         """Another number of the same machines."""
         devices = self.devices if devices is None else devices
         return replace(self, name=self.name if name is None else name, machines=machines, devices=devices)
+
+
+def require_cluster(given: Any) -> Cluster:
+    """What was given as a cluster, if it is one.
+
+    Raises:
+      ArgumentsError: it isn't.
+    """
+    if not isinstance(given, Cluster):
+        raise ArgumentsError(f"cluster is a {type(given).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')")
+    return given
 
 
 _TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")

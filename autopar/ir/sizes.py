@@ -21,7 +21,8 @@ class Sizes:
       ids: Ids that each device looks up, duplicates included.
       asked: Distinct rows of them, at most.
       routed: Rows that all devices together touch, at most.
-      capacity: Rows that a device asks another one for, at most ("ps").
+      capacity: Rows that a device asks another one for, at most ("ps"); on hosts what it would be on devices, 0 where
+        nothing is known of the ids.
       owned: Rows that an owner is asked for, at most ("ps"); on hosts the busiest one, by all ranks together, so that
         rows count for each rank that asks for them.
       checks: Whether the capacity is measured, so that each step checks it.
@@ -41,9 +42,9 @@ class Sizes:
     spread: bool = True
 
     def on_devices(self) -> Sizes:
-        """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices, with a
-        capacity that no batch exceeds."""
+        """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices."""
         asked, share = min(self.extent, self.ids), -(-self.extent // self.devices)
-        capacity = min(asked, share)
+        capacity = min(asked, share, self.capacity or asked)
         owned = min(share, self.devices * capacity) + 1
-        return dataclasses.replace(self, asked=asked, capacity=capacity, owned=owned)
+        checks = capacity < min(asked, share)
+        return dataclasses.replace(self, asked=asked, capacity=capacity, owned=owned, checks=checks)

@@ -103,6 +103,13 @@ def tightened(family: FamilyPlan, asked: Sequence[np.ndarray], headroom: float) 
     return limited(family, headroom * _busiest(asked, family.layout))
 
 
+def limitless(family: FamilyPlan) -> FamilyPlan:
+    """A family on hosts with the capacity that no batch would exceed on devices."""
+    layout = family.layout
+    assert layout is not None, "only sharded rows have a capacity"
+    return dataclasses.replace(family, capacity=min((family.asked or 0) // layout.devices, layout.share))
+
+
 def limited(family: FamilyPlan, rows: float) -> FamilyPlan:
     """The family with so many rows as its capacity, rounded up, where that is less than what no batch exceeds."""
     safe = family.capacity

@@ -26,6 +26,7 @@ from autopar.passes.capacity import (
     host_bounds,
     imbalance,
     limited,
+    limitless,
     most_asked,
     tightened,
     with_layout,
@@ -140,14 +141,14 @@ def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded:
         return (safe, tight), _lifted(space, ids, tight, paths, source)
     safe, tight = _sharded(program, space, ids, wishes)
     sizes = _sizes(program, space, ids, tight)
-    # Beside tables on hosts what is dense is reduced with all else that is.
-    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": None if wishes.hosts else sizes}
+    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": sizes}
     if method == "auto":
         costs["seconds"] = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
         method = "ps" if sharded else _cheapest(costs["seconds"] or costs["sent"])
         if method == "allreduce":
             reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
-            return dense(reason, "strategy='ps'", **costs)
+            # Beside tables on hosts its gradient is reduced with all others.
+            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if wishes.hosts else sizes})
     if method != "ps":
         safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
     return (safe, tight), _lifted(space, ids, tight, paths, source, why=sharded, **costs)
@@ -255,7 +256,9 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPl
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
-    return dataclasses.replace(sizes, asked=max(rows.size for rows in loads), owned=most_asked(loads, family))
+    limit = tightened(limitless(family), loads, wishes.headroom).capacity or 0
+    asked = max(rows.size for rows in loads)
+    return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, family), capacity=limit)
 
 
 def _line(space: RowSpace) -> str:

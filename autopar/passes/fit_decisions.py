@@ -24,9 +24,11 @@ def check_facts(program: Program, decisions: Decisions, devices: int) -> None:
       PlanError: it isn't; all that differs is named.
     """
     if decisions.devices != devices:
+        hosted = any(table.where == "hosts" for table in decisions.tables)
+        what, remedy = ("ranks", "Start so many: mpirun -n") if hosted else ("devices", "Give a mesh of")
         raise PlanError(
-            f"{decisions.source} is for {decisions.devices} devices, and {program.name} runs on {devices}. Give a mesh "
-            f"of {decisions.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
+            f"{decisions.source} is for {decisions.devices} {what}, and {program.name} runs on {devices}. {remedy} "
+            f"{decisions.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
         )
     known = {t.path for t in decisions.tables}
     found = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}

@@ -228,7 +228,8 @@ def _changes(found: Simulation, of: Callable[[StepTime], str]) -> str:
     """What something is on the fewest devices, and what it becomes on more."""
     pairs = itertools.pairwise(found.times)
     changes = [f"{of(new)} from {new.devices:,} on" for old, new in pairs if of(old) != of(new)]
-    return ", ".join([f"{of(found.times[0])} on one device", *changes])
+    first = of(found.times[0])
+    return ", ".join([f"{first} on one device", *changes]) if changes else first
 
 
 def _add_measured(made: _Parts, figures: ModuleType, told: Sequence[Timing]) -> None:
