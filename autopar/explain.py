@@ -162,7 +162,7 @@ class Explanation:
         shown = [r for r in self.rows if r.kind == "sparse"] + sorted(dense, key=lambda r: -r.nbytes)[:_SHOWN_DENSE]
         for row in shown:
             style = "green" if row.planned_bytes < row.dense_bytes else "yellow" if row.kind == "sparse" else ""
-            slots = f" + {row.slots} slot{'s' if row.slots > 1 else ''}" if row.slots else ""
+            slots = f" with {row.slots} slot{'s' if row.slots > 1 else ''}" if row.slots else ""
             shape = f"[{', '.join(map(str, row.shape))}]".replace("[", r"\[")
             details = () if narrow else (shape, format_bytes(row.nbytes) + slots, row.kind)
             table.add_row(row.path, *details, _alpha(row.alpha), row.action, _traffic(row), style=style)

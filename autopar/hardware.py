@@ -5,6 +5,7 @@ machines = 8                 # only where no [[host]] tables name them
 devices = 6                  # of each machine; the same
 host_bytes = 256e9           # memory of a machine's host
 host_bytes_s = 150e9         # from and to that memory, together; may be left out
+host_source = "data sheet"   # where the two come from
 
 [device]
 name = "TITAN Xp"
@@ -39,7 +40,7 @@ from typing import Any
 from autopar.toml_file import Table
 
 #: At the top of the file, beside [[host]] tables.
-TOP = ("name", "machines", "devices", "host_bytes", "host_bytes_s")
+TOP = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
 SECTIONS = ("device", "link", "measured")
 LEVELS = ("inside", "between")
 LINKS = (*LEVELS, "host")
@@ -64,6 +65,7 @@ _TOP: Mapping[str, _Check] = {
     "devices": _COUNT,
     "host_bytes": _POSITIVE,
     "host_bytes_s": _POSITIVE,
+    "host_source": _TEXT,
 }
 _DEVICE: Mapping[str, _Check] = {
     "name": _TEXT,

@@ -11,6 +11,7 @@ every run.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from autopar.passes.capacity import device_ids
 from autopar.placing import is_traced
 from autopar.planned import Entry
 from autopar.table import is_table
+
+_logger = logging.getLogger("autopar")
 
 #: What is done about drift.
 Replan = Literal["warn", "auto", "off"]
@@ -154,7 +157,9 @@ class AlphaWatch:
         if self.replan != "auto" and not work.done():
             return False
         self._at_work = None
-        if work.exception() is not None:  # arrays that the user gave away, or a context that only the caller has
+        error = work.exception()
+        if error is not None:  # arrays that the user gave away, or a context that only the caller has
+            _logger.info("alpha isn't watched any more: %s: %s", type(error).__name__, error)
             self._plans.setdefault(entry, _Watched(None))
             return True
         found = work.result()

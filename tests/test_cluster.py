@@ -15,6 +15,7 @@ import pytest
 import autopar
 from autopar.cluster import read_cluster
 from autopar.cost import Cluster, Device, Link, sent_bytes
+from autopar.cost.cluster import NAMED
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.planned_rates import planned_rates
 from autopar.elsewhere import elsewhere
@@ -258,3 +259,9 @@ def test_what_is_told_where_nothing_is_spread() -> None:
     assert "All devices do the same: nothing is spread: 7 devices don't divide the batch" in text
     text = str(autopar.explain(planned, state, batch, cluster=SMALL.of(1, 1)))
     assert "A step is predicted" not in text and "All devices" not in text
+
+
+def test_named_clusters_say_where_their_figures_come_from() -> None:
+    for cluster in NAMED.values():
+        parts = (cluster.device, cluster.inside, cluster.between, cluster.to_host)
+        assert cluster.host_source and all(part.source for part in parts), cluster.name

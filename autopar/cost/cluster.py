@@ -84,6 +84,7 @@ class Cluster:
       host_bytes: Memory of a machine's host.
       host_bytes_s: Bytes a second from and to that memory, together, all cores at work.
       to_host: Between a device and the memory of its host, of one device.
+      host_source: Where the hosts' figures come from.
       measured: Collective -> level ("inside", "between") -> its own link, as `autopar.calibrate` finds it: latency of
         each of its messages and bandwidth, to be taken in place of `inside` and `between`.
     """
@@ -97,6 +98,7 @@ class Cluster:
     host_bytes: float
     host_bytes_s: float = 50e9
     to_host: Link = PCIE
+    host_source: str = ""
     measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +141,8 @@ class Cluster:
         """The machines and devices that are here, all processes' together. Takes about two seconds. Collective.
 
         Memories are asked for, floating-point operations and memory bandwidth are measured, links are those that
-        `autopar.calibrate` has found on these devices, else assumed; each part's `source` says which.
+        `autopar.calibrate` has found on these devices, else assumed; each part's `source` says which. Of the hosts of
+        GPUs nothing but the memory's size is measured.
 
         Args:
           mesh: A `jax.sharding.Mesh`, of whose devices it is made; all devices if left out.
@@ -197,7 +200,7 @@ class Cluster:
         found = {**old, **given, "link": {**old.get("link", {}), **links}}
         if {"inside", "between"} & set(links) and "measured" not in given:
             found["measured"] = {}  # of other links
-        optional: dict[str, Any] = {"host_bytes_s": found["host_bytes_s"]} if "host_bytes_s" in found else {}
+        optional: dict[str, Any] = {k: found[k] for k in ("host_bytes_s", "host_source") if k in found}
         optional |= {"to_host": Link(**found["link"]["host"])} if "host" in found["link"] else {}
         return Cluster(
             name=found["name"],
@@ -218,7 +221,7 @@ class Cluster:
         """Nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
         found = asdict(self)
         levels = {"inside": found.pop("inside"), "between": found.pop("between"), "host": found.pop("to_host")}
-        keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s")
+        keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
         return {**{k: found[k] for k in keys}, "device": found["device"], "link": levels, "measured": found["measured"]}
 
     def save(self, path: str | Path) -> None:
@@ -254,8 +257,8 @@ _H200 = Device("H200 SXM", 141e9, 494.7e12, 4.8e12, "NVIDIA's data sheet: 141 GB
 _NVLINK = Link(2e-6, 450e9, "NVLink 4: 900 GB/s a GPU, both ways together; latency: assumed")
 _NICS = Link(5e-6, 400e9, "8 x ConnectX-7 of 400 Gb/s a machine; latency: assumed")
 
-#: Two Xeon Platinum 8480C with 8 channels of DDR5-4800 each.
 _DGX_HOST: Any = {
+    "host_source": "NVIDIA's data sheet: 2 TB, two Xeon 8480C; 8 channels of DDR5-4800 each: 307.2 GB/s",
     "host_bytes_s": 2 * 307.2e9,
     "to_host": Link(5e-6, 55e9, "PCIe 5.0 x16: 63 GB/s less protocol; latency: assumed"),
 }
@@ -270,7 +273,8 @@ NAMED: Mapping[str, Cluster] = {
         PCIE,
         Link(5e-6, 12.5e9, "Parallax, section 7.1: ConnectX-4, 100 Gb/s InfiniBand; latency: assumed"),
         256 * _GIB,
-        host_bytes_s=2 * 76.8e9,  # two Xeon E5-2695 v4 (section 7.1; which version: assumed): Intel's data sheet
+        host_bytes_s=2 * 76.8e9,
+        host_source="Parallax, section 7.1: 256 GB, two Xeon E5-2695 (v4, assumed: 76.8 GB/s each, Intel's data sheet)",
     ),
     "dgx-h100": Cluster("dgx-h100", 1, 8, _H100, _NVLINK, _NICS, 2e12, **_DGX_HOST),
     "dgx-h200": Cluster("dgx-h200", 1, 8, _H200, _NVLINK, _NICS, 2e12, **_DGX_HOST),
@@ -283,6 +287,7 @@ NAMED: Mapping[str, Cluster] = {
         Link(50e-6, 1.25e9, "10 Gb/s Ethernet; latency: assumed"),
         64 * _GIB,
         host_bytes_s=40e9,
+        host_source="assumed, as the device's",
         to_host=Link(0.0, 20e9, "the device is the host: a copy in its memory"),
     ),
 }

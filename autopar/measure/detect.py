@@ -152,10 +152,12 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
     inside, between = assumed_links(first.platform, first.device_kind)
     there = alike(first.platform, first.device_kind)
     bytes_s, to_host = there.host_bytes_s, _assumed(there.to_host)
+    source = f"host_bytes: asked for; host_bytes_s: assumed, as in {there.name}"
     if is_cpu:
+        source = "host_bytes: asked for; host_bytes_s: the devices' memory_bytes_s together"
         bytes_s = each * device.memory_bytes_s
         to_host = Link(0.0, device.memory_bytes_s / 2, "the device is the host: a copy, at the measured memory_bytes_s")
-    return Cluster("here", machines, each, device, inside, between, host, bytes_s, to_host)
+    return Cluster("here", machines, each, device, inside, between, host, bytes_s, to_host, source)
 
 
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:

@@ -171,5 +171,7 @@ def test_measured_rates_make_sense() -> None:
         sizes = [size for size, _ in curve.points]
         assert 0 < curve(sizes[0]) < curve(sizes[-1])
     assert found.gather(100, 1024) > 0 and found.scatter(100, 1024) > 0
+    assert found.dense is not None and 0 <= found.dense(4) < found.dense(1 << 22)
+    assert 0 < found.flop_s < 1e-8 and 0 <= found.moved_byte_s < 1e-7 and found.call_s > 0
     text = str(autopar.explain(planned))
     assert "predicted" in text and "Parallax's table 3" in text
