@@ -36,6 +36,7 @@ from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.localize import localize
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
+from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.split_stages import split_stages
 
@@ -51,6 +52,8 @@ class Options:
     emit: Emit = "pjit"
     #: Tables on hosts are asked for; `devices` are ranks then.
     hosts: bool = False
+    #: Devices of each rank then.
+    rank_devices: int = 1
     #: Bytes of memory of each device, None where that doesn't limit anything.
     memory: Callable[[], int | None] | None = None
     #: Whether tables that don't fit the devices may leave them for the hosts.
@@ -202,6 +205,11 @@ def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
     )
 
 
+def _once_per_row(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    return _keep(plan, once_per_row(program, plan, options.rank_devices))
+
+
 def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
     if plan is None or not plan.on_hosts:
         return program, plan, "one program"
@@ -219,6 +227,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("merge_pushes", _following(merge_pushes)),
     ("place", _following(place)),
     ("localize", _localize),
+    ("once_per_row", _once_per_row),
     ("split_stages", _split),
 )
 

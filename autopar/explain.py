@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -21,9 +22,10 @@ from autopar.cost.formulas import table_3
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget, state_bytes
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
+from autopar.distinct_rows import once_per_row_of
 from autopar.elsewhere import elsewhere
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import ParameterPlan, Plan
+from autopar.ir.plan import ParameterPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
@@ -232,7 +234,8 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
-    told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, _hosted(plan) if plan.on_hosts else "")
+    hosted = _hosted(entry, leaves, 1 if cluster is not None else jax.local_device_count()) if plan.on_hosts else ""
+    told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
     there = () if cluster is None or plan.devices == 1 else (_predicted(plan_of(entry, name, leaves, cluster)),)
     there += tuple(f"All devices do the same: {note}." for _, note, _ in passes if note.startswith("nothing is spread"))
     return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
@@ -274,14 +277,18 @@ def _remedy(shortage: Shortage, cluster: Cluster | None) -> str:
     return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
 
 
-def _hosted(plan: Plan) -> str:
-    """What is done between ranks, in words."""
+def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
+    """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
+    plan = entry.compiled.plan
     road, why = plan.road
     told = {
         "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
         "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
         "": f"Nothing is reduced: {why}",
     }[road]
+    once = once_per_row_of(entry, leaves, devices)
+    if once is not None:
+        told += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
     return f"{told}.\nStages: {', '.join(plan.stages)}."
 
 

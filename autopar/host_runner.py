@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,16 +20,13 @@ from autopar.errors import ArgumentsError
 from autopar.host_table import HostTable, exchange
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
-from autopar.ir.local import Spread
+from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Program
+from autopar.ir.sizes import room_for
 from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.room import require_room
 from autopar.placing import separated
 from autopar.table import is_table
-
-#: Room for more rows than a step was found to need, and what it is rounded up to.
-_HEADROOM = 1.25
-_STEP_ROWS = 64
 
 
 class HostRunner:
@@ -36,15 +34,16 @@ class HostRunner:
 
     Attributes:
       compilations: How often it was compiled.
+      once_per_row: What the program that runs now computes for distinct rows; None if nothing.
     """
 
     def __init__(self, compiled: Compiled, options: Options, donate: bool) -> None:
         self._compiled = compiled
-        self._options = options
         self._donate = donate
         plan, self._program = compiled.plan, compiled.analysed
         self._plan = plan
         self._ranks = Ranks(exchange(), plan.road[0])
+        self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
         hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
             leaf: (axis, hosted[space.family])
@@ -76,6 +75,7 @@ class HostRunner:
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Any]] = {}
         self.compilations = 0
+        self.once_per_row: OncePerRow | None = None
 
     def lower(self) -> Any:
         raise AssertionError("a step in stages is no single program")
@@ -158,13 +158,14 @@ class HostRunner:
         donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
         self.compilations += 1
         mark(self._ranks.step, "compiling", "compiles")
+        self.once_per_row = program.once_per_row
         self._staged = StagedProgram(program, plan, self._ranks, donated, self._journalings)
         return self._staged
 
     def _grow(self, needed: Mapping[int, tuple[int, int]]) -> None:
         for family, needs in needed.items():
             pairs = zip(needs, self._sizes[family], self._limits[family], strict=True)
-            rows, asked = (_grown(need, old, limit) for need, old, limit in pairs)
+            rows, asked = (room_for(need, limit, old) for need, old, limit in pairs)
             self._sizes[family] = rows, asked
 
     # --- arguments ---
@@ -309,13 +310,6 @@ class HostRunner:
 def _read(storage: HostRows) -> jax.Array:
     """A table as an ordinary array. Collective."""
     return HostTable(storage).materialize()
-
-
-def _grown(need: int, old: int, limit: int) -> int:
-    """Room for what is needed, if the old one isn't enough."""
-    if need <= old:
-        return old
-    return min(limit, -(-int(need * _HEADROOM) // _STEP_ROWS) * _STEP_ROWS)
 
 
 def _has_dynamic_ids(space: Any) -> bool:

@@ -23,6 +23,7 @@ from autopar.cost.memory import state_budget, state_bytes
 from autopar.cost.planned_rates import planned_host_rates
 from autopar.cost.rates import NO_HOST_TIME, HostRates
 from autopar.cost.step_time import DenseLoad, step_parts, total
+from autopar.distinct_rows import once_per_row_of
 from autopar.elsewhere import elsewhere
 from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.decisions import Decisions, TableDecision
@@ -281,13 +282,16 @@ def plan_of(
             )
     state = state_bytes(program, made)
     given = (name, made.devices, cluster, made.sparse, made.emit, tuple(tables), tuple(dense), state)
-    found = StepPlan(*given, work=_work(entry), road=made.road[0])
+    found = StepPlan(*given, work=_work(entry, leaves), road=made.road[0])
     return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates, hosts))
 
 
-def _work(entry: Entry) -> Work:
+def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
     """What the step computes; of devices' own programs with the sums that these have, which stand after loops."""
     work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
+    once = once_per_row_of(entry, leaves, devices=1)
+    if once is not None:
+        work = dataclasses.replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
     if facts is None:
         return work
     sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)

@@ -34,12 +34,18 @@ AGREEMENT = 1e-3
 
 
 def hosts(rows: int = ROWS, plain_rows: int = PLAIN_ROWS, rounds: int = 8) -> None:
-    """V=800,000, D=256, an MLP, 640 Zipf ids a rank, clip by the norm over all, Adagrad."""
+    """V=800,000, D=256, an MLP, 640 Zipf ids a rank, clip by the norm over all, Adagrad.
+
+    Against PyTorch twice: with the model computed for each lookup, as PyTorch does, and for each distinct row.
+    """
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         _write_table(Path(folder, "table.npy"), max(rows, plain_rows))
         with _system("autopar", folder) as planned:
-            _against(planned, "PyTorch", rows, rounds, folder)
+            for by_lookups in (True, False):
+                planned("prepare", rows=rows, by_lookups=by_lookups)
+                _against(planned, "PyTorch", rows, rounds, folder)
             _breakdown(planned, rows)
+            planned("prepare", rows=plain_rows)
             _against(planned, "plain JAX", plain_rows, rounds, folder)
     tiny()
 
@@ -67,7 +73,6 @@ def _against(planned: Ranks, other: str, rows: int, rounds: int, folder: str) ->
     if other == "PyTorch" and importlib.util.find_spec("torch") is None:
         print("PyTorch: skipped, torch isn't installed: pip install 'autopar[bench-torch]'", flush=True)
         return
-    planned("prepare", rows=rows)
     with _system(other, folder) as ranks:
         ranks("prepare", rows=rows)
         times, busy, apart = _alternate({"autopar": planned, other: ranks}, rows, rounds)

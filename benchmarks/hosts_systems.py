@@ -7,6 +7,7 @@ FOLDER, see the same batches, and compute the same function: the losses are comp
 from __future__ import annotations
 
 import abc
+import math
 import os
 import sys
 import time
@@ -36,9 +37,9 @@ class System(abc.ABC):
         self.steps: dict[int, Step] = {}
         self.done: dict[int, int] = {}
 
-    def prepare(self, rows: int) -> None:
+    def prepare(self, rows: int, **options: Any) -> None:
         """Makes the state with a table of so many rows."""
-        self.steps[rows], self.done[rows] = self.make(rows), 0
+        self.steps[rows], self.done[rows] = self.make(rows, **options), 0
 
     @abc.abstractmethod
     def make(self, rows: int) -> Step:
@@ -83,13 +84,19 @@ class Planned(System):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         _join()
+        from autopar.passes import once_per_row
+
+        self.moved = once_per_row._MOVED
         self.planned: dict[int, Any] = {}
 
-    def make(self, rows: int) -> Step:
+    def make(self, rows: int, by_lookups: bool = False) -> Step:
+        """`by_lookups`: with nothing computed once for each distinct row."""
         import jax
 
         import autopar
+        from autopar.passes import once_per_row
 
+        once_per_row._MOVED = math.inf if by_lookups else self.moved  # a benchmark may look inside
         planned = self.planned[rows] = autopar.parallelize(plain_step, strategy=("ps", "hosts"))
         # Leaves that no process has whole: the table is on the disk, and a slot is one number.
         state = make_state(8)
@@ -125,7 +132,8 @@ class Planned(System):
         runner = planned.latest.runner
         sent = dict(runner.ranks.exchange.sent_bytes)
         polling = runner.ranks.exchange.polling
-        return {"road": planned.plan.road, "compilations": runner.compilations, "sent": sent, "polling": polling}
+        found = {"road": planned.plan.road, "compilations": runner.compilations, "sent": sent, "polling": polling}
+        return {**found, "once_per_row": runner.once_per_row and str(runner.once_per_row)}
 
 
 class Plain(System):

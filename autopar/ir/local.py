@@ -85,6 +85,23 @@ class LocalFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class OncePerRow:
+    """What `once_per_row` did.
+
+    Attributes:
+      counts: (rows, lookups) of the ids by which something is computed for distinct rows.
+      share: Operations of the program's products that are left, of those before.
+    """
+
+    counts: tuple[tuple[int, int], ...]
+    share: float
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{rows} rows for {lookups} lookups" for rows, lookups in self.counts)
+        return f"{told}; {self.share:.0%} of the products' operations are left"
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """What an equation makes of spread operands.
 

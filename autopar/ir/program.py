@@ -214,6 +214,7 @@ class Program:
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
       local: Of the program of one device what it has of each output (`ir.local.LocalFacts`); else None.
+      once_per_row: What is computed for distinct rows (`ir.local.OncePerRow`), None if nothing is.
       stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
     """
 
@@ -226,6 +227,7 @@ class Program:
     rows: Any = None
     batch: Mapping[Var, int] = field(default_factory=dict)
     local: Any = None
+    once_per_row: Any = None
     stages: Any = None
 
     @property

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
+#: On hosts, room for more rows than a step was found to need, and what it is rounded up to: what is computed for
+#: distinct rows (`passes.once_per_row`) is computed for all that there is room for.
+_HOSTS_HEADROOM = 1.125
+_HOSTS_STEP = 32
+
+
+def room_for(need: int, limit: int, old: int = 0) -> int:
+    """Rows on hosts that there is to be room for: `old` where that is enough, never more than `limit`."""
+    if need <= old:
+        return old
+    return min(limit, -(-int(need * _HOSTS_HEADROOM) // _HOSTS_STEP) * _HOSTS_STEP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,16 @@ def count_work(program: Program) -> Work:
     return _of(program.block, program.batch)
 
 
+def products(block: Block) -> float:
+    """Floating-point operations of a block's products."""
+    return _of(block, {}).parameters
+
+
 def _of(block: Block, spread: Mapping[Var, int]) -> Work:
     examples = parameters = moved = 0.0
     sums: Counter[int] = Counter()
     for equation in block.equations:
-        own = _flops(equation)
+        own = flops(equation)
         if any(isinstance(a, Var) and a in spread for a in equation.inputs):
             examples += own
             moved += _moved(equation, spread)
@@ -88,8 +93,8 @@ def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:
     return float(sum(a.type.nbytes for a in atoms if isinstance(a, Var) and a in spread))
 
 
-def _flops(equation: Equation) -> float:
-    """Two for each product that is added."""
+def flops(equation: Equation) -> float:
+    """Floating-point operations of a product, two for each that is added; 0 of anything else."""
     if equation.op == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         summed = np.prod([equation.inputs[0].shape[k] for k in contracted])

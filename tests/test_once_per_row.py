@@ -1,0 +1,261 @@
+"""What depends on single rows is computed once for each (`passes/once_per_row.py`): the numbers are those of `jax.jit`,
+and the products are as much smaller as they can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import jax_compat
+from autopar.ir.stages import Segment
+from autopar.ir.work import flops
+from autopar.passes import once_per_row
+
+V, D, H, EXAMPLES, TOKENS = 23, 6, 7, 24, 5
+Params = dict[str, jax.Array]
+Loss = Callable[[Params, dict[str, jax.Array]], Any]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Products decide, however small they are; and float64, so that what is summed in another order is the same."""
+    monkeypatch.setattr(once_per_row, "_MOVED", 0.0)
+    with jax_compat.enable_x64():
+        yield
+
+
+def make_state(dtype: Any = np.float64) -> Params:
+    rng = np.random.default_rng(0)
+    shapes = {"emb": (V, D), "other": (V, D), "w1": (D, H), "w2": (H, D), "b": (H,), "pos": (TOKENS, D)}
+    return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
+
+
+def batch_of(k: int, dtype: Any = np.float64, examples: int = EXAMPLES) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(100 + k)
+    return {
+        "ids": rng.integers(0, V, (examples, TOKENS)).astype(np.int32),
+        "more": rng.integers(0, V, (examples, TOKENS)).astype(np.int32),
+        "x": rng.normal(size=(examples, TOKENS)).astype(dtype),
+        "key": np.array([0, k], np.uint32),
+    }
+
+
+def step_of(loss: Loss) -> Callable[..., Any]:
+    def step(state: Params, batch: dict[str, jax.Array]) -> tuple[Params, Any]:
+        value, grads = jax.value_and_grad(loss)(state, batch)
+        return {k: (v - 0.1 * grads[k]).astype(v.dtype) for k, v in state.items()}, value
+
+    return step
+
+
+def compared(loss: Loss, batches: list[Any] | None = None, state: Params | None = None, rtol: float = 1e-11) -> Any:
+    """The planned step after a few batches, whose results were those of `jax.jit`."""
+    planned = autopar.parallelize(step_of(loss), strategy=("ps", "hosts"))
+    theirs = make_state() if state is None else state
+    mine = jax.tree.map(jnp.copy, theirs)
+    for batch in batches or [batch_of(k) for k in range(3)]:
+        mine, value = planned(mine, batch)
+        theirs, wanted = jax.jit(step_of(loss))(theirs, batch)
+        for a, b in zip(jax.tree.leaves((mine, value)), jax.tree.leaves((theirs, wanted)), strict=True):
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
+    return planned
+
+
+def products(planned: Any) -> float:
+    """Operations of the products of the program that runs now, in those of the traced step."""
+    runner = planned.latest.runner
+    blocks = [item.block for item in runner._staged._items if isinstance(item, Segment)]
+    traced = planned.latest.compiled.analysed.block
+    return sum(flops(e) for block in blocks for e in block.walk()) / sum(map(flops, traced.walk()))
+
+
+def perceptron(p: Params, rows: jax.Array) -> jax.Array:
+    return jax.nn.relu(rows @ p["w1"] + p["b"]) @ p["w2"]
+
+
+# --- what becomes by entries, and by how much ---
+
+
+def whole(p: Params, batch: Any) -> jax.Array:
+    rows = p["emb"][batch["ids"]]
+    made = perceptron(p, rows)
+    return jnp.mean((made - rows) ** 2) + jnp.mean(made**2)
+
+
+def tower(p: Params, batch: Any) -> jax.Array:
+    """Examples meet what is their own after the products: sums of their gradients go back through those."""
+    return jnp.mean((perceptron(p, p["emb"][batch["ids"]]).sum(-1) - batch["x"]) ** 2)
+
+
+def bags(p: Params, batch: Any) -> jax.Array:
+    """Rows of an example are added up before the last product, which isn't one of rows."""
+    hidden = jax.nn.relu(p["emb"][batch["ids"]] @ p["w1"])
+    return jnp.mean((hidden.mean(1) @ p["w2"]) ** 3)
+
+
+def filled(p: Params, batch: Any) -> jax.Array:
+    return jnp.mean(perceptron(p, jnp.take(p["emb"], batch["ids"], axis=0)) ** 2)
+
+
+def flat(p: Params, batch: Any) -> jax.Array:
+    made = perceptron(p, p["emb"][batch["ids"]].reshape(-1, D)).reshape(EXAMPLES, TOKENS, D)
+    return jnp.mean(jnp.tanh(made) * batch["x"][..., None])
+
+
+def turned(p: Params, batch: Any) -> jax.Array:
+    """The ids' axes don't lead."""
+    made = jnp.einsum("btd,dh->hbt", p["emb"][batch["ids"]], p["w1"])
+    return jnp.mean(jnp.einsum("hbt,hd->dbt", jax.nn.gelu(made), p["w2"]) ** 2)
+
+
+def normed(p: Params, batch: Any) -> jax.Array:
+    """A row that is zero (as padding is) has no finite norm."""
+    rows = p["emb"][batch["ids"]]
+    rows = rows / jnp.sqrt(jnp.sum(rows**2, -1, keepdims=True))
+    return jnp.mean(jax.nn.softmax(rows @ p["w1"], -1) @ p["w2"] * jnp.log(jnp.abs(rows)))
+
+
+def checkpointed(p: Params, batch: Any) -> jax.Array:
+    return jax.checkpoint(lambda p: whole(p, batch))(p)
+
+
+@pytest.mark.parametrize(
+    ("loss", "most"),
+    [
+        (whole, 0.22),
+        (tower, 0.22),
+        (bags, 0.35),
+        (filled, 0.25),
+        (flat, 0.22),
+        (turned, 0.22),
+        (normed, 0.22),
+        (checkpointed, 0.22),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_products_are_of_distinct_rows(loss: Loss, most: float) -> None:
+    planned = compared(loss)
+    assert planned.latest.runner.once_per_row
+    assert products(planned) < most, f"{V} rows for {EXAMPLES * TOKENS} lookups are {V / EXAMPLES / TOKENS:.2f}"
+
+
+# --- what must stay by lookups ---
+
+
+def dropped(p: Params, batch: Any) -> jax.Array:
+    rows = p["emb"][batch["ids"]]
+    kept = jax.random.bernoulli(batch["key"], 0.5, rows.shape)
+    return jnp.mean(perceptron(p, jnp.where(kept, rows, 0)) ** 2)
+
+
+def positioned(p: Params, batch: Any) -> jax.Array:
+    return jnp.mean(perceptron(p, p["emb"][batch["ids"]] + p["pos"]) ** 2)
+
+
+def closed_over(p: Params, batch: Any) -> jax.Array:
+    constant = np.random.default_rng(5).normal(size=(EXAMPLES, TOKENS, D))
+    return jnp.mean(perceptron(p, p["emb"][batch["ids"]] * constant) ** 2)
+
+
+@pytest.mark.parametrize("loss", [dropped, positioned, closed_over], ids=lambda x: x.__name__)
+def test_what_an_example_has_of_its_own(loss: Loss) -> None:
+    planned = compared(loss)
+    assert not planned.latest.runner.once_per_row
+
+
+# --- the same numbers ---
+
+
+def attention(p: Params, batch: Any) -> jax.Array:
+    rows = p["emb"][batch["ids"]]
+    scores = jnp.einsum("bth,bsh->bts", rows @ p["w1"], jnp.tanh(rows @ p["w1"]))
+    return jnp.mean(jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), rows) ** 2)
+
+
+def two_tables(p: Params, batch: Any) -> jax.Array:
+    one, two = perceptron(p, p["emb"][batch["ids"]]), perceptron(p, p["other"][batch["more"]])
+    return jnp.mean(jnp.sum(one * two, -1) * batch["x"])
+
+
+def both_of_one(p: Params, batch: Any) -> jax.Array:
+    """Two lookups in one table; one of them meets the other."""
+    one, two = p["emb"][batch["ids"]] @ p["w1"], p["emb"][batch["more"]] @ p["w1"]
+    return jnp.mean((one - two) ** 2) + jnp.mean(jnp.tanh(one) ** 4)
+
+
+def same_ids(p: Params, batch: Any) -> jax.Array:
+    return jnp.mean((p["emb"][batch["ids"]] @ p["w1"] - p["other"][batch["ids"]] @ p["w1"]) ** 2)
+
+
+def shaped(p: Params, batch: Any) -> jax.Array:
+    rows = p["emb"][batch["ids"]]
+    some = jnp.cumsum(rows, -1)[..., 1:5, None].squeeze(-1)
+    best = jnp.where(jnp.argmax(rows, -1)[..., None] > 2, rows.max(-1, keepdims=True), 1.5)
+    made = jnp.broadcast_to(some[:, :, None], (EXAMPLES, TOKENS, 2, 4)) * best[..., None]
+    return jnp.mean(jnp.einsum("btkd,dh->kbth", made, p["w1"][:4]).transpose(3, 1, 2, 0) ** 2)
+
+
+def kept_for_later(p: Params, batch: Any) -> jax.Array:
+    rows = p["emb"][batch["ids"]]
+    made = jnp.minimum(rows @ p["w1"], 3.0) * (2.0 * jnp.ones((EXAMPLES, TOKENS, 1)) + 1)
+    return jnp.mean((made - made.mean((0, 1))) ** 2) + jnp.mean(made / (1 + jnp.abs(batch["x"][..., None])))
+
+
+@pytest.mark.parametrize(
+    "loss", [attention, two_tables, both_of_one, same_ids, shaped, kept_for_later], ids=lambda x: x.__name__
+)
+def test_numbers(loss: Loss) -> None:
+    compared(loss)
+
+
+@pytest.mark.parametrize("loss", [whole, tower, filled], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("wrong", [V, V + 4, 2**31 - 1, -V - 3])
+def test_ids_out_of_range(loss: Loss, wrong: int) -> None:
+    """Looked up and dropped as plain JAX does it: the nearest row, or NaN for `jnp.take`."""
+    batch = batch_of(0)
+    batch["ids"][3, 2] = wrong
+    compared(loss, [batch])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("loss", [whole, tower], ids=lambda x: x.__name__)
+def test_rows_that_are_not_finite(loss: Loss, value: float) -> None:
+    for looked_up in (True, False):
+        batch, state = batch_of(0), make_state()
+        batch["ids"][batch["ids"] == 4] = 5
+        state["emb"] = state["emb"].at[5 if looked_up else 4, 1].set(value)
+        compared(loss, [batch], state)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(np.float32, 3e-5), (jnp.bfloat16, 0.1), (np.float16, 0.02)])
+@pytest.mark.parametrize("loss", [whole, tower], ids=lambda x: x.__name__)
+def test_other_dtypes(loss: Loss, dtype: Any, rtol: float) -> None:
+    batches = [batch_of(k, np.dtype(dtype)) for k in range(2)]
+    compared(loss, batches, make_state(dtype), rtol)
+
+
+def test_microbatches() -> None:
+    """A loop's own lookups are computed by rows where those are fewer than an iteration's lookups."""
+
+    def loss(p: Params, batch: Any) -> jax.Array:
+        halves = jax.tree.map(lambda x: x.reshape(2, EXAMPLES // 2, TOKENS), {k: batch[k] for k in ("ids", "x")})
+        return jax.lax.map(lambda part: tower(p, part), halves).mean()
+
+    planned = compared(loss)
+    assert planned.latest.runner.once_per_row
+
+
+def test_a_batch_of_distinct_ids_is_left_alone() -> None:
+    batch = batch_of(0)
+    batch["ids"] = np.arange(20, dtype=np.int32).reshape(4, 5)
+    batch["x"] = batch["x"][:4]
+    planned = compared(tower, [batch])
+    assert not planned.latest.runner.once_per_row
+    assert products(planned) == 1
