@@ -1,0 +1,261 @@
+"""Values of a block whose lookups are written as entries, one for each distinct row: see `once_per_row`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.expand import expand
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.rules import elementwise
+from autopar.passes import row_places
+from autopar.passes.row_places import Place
+
+#: The same value in the same place, whatever the operands' places are.
+ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
+#: What sums may be weighted in: counts are exact, and products don't overflow where sums don't.
+WIDE = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ids:
+    """Lookups of the same ids in fetched rows.
+
+    Attributes:
+      lookup: One of them.
+      shape: Of the ids: the axes that lookups have of them.
+      fetched: Rows that there are to look up.
+      clips: Whether ids out of range look up the nearest row; else what the lookup fills in. Either way they have
+        entries of their own, the last ones, since no push adds them up.
+    """
+
+    lookup: Equation
+    shape: tuple[int, ...]
+    fetched: int
+    clips: bool
+
+    @property
+    def lookups(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def entries(self) -> int:
+        return self.fetched + (2 if self.clips else 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """A value by entries: `atom` has one axis, of the entries, at `place` where the value has those of the ids."""
+
+    ids: Ids
+    place: Place
+    atom: Atom
+
+    def fits(self, other: Form) -> bool:
+        return self.ids is other.ids and self.place == other.place
+
+
+def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
+    """(route, index) -> its ids, where rows are looked up as a whole."""
+    found: dict[tuple[Atom, Atom], Ids] = {}
+    refused: set[tuple[Atom, Atom]] = set()
+    for equation in block.equations:
+        if equation.op != "lookup":
+            continue
+        fetched, route, index = equation.inputs
+        ids = Ids(equation, index.shape[:-1], fetched.shape[equation.params["axis"]], equation.params["clip"])
+        other = found.setdefault((route, index), ids)
+        if (ids.fetched, ids.clips) != (other.fetched, other.clips) or not _is_whole(equation):
+            refused.add((route, index))
+    return {key: ids for key, ids in found.items() if key not in refused}
+
+
+def _is_whole(lookup: Equation) -> bool:
+    """Whether each id is one row, whose elements follow the axes of the ids."""
+    p = lookup.params
+    fetched, _, index = lookup.inputs
+    numbers, axis, rank = p["dimension_numbers"], p["axis"], len(index.shape) - 1
+    sizes = tuple(1 if d == axis else size for d, size in enumerate(fetched.shape))
+    ends = tuple(range(rank, rank + len(fetched.shape) - 1))
+    known = jax_compat.is_float(fetched.dtype) or p.get("fill_value") is not None
+    return (
+        index.shape[-1] == 1
+        and p["position"] == 0
+        and tuple(numbers.offset_dims) == ends
+        and tuple(numbers.collapsed_slice_dims) == (axis,)
+        and not numbers.operand_batching_dims
+        and tuple(p["slice_sizes"]) == sizes
+        and (p["clip"] or known)
+    )
+
+
+@dataclass(eq=False)
+class EntryForms:
+    """A block being rewritten. Variables keep their names; those that nobody reads go in the end.
+
+    Attributes:
+      block: As it was.
+      every: (route, index) -> the ids whose lookups are by entries.
+      equations: Those that are written.
+      forms: Values that are there by entries.
+      defined: Values that are there by lookups.
+      made: What is made once, by what it is.
+      producers: The old equations by their results.
+    """
+
+    block: Block
+    every: Mapping[tuple[Atom, Atom], Ids]
+    equations: list[Equation] = field(default_factory=list)
+    forms: dict[Atom, Form] = field(default_factory=dict)
+    defined: set[Atom] = field(default_factory=set)
+    made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    producers: dict[Atom, Equation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.producers = {v: e for e in self.block.equations for v in e.outputs}
+        self.defined.update(self.block.inputs)
+
+    # --- what is written ---
+
+    def add(self, equation: Equation) -> None:
+        self.equations.append(equation)
+        self.defined.update(equation.outputs)
+
+    def expand(self, fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], output: Var | None = None) -> Var:
+        for equation in (made := expand(fun, like, atoms, output)):
+            self.add(equation)
+        return made[-1].outputs[0]
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def need(self, atom: Atom) -> None:
+        """Make sure that a value is there by lookups."""
+        form = self.forms.get(atom)
+        if form is None or atom in self.defined:
+            return
+        assert isinstance(atom, Var), "constants have no form"
+        like = self.producers[atom]
+        if like.op == "lookup":
+            self.add(like)
+            return
+        place, shape = form.place, form.place.of(atom.shape)
+        take = lambda x, i: x.at[place.index(i.reshape(shape))].get(mode="promise_in_bounds")  # noqa: E731
+        self.expand(take, like, (form.atom, self.inverse(form.ids)), atom)
+
+    def inverse(self, ids: Ids) -> Var:
+        """The entry of each lookup, int32: what the lookup finds in the numbers of the entries."""
+
+        def make() -> Var:
+            like, width = ids.lookup, ids.fetched
+            numbers = self.expand(lambda: jax.lax.iota(jnp.int32, width), like, ())
+            given = {"axis": 0, "slice_sizes": (1,), "spread": like.params["batch"]}
+            found = self._look_up(ids, numbers, like.inputs[2], () if ids.clips else width, given)
+            if not ids.clips:
+                return found
+            last = ids.lookup.params["extent"] - 1
+
+            def apart(found: Any, index: Any) -> Any:
+                index = index[..., 0]
+                above = index > min(last, jnp.iinfo(index.dtype).max)
+                return jnp.where(index < 0, width, jnp.where(above, width + 1, found))
+
+            return self.expand(apart, like, (found, like.inputs[2]))
+
+        return self.once(("inverse", ids), make)
+
+    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, fill: Any, given: Mapping[str, Any]) -> Var:
+        """The lookup of these ids in something else, or of other ones."""
+        rank, rest = len(index.shape) - 1, fetched.shape[1:]
+        dims = ids.lookup.params["dimension_numbers"]._replace(
+            offset_dims=tuple(range(rank, rank + len(rest))), collapsed_slice_dims=(0,), start_index_map=(0,)
+        )
+        params = {**ids.lookup.params, **given, "dimension_numbers": dims}
+        if fill != ():
+            params["fill_value"] = fill
+        out = Var(ArrayType((*index.shape[:-1], *rest), fetched.dtype))
+        route = ids.lookup.inputs[1]
+        self.add(dataclasses.replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
+        return out
+
+    def counts(self, ids: Ids) -> Var:
+        """How many lookups each entry has, f32[E]."""
+        count = lambda i: jnp.zeros(ids.entries, jnp.float32).at[i.reshape(-1)].add(1.0)  # noqa: E731
+        return self.once(("counts", ids), lambda: self.expand(count, ids.lookup, (self.inverse(ids),)))
+
+    def weighted(self, form: Form, *, by_count: bool) -> Var:
+        """A value by entries, maybe times their counts; zero where there is no lookup, whatever it is there."""
+
+        def weigh(x: Any, c: Any) -> Any:
+            c = c.reshape(form.place.beside(x.ndim))
+            times = (x * c.astype(jnp.promote_types(x.dtype, c.dtype))).astype(x.dtype) if by_count else x
+            return jnp.where(c > 0, times, 0)
+
+        key = ("weighted", form.atom, form.ids, form.place, by_count)
+        atoms = (form.atom, self.counts(form.ids))
+        return self.once(key, lambda: self.expand(weigh, form.ids.lookup, atoms))
+
+    def define(
+        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any] | None
+    ) -> None:
+        """The equation on values by entries."""
+        old = equation.outputs[0]
+        out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
+        params = equation.params if params is None else params
+        self.add(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
+        self.forms[old] = Form(ids, place, out)
+
+    def looked_up(self, lookup: Equation, ids: Ids) -> bool:
+        atom, axis = lookup.inputs[0], lookup.params["axis"]
+        if axis:
+            atom = self.expand(lambda x: jnp.moveaxis(x, axis, 0), lookup, (atom,))
+        if ids.clips:
+            ends = np.array([[0], [lookup.params["extent"] - 1]], np.int32)
+            index = Literal(ends, ArrayType(ends.shape, ends.dtype))
+            given = {"axis": 0, "slice_sizes": (1, *atom.shape[1:]), "batch": None, "spread": None}
+            more = self._look_up(ids, atom, index, (), given)
+        else:
+            fill = lookup.params.get("fill_value")
+            fill = jnp.nan if fill is None else fill
+            more = self.expand(lambda: jnp.full((1, *atom.shape[1:]), fill, atom.dtype), lookup, ())
+        atom = self.expand(lambda *xs: jnp.concatenate(xs), lookup, (atom, more))
+        self.forms[lookup.outputs[0]] = Form(ids, Place(0, len(ids.shape)), atom)
+        return True
+
+    def by_entries(self, atom: Atom, like: Form) -> Atom | None:
+        """A value by the entries of another one, where it is there, or is constant along the ids; else None."""
+        form = self.forms.get(atom)
+        if form is not None:
+            return form.atom if form.fits(like) else None
+        return self.once(("constant", atom, like.ids, like.place), lambda: self._constant(atom, like))
+
+    def _constant(self, atom: Atom, like: Form) -> Atom | None:
+        made = self.producers.get(atom)
+        if made is None or len(atom.shape) < like.place.at + like.place.rank:
+            return None
+        if made.op in ("broadcast_in_dim", "full"):
+            given = row_places.broadcast(made, like.place, like.ids.entries)
+            if given is None:
+                return None
+            shape, kept, dims = given
+            source = made.inputs[0]
+            self.need(source)
+            spread = lambda x: jax.lax.broadcast_in_dim(x.reshape(kept), shape, dims)  # noqa: E731
+            return self.expand(lambda x: spread(jnp.asarray(x, atom.dtype)), made, (source,))
+        if made.op not in ELEMENTWISE or len(made.outputs) != 1:
+            return None
+        atoms = [a if a.shape == () else self.by_entries(a, like) for a in made.inputs]
+        if any(a is None for a in atoms):
+            return None
+        out = Var(dataclasses.replace(atom.type, shape=like.place.by_entries(atom.shape, like.ids.entries)))
+        self.add(dataclasses.replace(made, inputs=tuple(a for a in atoms if a is not None), outputs=(out,)))
+        return out
