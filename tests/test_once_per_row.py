@@ -126,6 +126,16 @@ def checkpointed(p: Params, batch: Any) -> jax.Array:
     return jax.checkpoint(lambda p: whole(p, batch))(p)
 
 
+def chained(p: Params, batch: Any) -> jax.Array:
+    """More equations in a row than Python calls functions."""
+    made = perceptron(p, p["emb"][batch["ids"]])
+    scale = jnp.ones((EXAMPLES, TOKENS, D))
+    for k in range(300):
+        scale = scale * (1.001 if k % 2 else 0.999)
+        made = made * 1.003 - 0.001 * made
+    return jnp.mean((made * scale).sum(-1) * batch["x"])
+
+
 @pytest.mark.parametrize(
     ("loss", "most"),
     [
@@ -137,6 +147,7 @@ def checkpointed(p: Params, batch: Any) -> jax.Array:
         (turned, 0.22),
         (normed, 0.22),
         (checkpointed, 0.22),
+        (chained, 0.22),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -202,6 +213,12 @@ def shaped(p: Params, batch: Any) -> jax.Array:
     return jnp.mean(jnp.einsum("btkd,dh->kbth", made, p["w1"][:4]).transpose(3, 1, 2, 0) ** 2)
 
 
+def with_itself(p: Params, batch: Any) -> jax.Array:
+    """Both operands of a product are the same value by entries."""
+    rows = jnp.tanh(p["emb"][batch["ids"]] @ p["w1"])
+    return jnp.mean(jnp.einsum("btd,bte->de", rows, rows) ** 2) / 100
+
+
 def kept_for_later(p: Params, batch: Any) -> jax.Array:
     rows = p["emb"][batch["ids"]]
     made = jnp.minimum(rows @ p["w1"], 3.0) * (2.0 * jnp.ones((EXAMPLES, TOKENS, 1)) + 1)
@@ -209,7 +226,9 @@ def kept_for_later(p: Params, batch: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "loss", [attention, two_tables, both_of_one, same_ids, shaped, kept_for_later], ids=lambda x: x.__name__
+    "loss",
+    [attention, two_tables, both_of_one, same_ids, shaped, with_itself, kept_for_later],
+    ids=lambda x: x.__name__,
 )
 def test_numbers(loss: Loss) -> None:
     compared(loss)
@@ -250,6 +269,26 @@ def test_microbatches() -> None:
 
     planned = compared(loss)
     assert planned.latest.runner.once_per_row
+
+
+def test_a_step_without_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of rows take fewer rows, too."""
+    monkeypatch.undo()
+    planned = compared(lambda p, batch: jnp.mean(jnp.tanh(p["emb"][batch["ids"]]) ** 2))
+    assert planned.latest.runner.once_per_row.share == 1
+
+
+def test_bits_of_neighbouring_ids() -> None:
+    """An elementwise equation by name that takes the last axis of the ids away."""
+
+    def loss(p: Params, batch: Any) -> jax.Array:
+        some = batch["ids"].reshape(-1, 2)
+        bits = jax.lax.bitcast_convert_type(p["w1"].astype(jnp.float32).ravel()[some % 6], jnp.float64)
+        made = perceptron(p, p["emb"][some]).sum(-1)
+        joined = jax.lax.bitcast_convert_type(made.astype(jnp.float32), jnp.float64)
+        return jnp.mean(made**2) + 0 * jnp.nan_to_num(jnp.mean(jnp.tanh(bits)) + jnp.mean(jnp.tanh(joined)))
+
+    compared(loss)
 
 
 def test_a_batch_of_distinct_ids_is_left_alone() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from autopar.ir.program import Atom, Equation, Var
+from autopar.ir.program import Atom, Block, Equation, Var
 from autopar.ir.trace import block_of
 
 
-def expand(fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], output: Var | None = None) -> list[Equation]:
+def expand(
+    fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], output: Var | None = None, *, again: bool = False
+) -> list[Equation]:
     """The equations of `fun(*atoms)`, with the line and context of `like`.
 
     Args:
@@ -20,22 +23,33 @@ def expand(fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], outpu
       like: The equation that they are made for.
       atoms: What `fun` is given.
       output: The variable that is to hold the result; a new one by default, which is the last equation's output.
+      again: Whether `fun` is an object that comes again, which holds nothing large: it is traced once for its shapes.
     """
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a.type, "weak_type", False)) for a in atoms]
-    block = block_of(jax.make_jaxpr(fun)(*shapes))
+    trace = _traced if again else _traced.__wrapped__
+    block = trace(fun, tuple(shapes), jax.config.read("jax_enable_x64"))
     (result,) = block.outputs
     assert block.equations and result is block.equations[-1].outputs[0], "the last equation computes the result"
     env: dict[Atom, Any] = dict(zip(block.inputs, atoms, strict=True))
     if output is not None:
         env[result] = output
+    for equation in block.equations:
+        for var in equation.outputs:
+            env.setdefault(var, Var(var.type))
     return [
         dataclasses.replace(
             equation,
             inputs=tuple(env.get(a, a) for a in equation.inputs),
-            outputs=tuple(env.get(v, v) for v in equation.outputs),
+            outputs=tuple(env[v] for v in equation.outputs),
             context=like.context,
             info=like.info,
             origin=like.origin,
         )
         for equation in block.equations
     ]
+
+
+@functools.lru_cache(maxsize=256)
+def _traced(fun: Callable[..., Any], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
+    """A function's equations. `x64`: JAX's option, by which they differ."""
+    return block_of(jax.make_jaxpr(fun)(*shapes))

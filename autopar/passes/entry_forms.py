@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
-from autopar.ir.rules import elementwise
 from autopar.passes import row_places
 from autopar.passes.row_places import Place
 
-#: The same value in the same place, whatever the operands' places are.
-ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
 #: What sums may be weighted in: counts are exact, and products don't overflow where sums don't.
 WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 
@@ -72,7 +70,8 @@ def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
         fetched, route, index = equation.inputs
         ids = Ids(equation, index.shape[:-1], fetched.shape[equation.params["axis"]], equation.params["clip"])
         other = found.setdefault((route, index), ids)
-        if (ids.fetched, ids.clips) != (other.fetched, other.clips) or not _is_whole(equation):
+        same = all(equation.params[k] == other.lookup.params[k] for k in ("clip", "extent", "batch", "spread"))
+        if not same or ids.fetched != other.fetched or not _is_whole(equation):
             refused.add((route, index))
     return {key: ids for key, ids in found.items() if key not in refused}
 
@@ -108,6 +107,7 @@ class EntryForms:
       defined: Values that are there by lookups.
       made: What is made once, by what it is.
       producers: The old equations by their results.
+      constant: The axes along which old values are constant, as bits; those without any are missing.
     """
 
     block: Block
@@ -117,10 +117,15 @@ class EntryForms:
     defined: set[Atom] = field(default_factory=set)
     made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     producers: dict[Atom, Equation] = field(init=False)
+    constant: dict[Atom, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
         self.defined.update(self.block.inputs)
+        for equation in self.block.equations:
+            bits = row_places.constant_axes(equation, self.constant)
+            if bits:
+                self.constant[equation.outputs[0]] = bits
 
     # --- what is written ---
 
@@ -128,8 +133,18 @@ class EntryForms:
         self.equations.append(equation)
         self.defined.update(equation.outputs)
 
-    def expand(self, fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], output: Var | None = None) -> Var:
-        for equation in (made := expand(fun, like, atoms, output)):
+    def expand(
+        self,
+        fun: Callable[..., Any],
+        like: Equation,
+        atoms: Sequence[Atom],
+        output: Var | None = None,
+        *,
+        again: bool = False,
+    ) -> Var:
+        """See `ir.expand`."""
+        made = expand(fun, like, atoms, output, again=again)
+        for equation in made:
             self.add(equation)
         return made[-1].outputs[0]
 
@@ -148,9 +163,9 @@ class EntryForms:
         if like.op == "lookup":
             self.add(like)
             return
-        place, shape = form.place, form.place.of(atom.shape)
-        take = lambda x, i: x.at[place.index(i.reshape(shape))].get(mode="promise_in_bounds")  # noqa: E731
-        self.expand(take, like, (form.atom, self.inverse(form.ids)), atom)
+        self.expand(
+            _take(form.place, form.place.of(atom.shape)), like, (form.atom, self.inverse(form.ids)), atom, again=True
+        )
 
     def inverse(self, ids: Ids) -> Var:
         """The entry of each lookup, int32: what the lookup finds in the numbers of the entries."""
@@ -188,38 +203,38 @@ class EntryForms:
         return out
 
     def counts(self, ids: Ids) -> Var:
-        """How many lookups each entry has, f32[E]."""
-        count = lambda i: jnp.zeros(ids.entries, jnp.float32).at[i.reshape(-1)].add(1.0)  # noqa: E731
+        """How many lookups each entry has, int32[E]."""
+        count = lambda i: jnp.zeros(ids.entries, jnp.int32).at[i.reshape(-1)].add(1)  # noqa: E731
         return self.once(("counts", ids), lambda: self.expand(count, ids.lookup, (self.inverse(ids),)))
 
     def weighted(self, form: Form, *, by_count: bool) -> Var:
         """A value by entries, maybe times their counts; zero where there is no lookup, whatever it is there."""
-
-        def weigh(x: Any, c: Any) -> Any:
-            c = c.reshape(form.place.beside(x.ndim))
-            times = (x * c.astype(jnp.promote_types(x.dtype, c.dtype))).astype(x.dtype) if by_count else x
-            return jnp.where(c > 0, times, 0)
-
         key = ("weighted", form.atom, form.ids, form.place, by_count)
         atoms = (form.atom, self.counts(form.ids))
-        return self.once(key, lambda: self.expand(weigh, form.ids.lookup, atoms))
+        return self.once(key, lambda: self.expand(_weigh(form.place, by_count), form.ids.lookup, atoms, again=True))
 
     def define(
-        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any] | None
+        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
     ) -> None:
-        """The equation on values by entries."""
+        """The equation on values by entries, with its parameters there."""
+        old = equation.outputs[0]
+        self.forms[old] = Form(ids, place, self.written(equation, ids, place, atoms, params))
+
+    def written(
+        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
+    ) -> Var:
         old = equation.outputs[0]
         out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
-        params = equation.params if params is None else params
         self.add(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
-        self.forms[old] = Form(ids, place, out)
+        return out
 
     def looked_up(self, lookup: Equation, ids: Ids) -> bool:
         atom, axis = lookup.inputs[0], lookup.params["axis"]
         if axis:
             atom = self.expand(lambda x: jnp.moveaxis(x, axis, 0), lookup, (atom,))
         if ids.clips:
-            ends = np.array([[0], [lookup.params["extent"] - 1]], np.int32)
+            dtype = np.dtype(lookup.inputs[2].dtype)
+            ends = np.array([[0], [min(lookup.params["extent"] - 1, np.iinfo(dtype).max)]], dtype)
             index = Literal(ends, ArrayType(ends.shape, ends.dtype))
             given = {"axis": 0, "slice_sizes": (1, *atom.shape[1:]), "batch": None, "spread": None}
             more = self._look_up(ids, atom, index, (), given)
@@ -231,31 +246,51 @@ class EntryForms:
         self.forms[lookup.outputs[0]] = Form(ids, Place(0, len(ids.shape)), atom)
         return True
 
-    def by_entries(self, atom: Atom, like: Form) -> Atom | None:
-        """A value by the entries of another one, where it is there, or is constant along the ids; else None."""
+    def is_known(self, atom: Atom, like: Form) -> bool:
+        """Whether a value is there by the entries of another one, or is constant along its ids."""
         form = self.forms.get(atom)
         if form is not None:
-            return form.atom if form.fits(like) else None
-        return self.once(("constant", atom, like.ids, like.place), lambda: self._constant(atom, like))
+            return form.fits(like)
+        bits = row_places.along(atom, self.constant)
+        return all(bits >> d & 1 for d in range(like.place.at, like.place.at + like.place.rank))
 
-    def _constant(self, atom: Atom, like: Form) -> Atom | None:
-        made = self.producers.get(atom)
-        if made is None or len(atom.shape) < like.place.at + like.place.rank:
-            return None
-        if made.op in ("broadcast_in_dim", "full"):
-            given = row_places.broadcast(made, like.place, like.ids.entries)
-            if given is None:
-                return None
-            shape, kept, dims = given
-            source = made.inputs[0]
-            self.need(source)
-            spread = lambda x: jax.lax.broadcast_in_dim(x.reshape(kept), shape, dims)  # noqa: E731
-            return self.expand(lambda x: spread(jnp.asarray(x, atom.dtype)), made, (source,))
-        if made.op not in ELEMENTWISE or len(made.outputs) != 1:
-            return None
-        atoms = [a if a.shape == () else self.by_entries(a, like) for a in made.inputs]
-        if any(a is None for a in atoms):
-            return None
-        out = Var(dataclasses.replace(atom.type, shape=like.place.by_entries(atom.shape, like.ids.entries)))
-        self.add(dataclasses.replace(made, inputs=tuple(a for a in atoms if a is not None), outputs=(out,)))
-        return out
+    def by_entries(self, atom: Atom, like: Form) -> Atom:
+        """Such a value."""
+        form, ids, place = self.forms.get(atom), like.ids, like.place
+        if form is not None:
+            return form.atom
+        shape = place.by_entries(atom.shape, ids.entries)
+        make = lambda: self.expand(_first(place, shape), ids.lookup, (atom,), again=True)  # noqa: E731
+        return self.once(("constant", atom, ids, place), make)
+
+
+# Functions that are expanded many times, one for each set of arguments, so that each is traced once.
+
+
+@functools.lru_cache(maxsize=256)
+def _take(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
+    """A value by entries -> by lookups."""
+    return lambda x, i: x.at[place.index(i.reshape(shape))].get(mode="promise_in_bounds")
+
+
+@functools.lru_cache(maxsize=256)
+def _weigh(place: Place, by_count: bool) -> Callable[..., Any]:
+    """A value by entries, their counts -> its product with them, or itself; zero where they are."""
+
+    def weigh(x: Any, count: Any) -> Any:
+        count = count.reshape(place.beside(x.ndim))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.where(count > 0, (x * count.astype(wide)).astype(x.dtype) if by_count else x, 0)
+
+    return weigh
+
+
+@functools.lru_cache(maxsize=256)
+def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
+    """A value that is constant along the ids -> by entries."""
+
+    def first(x: Any) -> Any:
+        starts = tuple(slice(0, 1) if d == place.at else 0 if place.has(d) else slice(None) for d in range(x.ndim))
+        return jnp.broadcast_to(x[starts], shape)
+
+    return first

@@ -2,112 +2,134 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
-from autopar import jax_compat
-from autopar.ir.program import Atom, Equation, Var
+from autopar.ir.program import Atom, Equation
 from autopar.passes import row_places
-from autopar.passes.entry_forms import WIDE, EntryForms, Form, Ids
+from autopar.passes.entry_forms import WIDE, EntryForms, Form
 from autopar.passes.row_places import Place
+
+_LINEAR = frozenset({"add", "add_any", "sub", "neg", "copy", "convert_element_type"})
 
 
 @dataclass(eq=False)
 class EntrySums(EntryForms):
-    """A block being rewritten, with sums of values that are there by lookups."""
+    """A block being rewritten, with sums by entries of values that are there by lookups.
 
-    def summed(self, atom: Atom, like: Form) -> Atom:
-        """The sums of a value over the lookups of each entry."""
-        return self.once(("summed", atom, like.ids, like.place), lambda: self._sum(atom, like))
+    Such a value with its ids and their place in it is a `Form` whose `atom` is the value by lookups. Chains of linear
+    equations may be long: they are walked with a stack of our own.
+    """
 
-    def _sum(self, atom: Atom, like: Form) -> Atom:
-        ids, place = like.ids, like.place
-        by_entries = self.by_entries(atom, like)
-        if by_entries is not None:
-            return self.weighted(Form(ids, place, by_entries), by_count=True)
-        equation = self.producers.get(atom)
-        through = None if equation is None else self._through(equation, like)
-        narrow = equation is not None and equation.op == "broadcast_in_dim"  # less is scattered ahead of it
-        if equation is None or through is None or not (narrow or self.has_product(atom, ids, place)):
-            return self._scattered(atom, like)
-        inner, params = through
-        atoms = [
-            self.summed(a, Form(ids, inner[k], a)) if k in inner else self._beside(equation, a, like)
-            for k, a in enumerate(equation.inputs)
-        ]
-        out = Var(dataclasses.replace(atom.type, shape=place.by_entries(atom.shape, ids.entries)))
-        self.add(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
-        return out
+    def summed(self, like: Form) -> Atom:
+        """The sums of a value over the lookups of each entry; anything for an entry that has none."""
+        for one in self._in_order(like, "sum", self._behind):
+            self.made[_key("sum", one)] = self._sum(one)
+        return self.made[_key("sum", like)]
 
-    def _beside(self, equation: Equation, atom: Atom, like: Form) -> Atom:
-        """An operand that isn't summed."""
-        if equation.op == "dot_general" or atom.shape == ():
-            self.need(atom)
-            return atom
-        found = self.by_entries(atom, like)
-        assert found is not None, "what a sum goes through has the other operands by entries"
-        return found
-
-    def _scattered(self, atom: Atom, like: Form) -> Atom:
-        place, shape = like.place, like.place.by_entries(atom.shape, like.ids.entries)
-        self.need(atom)
-
-        def add(x: Any, i: Any) -> Any:
-            at = place.index(i.reshape(place.of(x.shape)))
-            return jnp.zeros(shape, x.dtype).at[at].add(x, mode="promise_in_bounds")
-
-        return self.expand(add, like.ids.lookup, (atom, self.inverse(like.ids)))
-
-    def has_product(self, atom: Atom, ids: Ids, place: Place) -> bool:
+    def has_product(self, like: Form) -> bool:
         """Whether linear equations lead from a product to a value."""
-        key = ("product", atom, ids, place)
-        return self.once(key, lambda: self._reaches_product(atom, ids, place))
+        for one in self._in_order(like, "product", self._through):
+            equation = self.producers.get(one.atom)
+            inner = self._through(one)
+            found = any(self.made[_key("product", a)] for a in inner.values())
+            is_product = equation is not None and equation.op == "dot_general"
+            self.made[_key("product", one)] = bool(inner) and (is_product or found)
+        return self.made[_key("product", like)]
 
-    def _reaches_product(self, atom: Atom, ids: Ids, place: Place) -> bool:
-        equation = self.producers.get(atom)
-        if equation is None or atom in self.forms or atom.dtype not in WIDE or len(equation.outputs) != 1:
-            return False
-        if any(jax_compat.is_float(a.dtype) and a.dtype not in WIDE for a in equation.inputs):
-            return False
-        through = self._through(equation, Form(ids, place, atom))
-        if through is None:
-            return False
-        inner = through[0].items()
-        return equation.op == "dot_general" or any(self.has_product(equation.inputs[k], ids, at) for k, at in inner)
+    def _in_order(self, like: Form, kind: str, behind: Callable[[Form], Mapping[int, Form]]) -> list[Form]:
+        """What isn't made yet of a value and of those behind it, these first."""
+        order: list[Form] = []
+        stack = [(like, False)]
+        seen: set[tuple[Any, ...]] = set()
+        while stack:
+            one, is_ready = stack.pop()
+            key = _key(kind, one)
+            if is_ready:
+                order.append(one)
+            elif key not in self.made and key not in seen:
+                seen.add(key)
+                stack.append((one, True))
+                stack += [(inner, False) for inner in behind(one).values()]
+        return order
 
-    def _through(self, equation: Equation, like: Form) -> tuple[Mapping[int, Place], Mapping[str, Any]] | None:
-        """Operands whose sums by entries give that of the result, with the places of the ids in them, and the
-        equation's parameters by entries; None where it isn't linear in them."""
-        if equation.op == "dot_general":
-            product = row_places.before_product(equation, like.place)
-            if product is None:
-                return None
-            inner = dict([product])
-            return inner, row_places.product_params(equation, inner)
-        if equation.op in row_places.LINEAR:
-            moved = row_places.before(equation, like.place, like.ids.entries)
-            return None if moved is None else ({0: moved[0]}, moved[1])
-        linear = self._linear(equation, like)
-        return (dict.fromkeys(linear, like.place), equation.params) if linear else None
+    def _behind(self, like: Form) -> Mapping[int, Form]:
+        """The operands that a sum is made of; none if it is made of the value itself."""
+        if self.is_known(like.atom, like):
+            return {}
+        equation = self.producers.get(like.atom)
+        is_narrow = equation is not None and equation.op == "broadcast_in_dim"  # less is scattered ahead of it
+        return self._through(like) if is_narrow or self.has_product(like) else {}
 
-    def _linear(self, equation: Equation, like: Form) -> tuple[int, ...]:
-        """Operands in which an elementwise equation is linear, if the others are there by entries."""
-        op, inputs = equation.op, equation.inputs
-        if op in ("add", "add_any", "sub", "neg", "copy", "convert_element_type"):
-            linear = tuple(range(len(inputs)))
-        elif op in ("mul", "div", "select_n"):
-            known = [a.shape == () or self.by_entries(a, like) is not None for a in inputs]
-            if op == "select_n":
-                linear = tuple(range(1, len(inputs))) if known[0] else ()
-            elif op == "mul" and known[0]:
-                linear = (1,)
+    def _sum(self, like: Form) -> Atom:
+        ids, place, atom = like.ids, like.place, like.atom
+        if self.is_known(atom, like):
+            return self.weighted(Form(ids, place, self.by_entries(atom, like)), by_count=True)
+        behind = self._behind(like)
+        if not behind:
+            self.need(atom)
+            shape = place.of(atom.shape), place.by_entries(atom.shape, ids.entries)
+            return self.expand(_scatter(place, *shape), ids.lookup, (atom, self.inverse(ids)), again=True)
+        equation = self.producers[atom]
+        atoms = []
+        for k, a in enumerate(equation.inputs):
+            if k in behind:
+                atoms.append(self.made[_key("sum", behind[k])])
+            elif equation.op == "dot_general" or a.shape == ():
+                self.need(a)
+                atoms.append(a)
             else:
-                linear = (0,) if known[1] else ()
+                atoms.append(self.by_entries(a, like))
+        return self.written(equation, ids, place, atoms, self._params(equation, like, behind))
+
+    def _params(self, equation: Equation, like: Form, behind: Mapping[int, Form]) -> Mapping[str, Any]:
+        """An equation's parameters on sums by entries."""
+        if equation.op == "dot_general":
+            return row_places.product_params(equation, {k: one.place for k, one in behind.items()})
+        moved = row_places.before(equation, like.place, like.ids.entries) if equation.op in row_places.LINEAR else None
+        return equation.params if moved is None else moved[1]
+
+    def _through(self, like: Form) -> Mapping[int, Form]:
+        """Operands whose sums by entries give that of a value, if it is made by a linear equation."""
+        equation = self.producers.get(like.atom)
+        if equation is None or like.atom in self.forms or len(equation.outputs) != 1 or like.atom.dtype not in WIDE:
+            return {}
+        places = self._places(equation, like)
+        inner = {k: Form(like.ids, place, equation.inputs[k]) for k, place in places.items()}
+        return inner if all(one.atom.dtype in WIDE for one in inner.values()) else {}
+
+    def _places(self, equation: Equation, like: Form) -> Mapping[int, Place]:
+        op, inputs = equation.op, equation.inputs
+        if op == "dot_general":
+            product = row_places.before_product(equation, like.place)
+            return {} if product is None else dict([product])
+        if op in row_places.LINEAR:
+            moved = row_places.before(equation, like.place, like.ids.entries)
+            return {} if moved is None else {0: moved[0]}
+        known = [a.shape == () or self.is_known(a, like) for a in inputs]
+        if op in _LINEAR:
+            linear = range(len(inputs))
+        elif op == "mul" and any(known):
+            linear = [1] if known[0] else [0]
+        elif op == "div" and known[1]:
+            linear = [0]
+        elif op == "select_n" and known[0]:
+            linear = range(1, len(inputs))
         else:
-            return ()
+            return {}
         whole = all(inputs[k].shape == equation.outputs[0].shape for k in linear)
-        return linear if whole and all(jax_compat.is_float(inputs[k].dtype) for k in linear) else ()
+        return dict.fromkeys(linear, like.place) if whole else {}
+
+
+def _key(kind: str, form: Form) -> tuple[Any, ...]:
+    return kind, form.atom, form.ids, form.place
+
+
+@functools.lru_cache(maxsize=256)
+def _scatter(place: Place, ids: tuple[int, ...], shape: tuple[int, ...]) -> Callable[..., Any]:
+    """A value by lookups -> its sums by entries."""
+    return lambda x, i: jnp.zeros(shape, x.dtype).at[place.index(i.reshape(ids))].add(x, mode="promise_in_bounds")

@@ -11,8 +11,10 @@ the entry of each lookup among the E distinct ones and `count` how often each oc
     einsum("nd,nk->dk", f(rows[inverse]), dy)      ->  einsum("ed,ek->dk", f(rows), zeros.at[inverse].add(dy))
 
 RecD does the first by hand, in a model's code (Zhao et al., Deduplication for recommendation model training, MLSys
-2023). Results differ by the rounding of sums in another order. It is done in the program of one device or rank, where
-rows have been fetched: their number is a bound that was measured. A block is left alone where that saves nothing.
+2023). Results differ by the rounding of sums in another order, and NaN and infinity may change places where a factor
+(`w`) isn't finite. It is done in the program of one device or rank, where rows have been fetched: their number is a bound
+that was measured. A block is left alone where that saves nothing; bodies of loops and checkpoints are blocks by
+themselves, and take part with lookups of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from autopar.ir.program import Atom, Block, Equation, Program
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.work import flops, products
 from autopar.passes import row_places
-from autopar.passes.entry_forms import ELEMENTWISE, WIDE, Form, Ids, all_ids
+from autopar.passes.entry_forms import WIDE, Form, Ids, all_ids
 from autopar.passes.entry_sums import EntrySums
 from autopar.passes.row_places import Place
 
@@ -117,7 +119,7 @@ class _Rewrite(EntrySums):
             return True
         if not forms or len(equation.outputs) != 1 or equation.effects or equation.bodies:
             return False
-        if equation.op in ELEMENTWISE:
+        if equation.op in row_places.ELEMENTWISE:
             return self._elementwise(equation, next(iter(forms.values())))
         if equation.op == "dot_general":
             return any(self._product(equation, k, f) or self._contracted(equation, k, f) for k, f in forms.items())
@@ -125,15 +127,18 @@ class _Rewrite(EntrySums):
         found = None if others or len(equation.inputs) > 1 else row_places.moved(equation, form.place, form.ids.entries)
         if found is None:
             return False
-        self.define(equation, form.ids, found[0], (form.atom,), found[1])
+        place, params = found
+        self.define(equation, form.ids, place, (form.atom,), params)
         return True
 
     def _elementwise(self, equation: Equation, form: Form) -> bool:
         shape = equation.outputs[0].shape
-        atoms = [a if a.shape == () and shape != () else self.by_entries(a, form) for a in equation.inputs]
-        if any(a is None for a in atoms):
+        if not all(
+            row_places.fits(a.shape, shape) and (not a.shape or self.is_known(a, form)) for a in equation.inputs
+        ):
             return False
-        self.define(equation, form.ids, form.place, [a for a in atoms if a is not None], None)
+        atoms = [self.by_entries(a, form) if a.shape else a for a in equation.inputs]
+        self.define(equation, form.ids, form.place, atoms, equation.params)
         return True
 
     def _product(self, equation: Equation, k: int, form: Form) -> bool:
@@ -155,21 +160,16 @@ class _Rewrite(EntrySums):
             return False
         other = self.forms.get(b)
         if other is not None and other.ids is form.ids and other.place == beside:
-            light, heavy = (form, other) if form.atom.type.size <= other.atom.type.size else (other, form)
-            mine = {light: self.weighted(light, by_count=True), heavy: self.weighted(heavy, by_count=False)}
-            left, right = mine[form], mine[other]
+            is_lighter = form.atom.type.size <= other.atom.type.size  # one of them is enough
+            mine, theirs = self.weighted(form, by_count=is_lighter), self.weighted(other, by_count=not is_lighter)
         elif self.backward and other is None:
             self.need(b)
-            sums = self.summed(b, Form(form.ids, beside, b))
-            left, right = (
-                self.weighted(form, by_count=False),
-                self.weighted(Form(form.ids, beside, sums), by_count=False),
-            )
+            sums = Form(form.ids, beside, self.summed(Form(form.ids, beside, b)))
+            mine, theirs = self.weighted(form, by_count=False), self.weighted(sums, by_count=False)
         else:
             return False
-        atoms = (left, right) if k == 0 else (right, left)
-        places = {k: form.place, 1 - k: beside}
-        params = row_places.product_params(equation, places)
+        atoms = (mine, theirs) if k == 0 else (theirs, mine)
+        params = row_places.product_params(equation, {k: form.place, 1 - k: beside})
         self.add(dataclasses.replace(equation, inputs=atoms, params=params))
         return True
 
@@ -182,20 +182,21 @@ class _Rewrite(EntrySums):
         if form is not None:
             sums = self.weighted(form, by_count=True) if form.place.within(axes) else None
         else:
-            form = self._behind(atom, axes) if self.backward else None
-            sums = form and self.weighted(Form(form.ids, form.place, self.summed(atom, form)), by_count=False)
+            form = self._leading_back(atom, axes) if self.backward else None
+            sums = form and self.weighted(Form(form.ids, form.place, self.summed(form)), by_count=False)
         if form is None or sums is None:
             return False
         params = {**equation.params, "axes": tuple(dict.fromkeys(form.place.moved(d) for d in axes))}
         self.add(dataclasses.replace(equation, inputs=(sums,), params=params))
         return True
 
-    def _behind(self, atom: Atom, axes: Sequence[int]) -> Form | None:
+    def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:
         """By which ids, and where, the sums of a value over some axes lead back through a product."""
         for ids in self.every.values():
             for place in row_places.places_of(ids.lookups, atom.shape):
-                if place.within(axes) and self.has_product(atom, ids, place):
-                    return Form(ids, place, atom)
+                form = Form(ids, place, atom)
+                if place.within(axes) and self.has_product(form):
+                    return form
         return None
 
     def _aggregate(self, equation: Equation) -> bool:
@@ -205,13 +206,11 @@ class _Rewrite(EntrySums):
         if ids is None or not _adds_rows(equation, ids):
             return False
         form, place = self.forms.get(updates), Place(0, len(ids.shape))
-        if form is not None and form.ids is ids and form.place == place:
+        lookups = Form(ids, place, updates)
+        if form is not None and form.fits(lookups):
             sums = self.weighted(form, by_count=True)
-        elif self.backward and form is None and updates.dtype in WIDE and self.has_product(updates, ids, place):
-            sums = self.summed(updates, Form(ids, place, updates))
-            sums = self.weighted(
-                Form(ids, place, sums), by_count=False
-            )  # an entry that isn't looked up may be anything
+        elif self.backward and form is None and self.has_product(lookups):
+            sums = self.weighted(Form(ids, place, self.summed(lookups)), by_count=False)
         else:
             return False
         self.need(base)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar.ir.program import Equation
+from autopar.ir.program import Atom, Equation
+from autopar.ir.rules import elementwise
 
 Params = Mapping[str, Any]
+
+#: The same value in the same place, whatever the operands' places are.
+ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,17 +164,42 @@ _RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, Params] | Non
 }
 
 
-def broadcast(
-    equation: Equation, place: Place, entries: int
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """A broadcast that is constant along the ids, made by entries: (shape, shape of the operand without axes of the
-    ids, where those axes go); None where it isn't constant."""
-    shape, operand = equation.outputs[0].shape, equation.inputs[0].shape
-    dims = equation.params.get("broadcast_dimensions", ())
-    if any(place.has(d) and size != 1 for d, size in zip(dims, operand, strict=True)):
-        return None
-    kept = [(size, place.moved(d)) for d, size in zip(dims, operand, strict=True) if not place.has(d)]
-    return place.by_entries(shape, entries), tuple(s for s, _ in kept), tuple(d for _, d in kept)
+def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
+    """The axes along which the result of an equation is constant, as bits. `known`: of what it reads.
+
+    Unlike `ir.uniform`, which says what fits a guess, this holds: random bits and closed-over arrays are constant along
+    no axis.
+    """
+    if len(equation.outputs) != 1:
+        return 0
+    out, op = equation.outputs[0], equation.op
+    every = (1 << len(out.shape)) - 1
+    if op == "full":
+        return every
+    if op == "iota":
+        return every & ~(1 << equation.params["dimension"])
+    if op == "broadcast_in_dim":
+        operand, dims = equation.inputs[0], equation.params["broadcast_dimensions"]
+        sizes = enumerate(zip(dims, operand.shape, strict=True))
+        varying = (to for k, (to, size) in sizes if size > 1 and not known.get(operand, 0) >> k & 1)
+        return functools.reduce(lambda bits, to: bits & ~(1 << to), varying, every)
+    if op in ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
+        bits = (along(a, known) for a in equation.inputs if a.shape)
+        return functools.reduce(lambda a, b: a & b, bits, every) if out.shape else 0
+    return 0
+
+
+def along(atom: Atom, known: Mapping[Atom, int]) -> int:
+    """The axes along which a value is constant, those of size 1 among them."""
+    return functools.reduce(
+        lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
+    )
+
+
+def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether an operand of an elementwise equation is a scalar, or has the axes of the result (some may be 1)."""
+    same = len(shape) == len(result)
+    return not shape or (same and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
 
 
 # --- products ---
