@@ -165,7 +165,7 @@ class HostRunner:
     def _grow(self, needed: Mapping[int, tuple[int, int]]) -> None:
         for family, needs in needed.items():
             pairs = zip(needs, self._sizes[family], self._limits[family], strict=True)
-            rows, asked = (room_for(need, limit, old) for need, old, limit in pairs)
+            rows, asked = (max(old, room_for(need, limit, self.compilations - 1)) for need, old, limit in pairs)
             self._sizes[family] = rows, asked
 
     # --- arguments ---

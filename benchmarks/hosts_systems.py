@@ -30,26 +30,31 @@ Step = Callable[[np.ndarray], float]
 
 
 class System(abc.ABC):
-    """Steps by the number of the table's rows, and turns of them."""
+    """Steps by the number of the table's rows, and turns of them.
+
+    `by_lookups`: with nothing computed once for each distinct row, which is autopar's own.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.steps: dict[int, Step] = {}
-        self.done: dict[int, int] = {}
+        self.steps: dict[tuple[int, bool], Step] = {}
+        self.done: dict[tuple[int, bool], int] = {}
 
-    def prepare(self, rows: int, **options: Any) -> None:
+    def prepare(self, rows: int, by_lookups: bool = False) -> None:
         """Makes the state with a table of so many rows."""
-        self.steps[rows], self.done[rows] = self.make(rows, **options), 0
+        key = rows, by_lookups
+        self.steps[key], self.done[key] = self.make(rows), 0
 
     @abc.abstractmethod
     def make(self, rows: int) -> Step:
         """A step with a state of its own."""
         ...
 
-    def turn(self, rows: int, count: int) -> tuple[list[float], list[float], list[float]]:
+    def turn(self, rows: int, count: int, by_lookups: bool = False) -> tuple[list[float], list[float], list[float]]:
         """The next `count` steps: (seconds of each, seconds of processor time of each, loss of each)."""
-        first, step = self.done[rows], self.steps[rows]
-        self.done[rows] += count
+        key = rows, by_lookups
+        first, step = self.done[key], self.steps[key]
+        self.done[key] += count
         batches = [zipf_ids(rows, (SIZE * IDS[0], IDS[1]), seed) for seed in range(first, first + count)]
         seconds, busy, losses = [], [], []
         for ids in batches:
@@ -86,17 +91,20 @@ class Planned(System):
         _join()
         from autopar.passes import once_per_row
 
+        self.passes = once_per_row
         self.moved = once_per_row._MOVED
         self.planned: dict[int, Any] = {}
 
-    def make(self, rows: int, by_lookups: bool = False) -> Step:
-        """`by_lookups`: with nothing computed once for each distinct row."""
+    def turn(self, rows: int, count: int, by_lookups: bool = False) -> tuple[list[float], list[float], list[float]]:
+        """A step is compiled when it is first called, or needs more room."""
+        self.passes._MOVED = math.inf if by_lookups else self.moved  # a benchmark may look inside
+        return super().turn(rows, count, by_lookups)
+
+    def make(self, rows: int) -> Step:
         import jax
 
         import autopar
-        from autopar.passes import once_per_row
 
-        once_per_row._MOVED = math.inf if by_lookups else self.moved  # a benchmark may look inside
         planned = self.planned[rows] = autopar.parallelize(plain_step, strategy=("ps", "hosts"))
         # Leaves that no process has whole: the table is on the disk, and a slot is one number.
         state = make_state(8)
@@ -122,7 +130,7 @@ class Planned(System):
             batches = [zipf_ids(rows, (SIZE * IDS[0], IDS[1]), 10_000 + k) for k in range(count)]
             for ids in batches:
                 start = time.perf_counter()
-                self.steps[rows](ids)
+                self.steps[rows, False](ids)
                 times.finish(time.perf_counter() - start)
         return times.seconds
 
@@ -220,11 +228,11 @@ class Torch(System):
 
         return step
 
-    def turn(self, rows: int, count: int) -> tuple[list[float], list[float], list[float]]:
+    def turn(self, rows: int, count: int, by_lookups: bool = False) -> tuple[list[float], list[float], list[float]]:
         """A rank's loss is that of its own examples: the mean of all ranks' is told."""
         import torch
 
-        seconds, busy, losses = super().turn(rows, count)
+        seconds, busy, losses = super().turn(rows, count, by_lookups)
         whole = torch.tensor(losses, dtype=torch.float64)
         torch.distributed.all_reduce(whole)
         return seconds, busy, (whole / SIZE).tolist()

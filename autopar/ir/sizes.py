@@ -7,17 +7,20 @@ from dataclasses import dataclass
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
-#: On hosts, room for more rows than a step was found to need, and what it is rounded up to: what is computed for
-#: distinct rows (`passes.once_per_row`) is computed for all that there is room for.
-_HOSTS_HEADROOM = 1.125
-_HOSTS_STEP = 32
+#: On hosts, what room is made in steps of, less the entries of ids out of range (`passes.once_per_row`): products of so
+#: many rows waste nothing.
+_HOSTS_STEP, _HOSTS_APART = 16, 2
 
 
-def room_for(need: int, limit: int, old: int = 0) -> int:
-    """Rows on hosts that there is to be room for: `old` where that is enough, never more than `limit`."""
-    if need <= old:
-        return old
-    return min(limit, -(-int(need * _HOSTS_HEADROOM) // _HOSTS_STEP) * _HOSTS_STEP)
+def room_for(need: int, limit: int, grown: int = 0) -> int:
+    """Rows on hosts that there is to be room for, `limit` at most.
+
+    What is computed for distinct rows is computed for all that there is room for, so that it begins with an eighth more
+    than is needed. Each time it didn't last, the next has twice that headroom, up to all of it: batches of ever more
+    rows are compiled for a few times only. `grown`: how often it was made larger.
+    """
+    wanted = need + (need << min(grown, 3)) // 8 + _HOSTS_APART
+    return min(limit, -(-wanted // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 
 @dataclass(frozen=True, slots=True)

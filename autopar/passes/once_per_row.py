@@ -12,8 +12,8 @@ the entry of each lookup among the E distinct ones and `count` how often each oc
 
 RecD does the first by hand, in a model's code (Zhao et al., Deduplication for recommendation model training, MLSys
 2023). Results differ by the rounding of sums in another order, and NaN and infinity may change places where a factor
-(`w`) isn't finite. It is done in the program of one device or rank, where rows have been fetched: their number is a bound
-that was measured. A block is left alone where that saves nothing; bodies of loops and checkpoints are blocks by
+(`w`) isn't finite. It is done in the program of one device or rank, where rows have been fetched: their number is a
+bound that was measured. A block is left alone where that saves nothing; bodies of loops and checkpoints are blocks by
 themselves, and take part with lookups of their own.
 """
 

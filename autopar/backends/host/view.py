@@ -61,14 +61,19 @@ class RankRows(ShardedRows):
 
     def fetch(self, rows: Array, route: Any, axis: int) -> Array:
         assert self._devices.count == 1, "rows are fetched between programs"
-        return jax.lax.slice_in_dim(rows, 0, route.asked.shape[0], axis=axis)
+        return _resized(rows, route.asked.shape[0], axis)
 
     def deliver(self, sums: Array, route: Any, axis: int, base: Array | None) -> Array:
         assert self._devices.count == 1, "sums are delivered between programs"
-        widths = [(0, 0, 0)] * sums.ndim
-        widths[axis] = (0, route.rows.shape[0] - sums.shape[axis], 0)
-        delivered = jax.lax.pad(sums, jnp.zeros((), sums.dtype), widths)
+        delivered = _resized(sums, route.rows.shape[0], axis)
         return delivered if base is None else base + delivered
+
+
+def _resized(rows: Array, count: int, axis: int) -> Array:
+    """The first rows, or zeros after them: either room may be the larger one, and the rows that there are fit both."""
+    widths = [(0, 0, 0)] * rows.ndim
+    widths[axis] = (0, count - rows.shape[axis], 0)
+    return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
 def host_backends(plan: Plan, view: Devices) -> Mapping[int, RowBackend]:
