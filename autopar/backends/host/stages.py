@@ -7,10 +7,12 @@ buckets that a step's own rows must fit; `Outgrown` says that they don't, before
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.backends.emit import emit
@@ -88,7 +90,7 @@ class StagedProgram:
         self._ranks = ranks
         self._plan = plan
         self._inputs = program.block.inputs
-        self._outputs = program.block.outputs
+        items, self._outputs = _returned_by_programs(program)
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
@@ -100,8 +102,7 @@ class StagedProgram:
         }
         self._sweeps: dict[Equation, tuple[Callable[..., Sequence[Any]], list[int]]] = {}
         self._names: dict[Equation, str] = {}
-        self._whole = self._needed_whole(program)
-        items = program.stages.items
+        self._whole = self._needed_whole(items)
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
@@ -127,10 +128,10 @@ class StagedProgram:
         run = getattr(self, "_" + item.op)
         return lambda step: run(item.equations, step)
 
-    def _needed_whole(self, program: Program) -> set[Atom]:
+    def _needed_whole(self, items: Sequence[Segment | Exchange]) -> set[Atom]:
         """What leaves the device programs: for the caller, for owners, to be reduced."""
-        found: set[Atom] = set(program.block.outputs)
-        for item in program.stages.items:
+        found: set[Atom] = set(self._outputs)
+        for item in items:
             if isinstance(item, Segment):
                 found.update(item.block.inputs if item.side == "owner" else ())
             elif item.op in ("reduce", "commit", "sweep", "flush"):
@@ -300,6 +301,33 @@ class StagedProgram:
 
     def _value(self, step: Step, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
+
+
+def _returned_by_programs(program: Program) -> tuple[list[Segment | Exchange], tuple[Atom, ...]]:
+    """The stages, and the outputs, with a later program returning what was reduced for the caller (a loss, metrics).
+
+    What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
+    """
+    items: list[Segment | Exchange] = list(program.stages.items)
+    outputs = list(program.block.outputs)
+    last = max((k for k, item in enumerate(items) if isinstance(item, Segment) and item.side == "device"), default=-1)
+    before = [item for item in items[: max(last, 0)] if isinstance(item, Exchange) and item.op == "reduce"]
+    reduced = {v for item in before for e in item.equations for v in e.outputs}
+    copies: list[tuple[Var, Var]] = []
+    for k in sorted(set(range(len(program.outputs))) - set(program.new_states.values())):
+        atom = outputs[k]
+        if isinstance(atom, Var) and atom in reduced:
+            outputs[k] = new = Var(atom.type)
+            copies.append((atom, new))
+    if copies:
+        segment = items[last]
+        assert isinstance(segment, Segment), "the last program of the devices"
+        block = segment.block
+        inputs = tuple(dict.fromkeys((*block.inputs, *(old for old, _ in copies))))
+        made = tuple(Equation("copy", (old,), (new,), primitive=jax.lax.copy_p) for old, new in copies)
+        block = Block(inputs, (*block.equations, *made), (*block.outputs, *(new for _, new in copies)))
+        items[last] = dataclasses.replace(segment, block=block)
+    return items, tuple(outputs)
 
 
 def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
