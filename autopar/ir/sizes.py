@@ -15,11 +15,11 @@ _HOSTS_STEP, _HOSTS_APART = 16, 2
 def room_for(need: int, limit: int, grown: int = 0) -> int:
     """Rows on hosts that there is to be room for, `limit` at most.
 
-    What is computed for distinct rows is computed for all that there is room for, so that it begins with an eighth more
-    than is needed. Each time it didn't last, the next has twice that headroom, up to all of it: batches of ever more
-    rows are compiled for a few times only. `grown`: how often it was made larger.
+    What is computed for distinct rows is computed for all that there is room for, so that it begins with a sixteenth
+    more than is needed. Each time it didn't last, the next has twice that headroom, up to all of it: batches of ever
+    more rows are compiled for a few times only. `grown`: how often it was made larger.
     """
-    wanted = need + (need << min(grown, 3)) // 8 + _HOSTS_APART
+    wanted = need + (need << min(grown, 4)) // 16 + _HOSTS_APART
     return min(limit, -(-wanted // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 
