@@ -13,8 +13,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.ir.stages import Segment
-from autopar.ir.work import flops
+from autopar.cost.cluster import NAMED
 from autopar.passes import once_per_row
 
 V, D, H, EXAMPLES, TOKENS = 23, 6, 7, 24, 5
@@ -66,14 +65,6 @@ def compared(loss: Loss, batches: list[Any] | None = None, state: Params | None 
             a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
             np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol)
     return planned
-
-
-def products(planned: Any) -> float:
-    """Operations of the products of the program that runs now, in those of the traced step."""
-    runner = planned.latest.runner
-    blocks = [item.block for item in runner._staged._items if isinstance(item, Segment)]
-    traced = planned.latest.compiled.analysed.block
-    return sum(flops(e) for block in blocks for e in block.walk()) / sum(map(flops, traced.walk()))
 
 
 def perceptron(p: Params, rows: jax.Array) -> jax.Array:
@@ -153,8 +144,9 @@ def chained(p: Params, batch: Any) -> jax.Array:
 )
 def test_products_are_of_distinct_rows(loss: Loss, most: float) -> None:
     planned = compared(loss)
-    assert planned.latest.runner.once_per_row
-    assert products(planned) < most, f"{V} rows for {EXAMPLES * TOKENS} lookups are {V / EXAMPLES / TOKENS:.2f}"
+    made = planned.latest.runner.once_per_row
+    assert made is not None
+    assert V / EXAMPLES / TOKENS < made.share < most
 
 
 # --- what must stay by lookups ---
@@ -297,4 +289,29 @@ def test_a_batch_of_distinct_ids_is_left_alone() -> None:
     batch["x"] = batch["x"][:4]
     planned = compared(tower, [batch])
     assert not planned.latest.runner.once_per_row
-    assert products(planned) == 1
+
+
+def test_ids_that_meet_other_axes() -> None:
+    """One example's rows are spread over all examples: their axes aren't those of the ids any more."""
+
+    def loss(p: Params, batch: Any) -> jax.Array:
+        rows = jnp.tile(p["emb"][batch["ids"][:1]], (1, 8, 1)) + 0 * p["emb"][batch["ids"]].sum()
+        made = jax.lax.add(jax.lax.mul(rows, 2.0), jnp.zeros((EXAMPLES, TOKENS * 8, D)))
+        return jnp.mean(perceptron(p, made).sum(-1) ** 2)
+
+    compared(loss)
+
+
+def test_what_explain_and_plans_say() -> None:
+    """By the ids of the batch that they are given, before any step."""
+    step, state = step_of(whole), make_state(np.float32)
+    planned = autopar.parallelize(step, strategy=("ps", "hosts"))
+    few, batch = batch_of(0, np.float32), batch_of(0, np.float32)
+    few["ids"] %= 3
+    assert f"{14 + 2} rows for {EXAMPLES * TOKENS} lookups" in str(autopar.explain(planned, state, few))
+    batch["ids"] = (np.arange(EXAMPLES * TOKENS) % V).reshape(EXAMPLES, TOKENS).astype(np.int32)
+    told = str(autopar.explain(planned, state, batch))
+    assert f"{V + 2} rows for {EXAMPLES * TOKENS} lookups" in told
+    cluster = NAMED["hosts-10gbe"].of(1, 1)
+    work = [autopar.plan(planned, state, some, cluster=cluster).work.examples for some in (few, batch)]
+    assert work[0] < work[1]

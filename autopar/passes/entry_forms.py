@@ -173,8 +173,9 @@ class EntryForms:
         def make() -> Var:
             like, width = ids.lookup, ids.fetched
             numbers = self.expand(lambda: jax.lax.iota(jnp.int32, width), like, ())
-            given = {"axis": 0, "slice_sizes": (1,), "spread": like.params["batch"]}
-            found = self._look_up(ids, numbers, like.inputs[2], () if ids.clips else width, given)
+            given: dict[str, Any] = {"slice_sizes": (1,), "spread": like.params["batch"]}
+            given |= {} if ids.clips else {"fill_value": width}
+            found = self._look_up(ids, numbers, like.inputs[2], given)
             if not ids.clips:
                 return found
             last = ids.lookup.params["extent"] - 1
@@ -188,15 +189,13 @@ class EntryForms:
 
         return self.once(("inverse", ids), make)
 
-    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, fill: Any, given: Mapping[str, Any]) -> Var:
-        """The lookup of these ids in something else, or of other ones."""
+    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, given: Mapping[str, Any]) -> Var:
+        """The lookup of these ids, or of others, in something whose rows lead. `given`: parameters that differ."""
         rank, rest = len(index.shape) - 1, fetched.shape[1:]
         dims = ids.lookup.params["dimension_numbers"]._replace(
             offset_dims=tuple(range(rank, rank + len(rest))), collapsed_slice_dims=(0,), start_index_map=(0,)
         )
-        params = {**ids.lookup.params, **given, "dimension_numbers": dims}
-        if fill != ():
-            params["fill_value"] = fill
+        params = {**ids.lookup.params, "axis": 0, **given, "dimension_numbers": dims}
         out = Var(ArrayType((*index.shape[:-1], *rest), fetched.dtype))
         route = ids.lookup.inputs[1]
         self.add(dataclasses.replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
@@ -216,19 +215,21 @@ class EntryForms:
     def define(
         self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
     ) -> None:
-        """The equation on values by entries, with its parameters there."""
+        """From here on an equation's result is there by entries: `atoms` and `params` are its own there."""
         old = equation.outputs[0]
         self.forms[old] = Form(ids, place, self.written(equation, ids, place, atoms, params))
 
     def written(
         self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
     ) -> Var:
+        """Adds the equation on values by entries."""
         old = equation.outputs[0]
         out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
         self.add(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
         return out
 
-    def looked_up(self, lookup: Equation, ids: Ids) -> bool:
+    def look_up_all(self, lookup: Equation, ids: Ids) -> None:
+        """The rows that there are to look up, and what ids out of range look up, as a lookup's value by entries."""
         atom, axis = lookup.inputs[0], lookup.params["axis"]
         if axis:
             atom = self.expand(lambda x: jnp.moveaxis(x, axis, 0), lookup, (atom,))
@@ -236,15 +237,14 @@ class EntryForms:
             dtype = np.dtype(lookup.inputs[2].dtype)
             ends = np.array([[0], [min(lookup.params["extent"] - 1, np.iinfo(dtype).max)]], dtype)
             index = Literal(ends, ArrayType(ends.shape, ends.dtype))
-            given = {"axis": 0, "slice_sizes": (1, *atom.shape[1:]), "batch": None, "spread": None}
-            more = self._look_up(ids, atom, index, (), given)
+            given = {"slice_sizes": (1, *atom.shape[1:]), "batch": None, "spread": None}
+            more = self._look_up(ids, atom, index, given)
         else:
             fill = lookup.params.get("fill_value")
             fill = jnp.nan if fill is None else fill
             more = self.expand(lambda: jnp.full((1, *atom.shape[1:]), fill, atom.dtype), lookup, ())
         atom = self.expand(lambda *xs: jnp.concatenate(xs), lookup, (atom, more))
         self.forms[lookup.outputs[0]] = Form(ids, Place(0, len(ids.shape)), atom)
-        return True
 
     def is_known(self, atom: Atom, like: Form) -> bool:
         """Whether a value is there by the entries of another one, or is constant along its ids."""

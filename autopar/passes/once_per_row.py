@@ -12,7 +12,7 @@ the entry of each lookup among the E distinct ones and `count` how often each oc
 
 RecD does the first by hand, in a model's code (Zhao et al., Deduplication for recommendation model training, MLSys
 2023). Results differ by the rounding of sums in another order, and NaN and infinity may change places where a factor
-(`w`) isn't finite. It is done in the program of one device or rank, where rows have been fetched: their number is a
+(`w`) isn't finite. It is done in a rank's own program, with tables on hosts: the number of rows that it fetches is a
 bound that was measured. A block is left alone where that saves nothing; bodies of loops and checkpoints are blocks by
 themselves, and take part with lookups of their own.
 """
@@ -20,6 +20,7 @@ themselves, and take part with lookups of their own.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,19 +37,21 @@ from autopar.passes.row_places import Place
 
 #: What an element that is gathered or scattered costs, in operations of a product.
 _MOVED = 64.0
-_MOVES = {"lookup": 0, "gather": 0, "aggregate": 3, "scatter-add": 2}
+_GATHERS = frozenset({"lookup", "gather"})
+#: Operand that is scattered.
+_SCATTERS = {"aggregate": 3, "scatter-add": 2}
 
 
 def once_per_row(program: Program, plan: Plan, devices: int = 1) -> tuple[Program, str]:
-    """The program of one device or rank with what depends on single rows computed once for each.
+    """The program of one rank with what depends on single rows computed once for each.
 
     Args:
       program: Localized.
       plan: What it was made by.
       devices: Of a rank: they share the lookups, but each has all rows.
     """
-    if program.local is None or plan.road[0] == "xla":
-        return program, "for programs of one device or rank"
+    if not plan.on_hosts or plan.road[0] == "xla":
+        return program, "for a rank's own program, with tables on hosts"
     found: list[Ids] = []
     block = _of_block(program.block, devices, found)
     if block is program.block:
@@ -83,9 +86,10 @@ def _cost(block: Block) -> float:
     total = 0.0
     for e in block.equations:
         total += flops(e)
-        if e.op in _MOVES:
-            moved = e.outputs[0] if e.op in ("lookup", "gather") else e.inputs[_MOVES[e.op]]
-            total += _MOVED * moved.type.size
+        if e.op in _GATHERS:
+            total += _MOVED * e.outputs[0].type.size
+        elif e.op in _SCATTERS:
+            total += _MOVED * e.inputs[_SCATTERS[e.op]].type.size
     return total
 
 
@@ -111,7 +115,9 @@ class _Rewrite(EntrySums):
         """Whether an equation's result is there by entries, or is computed from values by entries."""
         if equation.op == "lookup":
             ids = self.every.get((equation.inputs[1], equation.inputs[2]))
-            return ids is not None and self.looked_up(equation, ids)
+            if ids is not None:
+                self.look_up_all(equation, ids)
+            return ids is not None
         if equation.op == "aggregate":
             return self._aggregate(equation)
         forms = {k: self.forms[a] for k, a in enumerate(equation.inputs) if a in self.forms}
@@ -133,6 +139,8 @@ class _Rewrite(EntrySums):
 
     def _elementwise(self, equation: Equation, form: Form) -> bool:
         shape = equation.outputs[0].shape
+        if form.ids.lookups != math.prod(form.place.of(shape)):  # the ids' axes are 1 here, and are spread
+            return False
         if not all(
             row_places.fits(a.shape, shape) and (not a.shape or self.is_known(a, form)) for a in equation.inputs
         ):
@@ -230,5 +238,5 @@ def _adds_rows(push: Equation, ids: Ids) -> bool:
         and tuple(numbers.update_window_dims) == tuple(range(rank, len(updates.shape)))
         and tuple(numbers.inserted_window_dims) == (0,)
         and not numbers.operand_batching_dims
-        and updates.shape[rank:] == push.inputs[0].shape[1:]
+        and push.inputs[0].shape == (ids.fetched, *updates.shape[rank:])
     )

@@ -106,7 +106,6 @@ class StagedProgram:
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
-        self._items = items
         self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
 
     def run(self, inputs: Sequence[Any], step: Step) -> list[Any]:
