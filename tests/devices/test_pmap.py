@@ -90,3 +90,21 @@ def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
             (mine, loss), (theirs, other) = planned(table, ids), jax.jit(step)(table, ids)
             np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-6)
             np.testing.assert_allclose(loss, other, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+def test_a_table_of_fewer_rows_than_lookups(method: str) -> None:
+    """Products of looked-up rows, large enough for the passes to look at them."""
+    rng = np.random.default_rng(0)
+    state = {"emb": rng.normal(size=(24, 64)).astype(np.float32), "w": rng.normal(size=(64, 256)).astype(np.float32)}
+    ids = rng.integers(0, 24, (64, 20)).astype(np.int32)
+
+    def step(state: Any, ids: Any) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda s: (jnp.tanh(s["emb"][ids] @ s["w"]) ** 2).mean())(state)
+        return jax.tree.map(lambda x, g: x - 0.1 * g, state, grads), loss
+
+    planned = autopar.parallelize(step, strategy={"emb": method}, mesh=mesh_of(4), donate=False, emit="pmap")
+    for mine, theirs in zip(
+        jax.tree.leaves(planned(state, ids)), jax.tree.leaves(jax.jit(step)(state, ids)), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=2e-5, atol=1e-6)
