@@ -103,14 +103,21 @@ class _Split:
         return self.side.get(equation.outputs[0], "device") if equation.outputs else "device"
 
     def _sink(self, last: int) -> None:
-        """Move equations to the stage of their first reader."""
+        """Move equations to the stage of their first reader, reductions to the one before it.
+
+        What is reduced late is reduced together: gradients along with the norm of rows' gradients, which comes later.
+        It is computed where it could have been reduced: what that reads isn't kept for a later program.
+        """
         first: dict[Atom, int] = dict.fromkeys(self.block.outputs, last)
         for equation in reversed(self.block.equations):
             if equation in self.free:
                 continue
-            if equation.op not in self.exchanges and not equation.effects:
-                self.stage[equation] = min(first.get(v, last) for v in equation.outputs)
             stage = self.stage[equation]
+            reader = min((first.get(v, last) for v in equation.outputs), default=last)
+            if equation.op == "reduce" and equation.op in self.exchanges:
+                self.stage[equation] = max(stage, reader - 1)
+            elif equation.op not in self.exchanges and not equation.effects:
+                self.stage[equation] = stage = reader
             for atom in equation.inputs:
                 first[atom] = min(first.get(atom, stage), stage)
 
