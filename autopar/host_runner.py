@@ -13,7 +13,8 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.host.journal import HostJournal, HostJournaling, common_journal
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.stages import Outgrown, StagedProgram, Step
+from autopar.backends.host.rooms import Room, Rooms, Rows
+from autopar.backends.host.stages import OtherRoom, StagedProgram, Step
 from autopar.backends.host.storage import HostRows
 from autopar.compile import Compiled, Options, follow
 from autopar.errors import ArgumentsError
@@ -22,7 +23,6 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Program
-from autopar.ir.sizes import room_for
 from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.room import require_room
 from autopar.placing import separated
@@ -30,12 +30,7 @@ from autopar.table import is_table
 
 
 class HostRunner:
-    """Places a step's arguments, runs it by stages, and compiles it again when rows outgrow their room.
-
-    Attributes:
-      compilations: How often it was compiled.
-      once_per_row: What the program that runs now computes for distinct rows; None if nothing.
-    """
+    """Places a step's arguments, runs it by stages, and compiles it for each room that its rows need."""
 
     def __init__(self, compiled: Compiled, options: Options, donate: bool) -> None:
         self._compiled = compiled
@@ -61,21 +56,23 @@ class HostRunner:
             and atom in self._program.block.inputs
             and self._program.block.inputs.index(atom) in self._tables
         }
-        #: Two rows at least: a reshape would not tell an axis of one row from others.
-        self._sizes = {f.family: (2, 1) for f in plan.families if f.on_hosts}
-        for space in self._program.rows.spaces:
-            if space.family in self._sizes and (space.depends_on or not _has_dynamic_ids(space)):
-                family = next(f for f in plan.families if f.family == space.family)
-                self._sizes[space.family] = (family.rows // plan.devices, (family.asked or 0) // plan.devices)
-        self._limits = {
+        limits = {
             f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
         }
+        #: Two rows at least: a reshape would not tell an axis of one row from others.
+        least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
+        for space in self._program.rows.spaces:
+            if space.family in least and (space.depends_on or not _has_dynamic_ids(space)):
+                least[space.family] = limits[space.family]
+        self._rooms = Rooms(least, limits)
         self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes(compiled.program.block)]
+        self._programs: dict[Room, StagedProgram] = {}
+        #: The last step's, with which the next one begins.
         self._staged: StagedProgram | None = None
+        #: What the last step needed.
+        self._needed: Rows = {}
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Any]] = {}
-        self.compilations = 0
-        self.once_per_row: OncePerRow | None = None
 
     def lower(self) -> Any:
         raise AssertionError("a step in stages is no single program")
@@ -91,6 +88,7 @@ class HostRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat arguments (arrays, Tables, HostTables); flat results."""
+        self._look_for_smaller()  # before anything has changed
         self._make_room(leaves)
         tables = self._storages(leaves)
         leaves = self._separated(leaves)
@@ -100,18 +98,19 @@ class HostRunner:
         before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = Step({})
         self._ranks.step = PROGRESS.last.step
-        staged = self._staged or self._compile()
+        staged = self._staged or self._compiled_for(self._rooms.least)
         while True:
             try:
                 results = staged.run(inputs, step)
                 break
-            except Outgrown as more:
-                self._grow(more.sizes)
-                staged = self._compile()
+            except OtherRoom as other:
+                staged = self._compiled_for(self._rooms.best(other.needs) or self._rooms.grow(other.needs))
             except BaseException:
                 if step.has_written:  # else the tables are as they were
                     self._hand_on(leaves, tables)
                 raise
+        self._staged = staged
+        self._needed = step.needs
         results = self._written(results, journals)
         results = [before.get(out, value) for out, value in enumerate(results)]
         found = [self._result(out, value) for out, value in enumerate(results)]
@@ -152,21 +151,32 @@ class HostRunner:
 
     # --- programs ---
 
-    def _compile(self) -> StagedProgram:
-        plan = self._plan.with_sizes(self._sizes)
-        program: Program = follow(self._program, plan, self._options)
-        donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
-        self.compilations += 1
-        mark(self._ranks.step, "compiling", "compiles")
-        self.once_per_row = program.once_per_row
-        self._staged = StagedProgram(program, plan, self._ranks, donated, self._journalings)
-        return self._staged
+    def _look_for_smaller(self) -> None:
+        smaller = self._rooms.ran(self._needed) if self._needed else None
+        if smaller is not None and self._compiled_for(smaller).once_per_row is None:
+            self._rooms.drop(smaller)  # what is computed doesn't depend on the room
+            del self._programs[smaller]
 
-    def _grow(self, needed: Mapping[int, tuple[int, int]]) -> None:
-        for family, needs in needed.items():
-            pairs = zip(needs, self._sizes[family], self._limits[family], strict=True)
-            rows, asked = (max(old, room_for(need, limit, self.compilations - 1)) for need, old, limit in pairs)
-            self._sizes[family] = rows, asked
+    @property
+    def compilations(self) -> int:
+        """How often it was compiled."""
+        return len(self._programs)
+
+    @property
+    def once_per_row(self) -> OncePerRow | None:
+        """What the last step's program computes for distinct rows; None if nothing."""
+        return self._staged.once_per_row if self._staged is not None else None
+
+    def _compiled_for(self, room: Room) -> StagedProgram:
+        found = self._programs.get(room)
+        if found is None:
+            plan = self._plan.with_sizes(room.rows)
+            program: Program = follow(self._program, plan, self._options)
+            donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
+            mark(self._ranks.step, "compiling", "compiles")
+            found = StagedProgram(program, plan, self._ranks, self._rooms, room, donated, self._journalings)
+            self._programs[room] = found
+        return found
 
     # --- arguments ---
 

@@ -28,35 +28,47 @@ class StageTimes:
         self.seconds: dict[str, list[float]] = {f"{k:2} {name}": [] for k, name in enumerate(named(stages))}
         self.seconds[AROUND] = []
 
+        self._step = dict.fromkeys(self.seconds, 0.0)
+
+    def add(self, name: str, seconds: float) -> None:
+        """A stage of this step took so long; where the step went on in another program, once more."""
+        self._step[name] += seconds
+
     def finish(self, step_s: float) -> None:
         """A step is over; `step_s` is what all of it took, in seconds."""
-        stages = [times[-1] for name, times in self.seconds.items() if name != AROUND]
-        self.seconds[AROUND].append(step_s - sum(stages))
+        self._step[AROUND] = step_s - sum(self._step.values())
+        for name, seconds in self._step.items():
+            self.seconds[name].append(seconds)
+        self._step = dict.fromkeys(self.seconds, 0.0)
 
 
 @contextlib.contextmanager
 def timed(runner: HostRunner, stages: Sequence[str]) -> Iterator[StageTimes]:
-    """Times the stages of the runner's steps, which must not be compiled again meanwhile."""
+    """Times the stages of the runner's steps, in all programs that it has; no other may be compiled meanwhile."""
     found = StageTimes(stages)
-    staged: Any = runner._staged  # a benchmark may look inside
-    actions = staged._actions
-    pairs = zip(list(found.seconds)[:-1], actions, strict=True)
-    staged._actions = [_timed(action, found.seconds[name]) for name, action in pairs]
+    programs: list[Any] = list(runner._programs.values())  # a benchmark may look inside
+    actions = [staged._actions for staged in programs]
+    for staged in programs:
+        pairs = zip(list(found.seconds)[:-1], staged._actions, strict=True)
+        staged._actions = [_timed(action, name, found) for name, action in pairs]
     try:
         yield found
     finally:
-        assert runner._staged is staged, "compiled again while its stages were timed"
-        staged._actions = actions
+        assert len(programs) == len(runner._programs), "compiled again while its stages were timed"
+        for staged, before in zip(programs, actions, strict=True):
+            staged._actions = before
 
 
-def _timed(action: Callable[[Any], None], seconds: list[float]) -> Callable[[Any], None]:
+def _timed(action: Callable[[Any], None], name: str, times: StageTimes) -> Callable[[Any], None]:
     def act(step: Any) -> None:
         start = time.perf_counter()
-        action(step)
-        jax.block_until_ready(
-            [v for v in step.values.values() if isinstance(v, jax.Array) and not v.is_deleted()],
-        )
-        seconds.append(time.perf_counter() - start)
+        try:
+            action(step)
+            jax.block_until_ready(
+                [v for v in step.values.values() if isinstance(v, jax.Array) and not v.is_deleted()],
+            )
+        finally:
+            times.add(name, time.perf_counter() - start)
 
     return act
 

@@ -19,8 +19,12 @@ def room_for(need: int, limit: int, grown: int = 0) -> int:
     more than is needed. Each time it didn't last, the next has twice that headroom, up to all of it: batches of ever
     more rows are compiled for a few times only. `grown`: how often it was made larger.
     """
-    wanted = need + (need << min(grown, 4)) // 16 + _HOSTS_APART
-    return min(limit, -(-wanted // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
+    return rounded_room(need + (need << min(grown, 4)) // 16, limit)
+
+
+def rounded_room(need: int, limit: int) -> int:
+    """The next number of rows on hosts that there may be room for, `limit` at most."""
+    return min(limit, -(-(need + _HOSTS_APART) // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from autopar.errors import ArgumentsError
 from autopar.mpi.buffers import Buffers, aligned
 from autopar.mpi.messages import LIMIT, swap
 from autopar.mpi.packing import pack, packing, unpack
-from autopar.mpi.rows import as_lines, copied, first_of, require_rows, take_lines, union
+from autopar.mpi.rows import as_lines, copied, first_of, number_dtype, require_rows, take_lines, union
 from autopar.mpi.waiting import Waiting, choose_waiting
 
 #: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
@@ -116,13 +116,13 @@ class Exchange:
           places: `[n]`, int32 or int64, sorted, unique, from 0 to below `size * share`.
           share: Rows that each rank owns; the same on all ranks.
         """
-        dtype = np.dtype(np.int32 if share <= np.iinfo(np.int32).max else np.int64)
+        dtype = number_dtype(share)
         if self.size == 1:
             rows = places.astype(dtype, copy=False)
             n = rows.size
             return Asked(rows, (0, n), (np.arange(n),))
-        if share * self.size > np.iinfo(places.dtype).max:
-            places = places.astype(np.int64)  # that the shares' ends fit
+        if places.dtype != np.int64:
+            places = places.astype(number_dtype(share * self.size), copy=False)  # that the shares' ends fit
         bounds = self._bounds(places, share)
         wanted = self._swap_ids(places, bounds, share, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes

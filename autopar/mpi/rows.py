@@ -8,15 +8,26 @@ import numpy as np
 
 from autopar.errors import ArgumentsError
 
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def number_dtype(count: int) -> np.dtype:
+    """Of numbers below `count`, and of `count`: int32 where they fit, else int64."""
+    return np.dtype(np.int32 if count <= _INT32_MAX else np.int64)
+
+
+def distinct(values: np.ndarray) -> np.ndarray:
+    """Sorted, each once; sorts `values` in place."""
+    values.sort()
+    new = np.empty(values.size, bool)
+    new[:1] = True
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return values[new]
+
 
 def union(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
-    found = np.concatenate(wanted)
-    found.sort()
-    new = np.empty(found.size, bool)
-    new[:1] = True
-    np.not_equal(found[1:], found[:-1], out=new[1:])
-    rows = found[new]
+    rows = distinct(np.concatenate(wanted))
     return rows, tuple(rows.searchsorted(part) for part in wanted)
 
 

@@ -1,14 +1,14 @@
 """Run a step in stages: compiled programs, with exchanges between ranks in between.
 
 Calls into MPI are made between programs, never from a callback inside one. Everything that a stage needs is looked up
-once, when the step is compiled for certain sizes; a step itself walks a list. Sizes (rows asked for, rows owned) are
-buckets that a step's own rows must fit; `Outgrown` says that they don't, before anything has changed.
+once, when the step is compiled for a room (rows asked for, rows owned); a step itself walks a list. `OtherRoom` says
+that the step's rows don't fit, or fit a smaller room, before anything has changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from autopar.backends.emit import emit
 from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.rooms import Room, Rooms, Rows
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.deferred import flushes
@@ -27,14 +28,15 @@ from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteTyp
 from autopar.ir.stages import Exchange, Segment
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Asked
+from autopar.mpi.rows import distinct, number_dtype
 
 
-class Outgrown(Exception):
-    """A step needs more room: family -> (rows of this owner, rows that this rank asks for), as they were found."""
+class OtherRoom(Exception):
+    """A step belongs into another room, by what it needs."""
 
-    def __init__(self, sizes: Mapping[int, tuple[int, int]]) -> None:
-        super().__init__(str(sizes))
-        self.sizes = sizes
+    def __init__(self, needs: Rows) -> None:
+        super().__init__(str(needs))
+        self.needs = needs
 
 
 @dataclass(eq=False)
@@ -57,46 +59,62 @@ class Route:
 class Step:
     """What one run of the stages knows.
 
-    `routes` and `reduced` (by place among the stages) outlive a run that is begun again with larger sizes: other ranks
-    need not begin again, so that what was exchanged isn't exchanged twice.
+    All but `values` outlives a run that is begun again in another room: other ranks need not begin again, so that what
+    was exchanged isn't exchanged twice.
+
+    Attributes:
+      begun: What programs returned that know of no rows yet, by their place among the stages.
+      routes: By family, what was asked of whom, and the places.
+      needs: By family, rows of this owner and rows that this rank asks for.
+      reduced: By level and operation.
+      has_written: Whether a table has changed.
     """
 
     values: dict[Atom, Any]
+    begun: dict[int, Sequence[Any]] = field(default_factory=dict)
     routes: dict[int, tuple[Asked, np.ndarray]] = field(default_factory=dict)
+    needs: dict[int, tuple[int, int]] = field(default_factory=dict)
     reduced: dict[tuple[int, str], Sequence[Any]] = field(default_factory=dict)
     has_written: bool = False
 
 
 class StagedProgram:
-    """A step's stages, compiled for certain sizes."""
+    """A step's stages, compiled for a room.
+
+    Attributes:
+      once_per_row: What is computed for distinct rows; None if nothing.
+    """
 
     def __init__(
         self,
         program: Program,
         plan: Plan,
         ranks: Ranks,
+        rooms: Rooms,
+        room: Room,
         donated: frozenset[int],
         journalings: Sequence[HostJournaling] = (),
     ) -> None:
         """
         Args:
           program: Localized, with stages.
-          plan: Whose sizes it was made for.
+          plan: Whose sizes it was made for: those of the room.
           ranks: Who exchanges.
+          rooms: All that there are.
+          room: Its own.
           donated: Inputs whose buffers may be used for their new values.
           journalings: How deferred rows are brought up to date, in the order of the journals.
         """
         self._journalings = dict(zip(flushes(program.block), journalings, strict=True))
         self._ranks = ranks
         self._plan = plan
+        self._rooms, self._room = rooms, room
+        self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
         items, self._outputs = _returned_by_programs(program)
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
-        self._sizes = {
-            f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
-        }
         self._layouts: dict[int, RowLayout] = {
             f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None
         }
@@ -106,22 +124,25 @@ class StagedProgram:
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
-        self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
+        first = min(routes, default=0)
+        self._actions = [self._action(item, k if k < first else None, k > settled) for k, item in enumerate(items)]
 
     def run(self, inputs: Sequence[Any], step: Step) -> list[Any]:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
 
         Raises:
-          Outgrown: rows don't fit; nothing has changed yet.
+          OtherRoom: the step belongs into another one; nothing has changed yet.
         """
         step.values = dict(zip(self._inputs, inputs, strict=True))
         for act in self._actions:
             act(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
-    def _action(self, item: Segment | Exchange, *, may_donate: bool) -> Callable[[Step], None]:
+    def _action(self, item: Segment | Exchange, begins: int | None, may_donate: bool) -> Callable[[Step], None]:
+        """`begins`: the place of what comes before the rows are known, and is the same in every room."""
         if isinstance(item, Segment):
-            return self._segment(item, may_donate)
+            act = self._segment(item, may_donate)
+            return act if begins is None else _begun(act, item.block.outputs, begins)
         if item.op == "reduce":
             return lambda step: self._reduce(item.equations, step, item.level)
         run = getattr(self, "_" + item.op)
@@ -163,25 +184,22 @@ class StagedProgram:
     # --- exchanges ---
 
     def _route(self, equations: Sequence[Equation], step: Step) -> None:
-        outgrown: dict[int, tuple[int, int]] = {}
-        for equation in equations:
-            (out,) = equation.outputs
-            type_ = out.type
-            assert isinstance(type_, RouteType), "a route is what a route equation makes"
-            family, layout = type_.family, self._layouts[type_.family]
+        families = [_family(equation) for equation in equations]
+        for equation, family in zip(equations, families, strict=True):
             if family not in step.routes:
+                layout = self._layouts[family]
                 ids = [self._ranks.own_ids(self._value(step, a)) for a in equation.inputs]
                 places = _places(ids, layout)
-                step.routes[family] = self._ranks.ask(places, layout.share), places
+                asked = self._ranks.ask(places, layout.share)
+                step.routes[family] = asked, places
+                step.needs[family] = self._ranks.agree((len(asked.rows) + 1, places.size))
+        if self._rooms.best(step.needs) is not self._room:
+            raise OtherRoom(step.needs)
+        for equation, family in zip(equations, families, strict=True):
             asked, places = step.routes[family]
-            rows, room = self._sizes[family]
-            needs = self._ranks.agree((len(asked.rows) + 1, places.size))
-            if needs[0] > rows or needs[1] > room:
-                outgrown[family] = needs
-                continue
-            step.values[out] = _route(asked, places, layout, rows, room, self._ranks)
-        if outgrown:
-            raise Outgrown(outgrown)
+            rows, room = self._room.rows[family]
+            route = _route(asked, places, self._layouts[family], rows, room, self._ranks)
+            step.values[equation.outputs[0]] = route
 
     def _pull(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
@@ -341,6 +359,25 @@ def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
     return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
 
 
+def _begun(run: Callable[[Step], None], outputs: Sequence[Atom], place: int) -> Callable[[Step], None]:
+    """A program that a run which is begun again doesn't run again."""
+
+    def act(step: Step) -> None:
+        if place in step.begun:
+            step.values.update(zip(outputs, step.begun[place], strict=True))
+        else:
+            run(step)
+            step.begun[place] = [step.values[v] for v in outputs]
+
+    return act
+
+
+def _family(route: Equation) -> int:
+    type_ = route.outputs[0].type
+    assert isinstance(type_, RouteType), "a route is what a route equation makes"
+    return type_.family
+
+
 def _shown(value: Any) -> Any:
     """What a compiled program is given."""
     return value.view if isinstance(value, Route) else value
@@ -349,8 +386,8 @@ def _shown(value: Any) -> Any:
 def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     """Sorted places of the distinct rows among flat ids; `extent` is no row."""
     flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
-    flat = flat[flat < layout.extent]
-    return np.unique(layout.place(flat).astype(np.int64 if layout.stored > np.iinfo(np.int32).max else np.int32))
+    flat = flat[flat < layout.extent].astype(number_dtype(layout.stored), copy=False)
+    return distinct(layout.place(flat))
 
 
 def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, room: int, ranks: Ranks) -> Route:

@@ -1,0 +1,112 @@
+"""How much room programs have for rows (`backends/host/rooms.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.backends.host.rooms import _LOOKS, _WATCHED, Rooms
+from autopar.passes import once_per_row
+
+LIMITS = {0: (10_000, 640), 1: (100, 50)}
+
+
+def rooms() -> Rooms:
+    return Rooms({0: (2, 1), 1: (100, 50)}, LIMITS)
+
+
+def needs(asked: int, owned: int = 300) -> dict[int, tuple[int, int]]:
+    return {0: (owned, asked)}
+
+
+def test_what_does_not_fit_gets_more_room() -> None:
+    made = rooms()
+    assert made.best({}) is made.least and made.least.fits(needs(1, 2)) and not made.least.fits(needs(1, 3))
+    assert made.best(needs(190)) is None
+    grown = made.grow(needs(190))
+    assert grown.fits(needs(190)) and grown.rows[1] == (100, 50)
+    assert 190 * 17 // 16 <= grown.rows[0][1] <= 190 * 5 // 4
+    assert made.best(needs(190)) is grown and made.best(needs(1, 2)) is made.least
+    assert made.grow(needs(639, 9_990)).rows == LIMITS, "never more than the limit"
+
+
+def test_room_that_was_outgrown_is_kept() -> None:
+    made = rooms()
+    small = made.grow(needs(100))
+    large = made.grow(needs(300, 200))
+    assert large.fits(needs(300, 300)), "no kind of room becomes less"
+    assert made.best(needs(90)) is small and made.best(needs(250)) is large and made.best(needs(90, 350)) is None
+
+
+def test_smaller_rooms_are_made_where_most_steps_have_room_to_spare() -> None:
+    made = rooms()
+    largest = made.grow(needs(400))
+    rng = np.random.default_rng(0)
+    asked = rng.integers(150, 200, 10 * _WATCHED)
+    for k, n in enumerate(asked):
+        room = made.best(needs(int(n)))
+        assert room is not None and (room is largest) == (k < _WATCHED or n > max(asked[:_WATCHED])), k
+        made.ran(needs(int(n)))
+    smaller = {made.best(needs(int(n))) for n in range(150, 200)}
+    assert 1 < len(smaller) <= 1 + _LOOKS
+    assert made.best(needs(400)) is largest
+
+
+def test_rooms_follow_from_the_batches() -> None:
+    taken = []
+    for _ in range(2):
+        made, rng = rooms(), np.random.default_rng(1)
+        found = []
+        for n in rng.zipf(1.3, (500, 200)):
+            step = needs(np.unique(n).size)
+            room = made.best(step) or made.grow(step)
+            found.append(room.rows)
+            made.ran(step)
+        taken.append(found)
+    assert taken[0] == taken[1]
+    assert len({str(rows) for rows in taken[0]}) <= 8
+
+
+@pytest.mark.parametrize("spread", [1, 8])
+def test_no_smaller_rooms_where_little_is_saved(spread: int) -> None:
+    made = rooms()
+    largest = made.grow(needs(400))
+    for k in range(5 * _WATCHED):
+        made.ran(needs(largest.rows[0][1] - k % spread))
+        assert made.best(needs(1, 2)) is made.least and made.best(needs(100)) is largest
+
+
+def test_a_step_changes_rooms_and_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once_per_row, "_MOVED", 0.0)
+
+    def step(state: dict[str, jax.Array], ids: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        def loss(p: dict[str, jax.Array]) -> jax.Array:
+            return jnp.sum(jnp.tanh(p["emb"][ids] @ p["w"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 1e-3 * g, state, grads), value
+
+    rng = np.random.default_rng(2)
+    state: dict[str, Any] = {"emb": rng.normal(size=(500, 8)), "w": rng.normal(size=(8, 8)) / 3}
+    with jax.enable_x64(True):
+        state = jax.tree.map(jnp.asarray, state)
+        planned = autopar.parallelize(step, strategy={"emb": ("ps", "hosts")})
+        mine, wanted = jax.tree.map(jnp.copy, state), state
+        plain = jax.jit(step)
+        used = []
+        for k in range(3 * _WATCHED):
+            ids = rng.permutation(256) % (250 if k == 0 else 60 + 30 * (k % 2))
+            mine, told = planned(mine, ids)
+            wanted, value = plain(wanted, ids)
+            np.testing.assert_allclose(told, value, rtol=1e-11)
+            assert planned.latest is not None
+            made = planned.latest.runner.once_per_row
+            used.append(made.counts[0][0] if made else None)
+        np.testing.assert_allclose(np.asarray(mine["emb"]), wanted["emb"], rtol=1e-9, atol=1e-12)
+        assert used[0] is None and used[-2:] == [64, 96], used
+        assert planned.latest.runner.compilations == 4
