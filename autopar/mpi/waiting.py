@@ -9,6 +9,11 @@ Two ways, of which all ranks of a job take the same one (a blocking collective d
 
 A single `Test` moves a message by one step only, so that a sleep after each turns 30 us into 3 ms: hence the yields
 first, and several tests between sleeps.
+
+A core on which everyone sleeps is idle, and an idle core comes back late: on a virtual machine whose host has other
+guests after some ms, so that a step of 23 ms took 33 to 70. A rank that is bound to one core therefore yields for
+longer: whoever else wants the core is on it already, and gets it. One that isn't bound must not: a core that yields to
+nobody looks busy, and the scheduler leaves the other ranks where they are (80 ms became 120).
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.mpi.limits import cores, machine_name
+
+#: How long a wait polls without sleeping, in seconds, and that of a rank which is bound to one core: longer than most.
+PATIENCE_S, BOUND_PATIENCE_S = 50e-6, 20e-3
 
 
 def _give_way() -> None:
@@ -44,7 +52,7 @@ class Waiting:
     """
 
     polling: bool
-    patience_s: float = 50e-6
+    patience_s: float = PATIENCE_S
     pause_s: float = 50e-6
     growth: float = 0.15
     longest_s: float = 2e-3
@@ -95,14 +103,16 @@ def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool
     """
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(cores())
     told = comm.allgather((polling, shares_cores, machine_name(), frozenset(affinity), cores()))
+    shared = any(shares for _, shares, *_ in told)
+    patience = BOUND_PATIENCE_S if len(affinity) == 1 and not shared else PATIENCE_S
     wishes = [wish for wish, *_ in told if wish is not None]
     if wishes:
-        return Waiting(any(wishes))
+        return Waiting(any(wishes), patience)
     machines: dict[str, list[tuple[frozenset[int], int]]] = {}
     for _, _, machine, affinity, quota in told:
         machines.setdefault(machine, []).append((affinity, quota))
     crowded = any(len(ranks) > _together(ranks) for ranks in machines.values())
-    return Waiting(crowded or any(shares for _, shares, *_ in told))
+    return Waiting(crowded or shared, patience)
 
 
 def _together(ranks: list[tuple[frozenset[int], int]]) -> int:

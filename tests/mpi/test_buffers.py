@@ -209,6 +209,23 @@ def test_how_waiting_is_chosen(told: list[tuple[bool | None, bool, str, set[int]
     assert waiting.choose_waiting(_Ranks(told)).polling is polling
 
 
+@pytest.mark.parametrize(
+    ("affinity", "shared", "patience_s"),
+    [
+        ({1}, False, waiting.BOUND_PATIENCE_S),
+        ({0, 1}, False, waiting.PATIENCE_S),
+        ({1}, True, waiting.PATIENCE_S),
+    ],
+)
+@pytest.mark.parametrize("wish", [None, True])
+def test_a_bound_rank_yields_for_longer(
+    affinity: set[int], shared: bool, patience_s: float, wish: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: affinity)
+    told = [(wish, False, "m", affinity, 1), (wish, shared, "m", {1}, 1)]
+    assert waiting.choose_waiting(_Ranks(told)).patience_s == patience_s
+
+
 class _Request:
     """Done at the n-th test."""
 
