@@ -57,6 +57,16 @@ def test_smaller_rooms_are_made_where_most_steps_have_room_to_spare() -> None:
     assert made.best(needs(400)) is largest
 
 
+def test_what_is_not_known_ahead_has_its_limit_in_every_room() -> None:
+    """A step that is under way can't change rooms any more."""
+    made = Rooms({0: (2, 1), 1: (100, 50), 2: (2, 1)}, {**LIMITS, 2: (500, 300)})
+    made.grow({0: (50, 40), 2: (50, 40)})
+    for _ in range(_WATCHED):
+        smaller = made.ran({0: (40, 20), 1: (9, 5), 2: (40, 30)})
+    assert smaller is not None and made.best({0: (40, 20), 2: (40, 30)}) is smaller
+    assert smaller.rows[1] == (100, 50) and smaller.rows[0][1] < 40 and smaller.fits({1: (100, 50)})
+
+
 def test_rooms_follow_from_the_batches() -> None:
     taken = []
     for _ in range(2):

@@ -42,15 +42,17 @@ class Room:
 
 
 class Rooms:
-    """The rooms of a step.
-
-    Attributes:
-      limits: Family -> what never needs to be exceeded.
-    """
+    """The rooms of a step."""
 
     def __init__(self, first: Rows, limits: Rows) -> None:
-        """`first`: the least room that there is to be; families whose needs aren't known before they run have all."""
-        self.limits = limits
+        """
+        Args:
+          first: The least room that there is to be. Families that have their limit in it have it in every room: what a
+            step needs of them isn't known before it is under way.
+          limits: What never needs to be exceeded.
+        """
+        self._limits = limits
+        self._varied = [family for family in first if first[family] != limits[family]]
         #: By the rows that may be asked for; the last one has the most room of each kind.
         self._rooms: list[Room] = [Room(first)]
         self._grown = -1
@@ -71,7 +73,7 @@ class Rooms:
         self._grown += 1
         rows = dict(self._rooms[-1].rows)
         for family, needed in needs.items():
-            pairs = zip(needed, rows[family], self.limits[family], strict=True)
+            pairs = zip(needed, rows[family], self._limits[family], strict=True)
             n, m = (max(old, room_for(need, limit, self._grown)) for need, old, limit in pairs)
             rows[family] = n, m
         self._add(Room(rows))
@@ -118,11 +120,11 @@ class Rooms:
 
     def _around(self, steps: Sequence[Rows]) -> Room:
         """A room for all these steps; owners' rows have the most that there is: few programs depend on them."""
-        largest = self._rooms[-1].rows
-        rows = dict(largest)
-        for family, (n, most) in largest.items():
-            asked = max((needs[family][1] for needs in steps if family in needs), default=most)
-            rows[family] = n, min(most, rounded_room(asked, self.limits[family][1]))
+        rows = dict(self._rooms[-1].rows)
+        for family in self._varied:
+            n, most = rows[family]
+            asked = max(needs[family][1] for needs in steps)
+            rows[family] = n, min(most, rounded_room(asked, self._limits[family][1]))
         return Room(rows)
 
     def _add(self, room: Room) -> None:
