@@ -88,6 +88,7 @@ class HostRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat arguments (arrays, Tables, HostTables); flat results."""
+        self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
         self._make_room(leaves)
         tables = self._storages(leaves)
@@ -97,7 +98,6 @@ class HostRunner:
         inputs += [x for journal in journals for x in (journal.stamps, *journal.entries)]
         before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = Step({})
-        self._ranks.step = PROGRESS.last.step
         staged = self._staged or self._compiled_for(self._rooms.least)
         while True:
             try:

@@ -63,7 +63,6 @@ class Step:
     was exchanged isn't exchanged twice.
 
     Attributes:
-      begun: What programs returned that know of no rows yet, by their place among the stages.
       routes: By family, what was asked of whom, and the places.
       needs: By family, rows of this owner and rows that this rank asks for.
       reduced: By level and operation.
@@ -71,7 +70,6 @@ class Step:
     """
 
     values: dict[Atom, Any]
-    begun: dict[int, Sequence[Any]] = field(default_factory=dict)
     routes: dict[int, tuple[Asked, np.ndarray]] = field(default_factory=dict)
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
     reduced: dict[tuple[int, str], Sequence[Any]] = field(default_factory=dict)
@@ -124,8 +122,7 @@ class StagedProgram:
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
-        first = min(routes, default=0)
-        self._actions = [self._action(item, k if k < first else None, k > settled) for k, item in enumerate(items)]
+        self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
 
     def run(self, inputs: Sequence[Any], step: Step) -> list[Any]:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
@@ -138,11 +135,9 @@ class StagedProgram:
             act(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
-    def _action(self, item: Segment | Exchange, begins: int | None, may_donate: bool) -> Callable[[Step], None]:
-        """`begins`: the place of what comes before the rows are known, and is the same in every room."""
+    def _action(self, item: Segment | Exchange, *, may_donate: bool) -> Callable[[Step], None]:
         if isinstance(item, Segment):
-            act = self._segment(item, may_donate)
-            return act if begins is None else _begun(act, item.block.outputs, begins)
+            return self._segment(item, may_donate)
         if item.op == "reduce":
             return lambda step: self._reduce(item.equations, step, item.level)
         run = getattr(self, "_" + item.op)
@@ -357,19 +352,6 @@ def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
     late = {v for item in items if isinstance(item, Segment) and item.level not in waits for v in item.block.inputs}
     fetches = [e for item in items if isinstance(item, Exchange) and item.op == "fetch" for e in item.equations]
     return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
-
-
-def _begun(run: Callable[[Step], None], outputs: Sequence[Atom], place: int) -> Callable[[Step], None]:
-    """A program that a run which is begun again doesn't run again."""
-
-    def act(step: Step) -> None:
-        if place in step.begun:
-            step.values.update(zip(outputs, step.begun[place], strict=True))
-        else:
-            run(step)
-            step.begun[place] = [step.values[v] for v in outputs]
-
-    return act
 
 
 def _family(route: Equation) -> int:
