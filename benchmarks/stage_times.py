@@ -27,7 +27,7 @@ class StageTimes:
     def __init__(self, stages: Sequence[str]) -> None:
         self.seconds: dict[str, list[float]] = {f"{k:2} {name}": [] for k, name in enumerate(named(stages))}
         self.seconds[AROUND] = []
-
+        #: Of the step that is under way.
         self._step = dict.fromkeys(self.seconds, 0.0)
 
     def add(self, name: str, seconds: float) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
+from autopar.backends.host import rooms
 from autopar.host_table import HostTable, exchange
 from autopar.ir import deferred
 from autopar.passes import once_per_row
@@ -268,6 +269,43 @@ def check_once_per_row() -> None:
                 np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=str(loss))
         assert planned.latest is not None
         assert planned.latest.runner.once_per_row, loss
+
+
+def check_rooms() -> None:
+    """Ranks whose rows vary by themselves run programs for different rooms in the same step, and change them."""
+    once_per_row._MOVED = 0.0
+    rooms._WATCHED = 8
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            rows = jnp.tanh(p["emb"][batch["ids"]] @ p["w"])
+            beside = batch["x"] @ p["v"] @ p["w"] + p["b"]  # nothing of rows: known before they are
+            return jnp.mean((rows - 1) ** 2) + jnp.mean((beside - 1) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda p, g: p - 0.1 * g / (1 + norm), state, grads), value
+
+    rng = np.random.default_rng(0)
+    shapes = {"emb": (500, 8), "w": (8, 8), "v": (4, 8), "b": (8,)}
+    state = {k: jnp.asarray(rng.normal(size=s), np.float32) for k, s in shapes.items()}
+    planned, plain = autopar.parallelize(step, strategy={"emb": HOSTS}), jax.jit(step)
+    mine, wanted = jax.tree.map(jnp.copy, state), state
+    used = []
+    for k in range(30):
+        most = [500 if k == 0 else 20 + 60 * ((k + r) % 2) for r in range(RANKS)]
+        batch = {
+            "ids": np.concatenate([rng.integers(0, n, 240) for n in most]).astype(np.int32),
+            "x": rng.normal(size=(240 * RANKS, 4)).astype(np.float32),
+        }
+        mine, value = planned(mine, batch)
+        wanted, expected = plain(wanted, batch)
+        np.testing.assert_allclose(float(value), float(expected), rtol=1e-5)
+        assert planned.latest is not None
+        used.append(planned.latest.runner.once_per_row.counts[0][0])
+    for name, leaf in mine.items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(wanted[name]), rtol=1e-4, atol=1e-5, err_msg=name)
+    assert used[-1] != used[-2] and max(used[-2:]) < used[0], used
 
 
 def check_deferred_growth() -> None:
