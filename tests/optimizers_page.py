@@ -98,7 +98,7 @@ def _leaf(path: str) -> str:
 
 
 def _at_rest(entry: Entry) -> str:
-    flushes = [e for e in entry.compiled.program.block.equations if e.op == "flush"]
+    flushes = [e for e in entry.compiled.program.block.equations if e.op == "ap.flush"]
     return "; at once" if all(e.params["replay"].settled is not None for e in flushes) else ""
 
 

@@ -224,7 +224,7 @@ def test_bfloat16_tables_are_replayed_bit_by_bit(mu: Any) -> None:
     assert differ(case, steps=60, share=0.02) == []
     planned = deferring(case.step)
     flushes = [
-        e for e in planned.entry(case.state, case.batches(0)).compiled.program.block.equations if e.op == "flush"
+        e for e in planned.entry(case.state, case.batches(0)).compiled.program.block.equations if e.op == "ap.flush"
     ]
     assert flushes and all(e.params["replay"].settled is None for e in flushes)
 

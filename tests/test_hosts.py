@@ -75,7 +75,7 @@ def test_two_programs() -> None:
     ]
     first = next(i for i in items if isinstance(i, Segment))
     assert all(e.op != "dot_general" for e in first.block.equations)
-    commit = next(i for i in items if isinstance(i, Exchange) and i.op == "commit")
+    commit = next(i for i in items if isinstance(i, Exchange) and i.op == "ap.commit")
     assert len(commit.equations) == 2  # the table and Adagrad's sum
 
 
@@ -116,10 +116,10 @@ def test_old_states_can_be_kept() -> None:
 def test_memory_of_fetched_rows_is_used_again_where_the_step_waits() -> None:
     """JAX takes NumPy's memory as it is: it mustn't change under a program that still runs."""
     rows, sums = (Var(ArrayType((4, 2), np.dtype(np.float32))) for _ in range(2))
-    fetch = Equation("fetch", (), (rows,), {"axis": 0})
-    first = Exchange("fetch", 2, (fetch,))
+    fetch = Equation("ap.fetch", (), (rows,), {"axis": 0})
+    first = Exchange("ap.fetch", 2, (fetch,))
     backward = Segment("device", 3, Block((rows,), (), (sums,)))
-    deliver = Exchange("deliver", 3, (Equation("deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
+    deliver = Exchange("ap.deliver", 3, (Equation("ap.deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
     metrics = Segment("device", 5, Block((rows,), (), ()))
     assert awaited_fetches([first, backward, deliver]) == {fetch}
     assert not awaited_fetches([first, backward])  # an evaluation

@@ -50,27 +50,6 @@ def deferred_of(equation: Equation) -> Deferred:
     return Deferred(equation.params["replay"], body, emit(body))
 
 
-#: Operations that need more than their operands and parameters.
-_METHODS = frozenset(
-    {
-        "push",
-        "aggregate",
-        "sweep",
-        "catch_up",
-        "record",
-        "flush",
-        "changes",
-        "replicate",
-        "spread",
-        "store",
-        "whole",
-        "reduce",
-        "share",
-        "once",
-    }
-)
-
-
 class _Emitter:
     def __init__(self, backends: Mapping[int, RowBackend], devices: Devices | None) -> None:
         self._backends = backends
@@ -101,10 +80,11 @@ class _Emitter:
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in ROW_OPS:
             return [ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
-        if equation.op in _METHODS:
-            return getattr(self, "_" + equation.op)(equation, operands)
-        if equation.bodies and equation.original is None:
-            return getattr(self, "_" + {"while": "while_loop"}.get(equation.op, equation.op))(equation, operands)
+        method = _METHODS.get(equation.op)
+        if method is None and equation.bodies and equation.original is None:
+            method = _CONTROL_FLOW[equation.op]
+        if method is not None:
+            return method(self, equation, operands)
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
 
@@ -245,7 +225,7 @@ class _Emitter:
         return self._devices.local(run, given, tuple(returned), *operands)
 
     def _padding(self, rows: Array, axis: int, equation: Equation) -> Array:
-        if equation.op == "changes":  # of one rank's own rows
+        if equation.op == "ap.changes":  # of one rank's own rows
             return rows[along(axis, slice(-1, None))]
         return self._backend(equation).padding(rows, axis)
 
@@ -274,6 +254,32 @@ class _Emitter:
         if guard is not None:
             needed = needed & ~guard
         return needed
+
+
+#: Operations that need more than their operands and parameters.
+_METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
+    "ap.push": _Emitter._push,
+    "ap.aggregate": _Emitter._aggregate,
+    "ap.sweep": _Emitter._sweep,
+    "ap.catch_up": _Emitter._catch_up,
+    "ap.record": _Emitter._record,
+    "ap.flush": _Emitter._flush,
+    "ap.changes": _Emitter._changes,
+    "ap.replicate": _Emitter._replicate,
+    "ap.spread": _Emitter._spread,
+    "ap.store": _Emitter._store,
+    "ap.whole": _Emitter._whole,
+    "ap.reduce": _Emitter._reduce,
+    "ap.share": _Emitter._share,
+    "ap.once": _Emitter._once,
+}
+#: Control flow whose bodies were rewritten.
+_CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
+    "scan": _Emitter._scan,
+    "remat": _Emitter._remat,
+    "cond": _Emitter._cond,
+    "while": _Emitter._while_loop,
+}
 
 
 def _rarely(value: Array) -> Array:

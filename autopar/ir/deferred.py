@@ -135,5 +135,5 @@ class Replay:
 
 def flushes(block: Block) -> list[Equation]:
     """The equations that flush a block's journals, in the order of the journals among its outputs."""
-    found = [e for e in block.equations if e.op == "flush"]
+    found = [e for e in block.equations if e.op == "ap.flush"]
     return sorted(found, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))

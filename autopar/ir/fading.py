@@ -187,7 +187,7 @@ def _same(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reac
     return values[0].reach
 
 
-_SAME = ("copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "full", "convert_element_type")
+_SAME = ("copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "ap.full", "convert_element_type")
 _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] = {
     **dict.fromkeys(("add", "add_any", "sub", "max"), _summed),
     "mul": _product,

@@ -200,7 +200,7 @@ _LINEAR_IN_FIRST = frozenset(
     "real imag split unstack stop_gradient".split()
 )
 #: Linear in all operands together.
-_SUMS = frozenset({"add", "add_any", "sub", "plus", "concatenate", "stack", "scatter-add", "dynamic_update_slice"})
+_SUMS = frozenset({"add", "add_any", "sub", "ap.plus", "concatenate", "stack", "scatter-add", "dynamic_update_slice"})
 #: Operands of such that aren't values but say where.
 _INDICES = {"scatter-add": (1,), "dynamic_update_slice": tuple(range(2, 16))}
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})

@@ -32,7 +32,7 @@ _REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "
 _LINEAR = frozenset(
     {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "stop_gradient", "optimization_barrier"}
     | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "concatenate", "rev", "reduce_sum"}
-    | {"stack", "unstack", "split", "full"}
+    | {"stack", "unstack", "split"}
 )
 #: Linear in each of two operands.
 _BILINEAR = frozenset({"mul", "dot_general"})

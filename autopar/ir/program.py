@@ -126,11 +126,11 @@ class Equation:
     """One operation.
 
     Attributes:
-      op: The JAX primitive's name, or the name of a row-space operation (docs/design.md).
+      op: The JAX primitive's name, or that of an operation of ours (`ir.operations`).
       inputs, outputs: Operands and results.
       params: The operation's static parameters (of a scan or cond: ours, not JAX's).
       bodies: Nested programs: one for scan and remat, one per branch of a cond, (condition, body) of a while.
-      primitive: JAX's primitive, None for a row-space operation.
+      primitive: JAX's primitive; None for an operation of ours, unless it is made of one.
       original: JAX's own parameters of a control-flow equation whose bodies are as they were traced: it is emitted
         as it was. None once a pass has changed a body.
       effects: Whether running it can be observed (a print, an ordered callback): it is never removed.

@@ -112,10 +112,10 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
     """The operation that makes flat ids of an access's index operand."""
     if index is None:
         size = len(range(params["start"], params["stop"], params["stride"]))
-        return Equation("row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
+        return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
     shape = index.shape if params["position"] is None else index.shape[:-1]
     size = int(np.prod(shape, dtype=np.int64)) * params["count"]
-    return Equation("row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
+    return Equation("ap.row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
 
 
 def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1) -> RowIds:

@@ -347,7 +347,7 @@ RULES: Mapping[str, Rule] = {
     "convert_element_type": _convert,
     "reduce_sum": _sum,
     "select_n": _select,
-    "full": _full,
+    "ap.full": _full,
     "copy": _identity,
     "copy_p": _identity,
     "stop_gradient": _identity,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.ir.operations import plain_name
 from autopar.ir.program import Block, Equation, Var
 
 Side = Literal["device", "owner"]
@@ -42,7 +43,7 @@ class Exchange:
     equations: tuple[Equation, ...]
 
     def __str__(self) -> str:
-        return f"{self.op} ({len(self.equations)})"
+        return f"{plain_name(self.op)} ({len(self.equations)})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.ir.operations import OPERATIONS, PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
 
 
@@ -44,6 +45,7 @@ def verify_block(block: Block, defined: set[Var], where: str | _Place) -> None:
         _define(var, visible, defined, where)
     for equation in block.equations:
         place = _Place(where, equation)
+        _verify_name(equation, place)
         for atom in equation.inputs:
             _read(atom, visible, place)
         for body in equation.bodies:
@@ -53,6 +55,12 @@ def verify_block(block: Block, defined: set[Var], where: str | _Place) -> None:
             _define(var, visible, defined, place)
     for atom in block.outputs:
         _read(atom, visible, where)
+
+
+def _verify_name(equation: Equation, where: str | _Place) -> None:
+    ours = equation.op.startswith(PREFIX)
+    known = equation.op in OPERATIONS if ours else equation.primitive is not None or bool(equation.bodies)
+    assert known, f"{where}: {equation.op} is no operation of autopar and has no primitive"
 
 
 def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Place) -> None:

@@ -65,7 +65,7 @@ def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
     found: dict[tuple[Atom, Atom], Ids] = {}
     refused: set[tuple[Atom, Atom]] = set()
     for equation in block.equations:
-        if equation.op != "lookup":
+        if equation.op != "ap.lookup":
             continue
         fetched, route, index = equation.inputs
         ids = Ids(equation, index.shape[:-1], fetched.shape[equation.params["axis"]], equation.params["clip"])
@@ -160,7 +160,7 @@ class EntryForms:
             return
         assert isinstance(atom, Var), "constants have no form"
         like = self.producers[atom]
-        if like.op == "lookup":
+        if like.op == "ap.lookup":
             self.add(like)
             return
         self.expand(

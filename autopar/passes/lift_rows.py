@@ -134,8 +134,8 @@ class _Lift:
         for family in tight:
             self._route(family)
         bit = ArrayType((), np.dtype(bool))
-        flags = [self.scope.emit("exceeded", (self.scope.routes[f],), bit) for f in tight]
-        self.exceeded = self.scope.emit("any", flags, bit)
+        flags = [self.scope.emit("ap.exceeded", (self.scope.routes[f],), bit) for f in tight]
+        self.exceeded = self.scope.emit("ap.any", flags, bit)
 
     def _output(self, atom: Atom, state: int | None) -> Atom:
         """An output, in its stored form if it is a state; the old state where a capacity was exceeded."""
@@ -143,7 +143,7 @@ class _Lift:
         new = self.scope.stored[atom][0] if stored else self.scope.get(atom)
         if self.exceeded is None or state is None or (new, state) in self.guarded or new is self.inputs[state]:
             return new
-        return self.scope.emit("select", (self.exceeded, new, self.inputs[state]), self.inputs[state].type)
+        return self.scope.emit("ap.select", (self.exceeded, new, self.inputs[state]), self.inputs[state].type)
 
     # --- equations in an order that can be run ---
 
@@ -196,7 +196,7 @@ class _Lift:
         asked = self.scope.lifting.families[family].asked
         batched = ids.batched if any(ids.batched) else None
         params = {"extent": space.extent, "rows": type_.rows, "asked": asked, "batched": batched}
-        self.scope.routes[family] = self.scope.emit("route", flat, type_, params)
+        self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
         if self.plan.families[self._position(family)].journal:
             self.journals[family] = Journal.begin(self.scope, space, self._kept(space), self.inputs)
 
@@ -247,7 +247,7 @@ class _Lift:
             if k in leaves:
                 params = {"axis": axes[k], "extent": space.extent, "guarded": self.exceeded is not None or None}
                 guard = () if self.exceeded is None else (self.exceeded,)
-                new = scope.emit("commit", (leaves[k], rows, route, *guard, *first), inputs[k].type, params)
+                new = scope.emit("ap.commit", (leaves[k], rows, route, *guard, *first), inputs[k].type, params)
                 self.guarded.add((new, k))
             else:
                 new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
@@ -330,7 +330,7 @@ class _Lift:
             "extent": space.extent,
         }
         outputs = tuple(Var(inputs[k].type) for k in kept)
-        scope.equations.append(Equation("sweep", operands, outputs, params, (body,)))
+        scope.equations.append(Equation("ap.sweep", operands, outputs, params, (body,)))
         return dict(zip(kept, outputs, strict=True))
 
     def _off_scope(self, space: RowSpace, leaves: Iterable[int]) -> tuple[OffScope, dict[int, Var]]:
@@ -353,7 +353,7 @@ class _Lift:
         tainted: set[Atom] = {leaf}
         found: list[Atom] = []
         for equation in self.scope.equations:
-            if equation.op in ("pull", "sweep", "commit") or not tainted.intersection(equation.inputs):
+            if equation.op in ("ap.pull", "ap.sweep", "ap.commit") or not tainted.intersection(equation.inputs):
                 continue
             big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and 2 * v.type.size >= leaf.type.size]
             tainted.update(big)

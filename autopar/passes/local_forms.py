@@ -87,7 +87,7 @@ class Forms:
         """Append a new equation."""
         self.equations.append(equation)
         self.producers.update({v: equation for v in equation.outputs})
-        constant = equation.op in ("full", "broadcast_in_dim", "convert_element_type", "copy", "share")
+        constant = equation.op in ("ap.full", "broadcast_in_dim", "convert_element_type", "copy", "ap.share")
         if constant and self._is_zero(equation.inputs[0]):
             self.zeros.update(equation.outputs)
 
@@ -127,7 +127,7 @@ class Forms:
                 where = source.source if source else None
                 self.shared.inside = NotLocal("examples meet those of other devices", where)
             self.converted[key] = out = Var(atom.type)
-            self.emit(Equation("replicate", (new,), (out,), {"axis": have.axis}))
+            self.emit(Equation("ap.replicate", (new,), (out,), {"axis": have.axis}))
         return self.converted[key]
 
     def whole(self, atom: Atom, source: Equation | None = None, op: str = "sum") -> Atom:
@@ -143,7 +143,7 @@ class Forms:
     def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
         """A new value reduced over the devices."""
         out = Var(new.type)
-        self.emit(Equation("reduce", (new,), (out,), {"op": op}))
+        self.emit(Equation("ap.reduce", (new,), (out,), {"op": op}))
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
         return out
@@ -170,7 +170,7 @@ class Forms:
 
     def _once(self, new: Atom) -> Var:
         out = Var(new.type)
-        self.emit(Equation("once", (new,), (out,)))
+        self.emit(Equation("ap.once", (new,), (out,)))
         return out
 
     def _share(self, new: Atom, wanted: Spread) -> Var:
@@ -178,13 +178,13 @@ class Forms:
         type_ = self.local_type(new.type, wanted)
         made = self.producers.get(new)
         out = Var(type_)
-        if made is not None and made.op in ("broadcast_in_dim", "full"):
+        if made is not None and made.op in ("broadcast_in_dim", "ap.full"):
             kept = made.params.get("broadcast_dimensions", ())
             if wanted.axis not in kept:
                 params = {**made.params, "shape": resized(made.params["shape"], wanted.axis, type_.shape[wanted.axis])}
                 self.emit(dataclasses.replace(made, outputs=(out,), params=params))
                 return self._owned(out, wanted)
-        self.emit(Equation("share", (new,), (out,), {"axis": wanted.axis}))
+        self.emit(Equation("ap.share", (new,), (out,), {"axis": wanted.axis}))
         return self._owned(out, wanted)
 
     def _owned(self, out: Var, state: Spread) -> Var:

@@ -168,7 +168,7 @@ def _reduce_rows(walk: Walk, equation: Equation) -> None:
         _write(walk, equation, inputs, None)
         return
     part = Var(equation.outputs[0].type)
-    walk.emit(dataclasses.replace(equation, op="reduce_part", inputs=tuple(inputs), outputs=(part,)))
+    walk.emit(dataclasses.replace(equation, op="ap.reduce_part", inputs=tuple(inputs), outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
 
 
@@ -286,33 +286,33 @@ def _whole_operands(walk: Walk, equation: Equation) -> None:
 
 
 ROW_OPS: Mapping[str, Callable[[Walk, Equation], None]] = {
-    "row_ids": _row_ids,
-    "row_range": _route,
-    "row_iota": _row_iota,
-    "route": _route,
-    "pull": _pull,
-    "fetch": _fetch,
-    "padding": _padding,
-    "lookup": _lookup,
-    "lookup_ids": _lookup_ids,
-    "push_ids": _push_ids,
-    "push": _push,
-    "aggregate": _aggregate,
-    "deliver": _deliver,
-    "reduce_rows": _reduce_rows,
-    "densify": _densify,
-    "commit": _commit,
-    "sweep": _sweep,
-    "catch_up": _catch_up,
-    "record": _whole_operands,
-    "flush": _flush,
-    "next": _whole_operands,
-    "exceeded": _exceeded,
-    "plus": _plus,
-    "any": _whole_operands,
-    "select": _select,
-    "replicate": _replicate,
-    "spread": _spread,
-    "store": _unsupported,
-    "whole": _unsupported,
+    "ap.row_ids": _row_ids,
+    "ap.row_range": _route,
+    "ap.row_iota": _row_iota,
+    "ap.route": _route,
+    "ap.pull": _pull,
+    "ap.fetch": _fetch,
+    "ap.padding": _padding,
+    "ap.lookup": _lookup,
+    "ap.lookup_ids": _lookup_ids,
+    "ap.push_ids": _push_ids,
+    "ap.push": _push,
+    "ap.aggregate": _aggregate,
+    "ap.deliver": _deliver,
+    "ap.reduce_rows": _reduce_rows,
+    "ap.densify": _densify,
+    "ap.commit": _commit,
+    "ap.sweep": _sweep,
+    "ap.catch_up": _catch_up,
+    "ap.record": _whole_operands,
+    "ap.flush": _flush,
+    "ap.next": _whole_operands,
+    "ap.exceeded": _exceeded,
+    "ap.plus": _plus,
+    "ap.any": _whole_operands,
+    "ap.select": _select,
+    "ap.replicate": _replicate,
+    "ap.spread": _spread,
+    "ap.store": _unsupported,
+    "ap.whole": _unsupported,
 }

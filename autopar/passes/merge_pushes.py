@@ -23,7 +23,7 @@ from autopar.ir.rules import resized
 from autopar.ir.slicing import eliminate_dead
 
 #: What adds gradients to rows, on top of its first operand.
-_ADDING = ("aggregate", "push")
+_ADDING = ("ap.aggregate", "ap.push")
 
 
 def merge_pushes(program: Program, plan: Plan) -> tuple[Program, str]:
@@ -39,7 +39,7 @@ def merge_pushes(program: Program, plan: Plan) -> tuple[Program, str]:
 
 
 def _count(block: Block) -> int:
-    return sum(e.op in ("push", "deliver") for e in block.walk())
+    return sum(e.op in ("ap.push", "ap.deliver") for e in block.walk())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Merge:
         return _merge_sums(Block(block.inputs, tuple(split.equations), block.outputs), zeros)
 
     def _is_split(self, equation: Equation) -> bool:
-        adds = equation.op == "push" and equation.params["op"] == "scatter-add"
+        adds = equation.op == "ap.push" and equation.params["op"] == "scatter-add"
         return adds and equation.inputs[1].type.family in self.asked and equation.params["batch"] is not None
 
     def _split(self, editor: _Editor, push: Equation) -> None:
@@ -69,9 +69,9 @@ class _Merge:
         axis = push.params["axis"]
         start = editor.zeros_of(self._aggregated(push.outputs[0].type, route.type, axis))
         sums = Var(start.type)
-        editor.add(dataclasses.replace(push, op="aggregate", inputs=(start, route, *rest), outputs=(sums,)))
+        editor.add(dataclasses.replace(push, op="ap.aggregate", inputs=(start, route, *rest), outputs=(sums,)))
         on = () if editor.is_zero(base) else (base,)
-        editor.add(Equation("deliver", (sums, route, *on), push.outputs, {"axis": axis}))
+        editor.add(Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
 
     def _aggregated(self, type_: ArrayType, route: RouteType, axis: int) -> ArrayType:
         return dataclasses.replace(type_, shape=resized(type_.shape, axis, self.asked[route.family]))
@@ -115,7 +115,7 @@ class _Merge:
             outputs[k] = Var(sums.type)
             on = () if editor.is_zero(start) else (start,)
             outer = equation.inputs[body.inputs.index(route)]
-            after.append(Equation("deliver", (outputs[k], outer, *on), (result,), {"axis": axis}))
+            after.append(Equation("ap.deliver", (outputs[k], outer, *on), (result,), {"axis": axis}))
         if after:
             body, _ = eliminate_dead(body)
             equation = dataclasses.replace(
@@ -131,7 +131,7 @@ class _Merge:
         block = _Editor(frozenset(), list(body.equations))
         returned, outputs, after = list(body.outputs), list(equation.outputs), []
         for k, atom in enumerate(body.outputs):
-            made = block.producer(atom, "deliver")
+            made = block.producer(atom, "ap.deliver")
             if made is None or len(made.inputs) != 2 or made.inputs[1] not in body.inputs:
                 continue
             sums, route = made.inputs
@@ -139,7 +139,7 @@ class _Merge:
             returned[k], result = sums, outputs[k]
             outputs[k] = Var(sums.type)
             outer = equation.inputs[body.inputs.index(route)]
-            after.append(Equation("deliver", (outputs[k], outer), (result,), made.params))
+            after.append(Equation("ap.deliver", (outputs[k], outer), (result,), made.params))
         if after:
             body, _ = eliminate_dead(Block(body.inputs, body.equations, tuple(returned)))
             equation = dataclasses.replace(equation, outputs=tuple(outputs), bodies=(body,), original=None)
@@ -155,7 +155,7 @@ def _set(items: Sequence, k: int, item: Atom) -> tuple:
 def _accumulated(body: Block, carry: Var, out: Atom) -> tuple[Var, Var, int] | None:
     """(sums, route, axis) if an iteration does no more with a carry than deliver sums on top of it."""
     editor = _Editor(frozenset(), list(body.equations))
-    made = editor.producer(out, "deliver")
+    made = editor.producer(out, "ap.deliver")
     uses = _uses(body)
     if made is None or len(made.inputs) < 3 or made.inputs[2] is not carry or uses[carry] > 1 or uses[out] > 1:
         return None
@@ -190,7 +190,7 @@ class _Editor:
     def add(self, equation: Equation) -> None:
         self.equations.append(equation)
         self.producers.update({v: equation for v in equation.outputs})
-        constant = equation.op in ("full", "broadcast_in_dim", "convert_element_type", "copy")
+        constant = equation.op in ("ap.full", "broadcast_in_dim", "convert_element_type", "copy")
         if constant and self.is_zero(equation.inputs[0]):
             self.zeros.update(equation.outputs)
 
@@ -208,7 +208,7 @@ class _Editor:
     def zeros_of(self, type_: ArrayType) -> Var:
         zero = Literal(np.zeros((), type_.dtype), ArrayType((), type_.dtype))
         out = Var(type_)
-        self.add(Equation("full", (zero,), (out,), {"shape": type_.shape, "dtype": type_.dtype}))
+        self.add(Equation("ap.full", (zero,), (out,), {"shape": type_.shape, "dtype": type_.dtype}))
         return out
 
     def plus(self, base: Atom, sums: Atom) -> Atom:
@@ -216,7 +216,7 @@ class _Editor:
         chain = self.chain(sums)
         if not chain:
             out = Var(base.type)
-            self.add(Equation("plus", (base, sums), (out,)))
+            self.add(Equation("ap.plus", (base, sums), (out,)))
             return out
         for adding in chain:
             out = Var(base.type)
@@ -266,7 +266,7 @@ def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
     """What an equation adds up, None if it is no sum: of a delivery onto a base, the base and the delivered rows."""
     if equation.op in ("add", "add_any") and equation.inputs[0].shape == equation.inputs[1].shape:
         return list(equation.inputs)
-    if equation.op == "deliver" and len(equation.inputs) == 3:
+    if equation.op == "ap.deliver" and len(equation.inputs) == 3:
         alone = Var(equation.outputs[0].type)
         editor.add(dataclasses.replace(equation, inputs=equation.inputs[:2], outputs=(alone,)))
         return [equation.inputs[2], alone]
@@ -280,9 +280,9 @@ def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collec
     deliveries: dict[tuple[Atom, int], list[Atom]] = {}
     for atom in flat:
         made = editor.producers.get(atom) if uses[atom] <= 1 else None
-        if made is not None and made.op == "deliver" and len(made.inputs) == 2:
+        if made is not None and made.op == "ap.deliver" and len(made.inputs) == 2:
             deliveries.setdefault((made.inputs[1], made.params["axis"]), []).append(made.inputs[0])
-        elif made is not None and made.op == "push" and editor.chain(atom):
+        elif made is not None and made.op == "ap.push" and editor.chain(atom):
             pushes.append(atom)
         else:
             rest.append(atom)
@@ -293,7 +293,7 @@ def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collec
         together = functools.reduce(editor.plus, sums)
         result = Var(equation.outputs[0].type)
         on = () if base is None else (base,)
-        editor.add(Equation("deliver", (together, route, *on), (result,), {"axis": axis}))
+        editor.add(Equation("ap.deliver", (together, route, *on), (result,), {"axis": axis}))
         base = result
     editor.name_last(equation.outputs[0])
     return True

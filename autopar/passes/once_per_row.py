@@ -37,9 +37,9 @@ from autopar.passes.row_places import Place
 
 #: What an element that is gathered or scattered costs, in operations of a product.
 _MOVED = 64.0
-_GATHERS = frozenset({"lookup", "gather"})
+_GATHERS = frozenset({"ap.lookup", "gather"})
 #: Operand that is scattered.
-_SCATTERS = {"aggregate": 3, "scatter-add": 2}
+_SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
 def once_per_row(program: Program, plan: Plan, devices: int = 1) -> tuple[Program, str]:
@@ -113,12 +113,12 @@ class _Rewrite(EntrySums):
 
     def _rewritten(self, equation: Equation) -> bool:
         """Whether an equation's result is there by entries, or is computed from values by entries."""
-        if equation.op == "lookup":
+        if equation.op == "ap.lookup":
             ids = self.every.get((equation.inputs[1], equation.inputs[2]))
             if ids is not None:
                 self.look_up_all(equation, ids)
             return ids is not None
-        if equation.op == "aggregate":
+        if equation.op == "ap.aggregate":
             return self._aggregate(equation)
         forms = {k: self.forms[a] for k, a in enumerate(equation.inputs) if a in self.forms}
         if equation.op == "reduce_sum" and self._total(equation):

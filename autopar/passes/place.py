@@ -29,7 +29,7 @@ def place(program: Program, plan: Plan) -> tuple[Program, str]:
         for atom, out in zip(outputs, program.outputs, strict=True)
     )
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(placing.equations), returned))
-    gathered = sum(e.op == "replicate" for e in block.equations)
+    gathered = sum(e.op == "ap.replicate" for e in block.equations)
     return dataclasses.replace(
         program, block=block
     ), f"{len(plan.shares)} leaves in shares, {gathered} gathered for use"
@@ -66,12 +66,12 @@ class _Placing:
             return atom
         if atom not in self._gathered:
             self._gathered[atom] = out = Var(atom.type)
-            self.equations.append(Equation("replicate", (atom,), (out,), {"axis": self.shares[atom]}))
+            self.equations.append(Equation("ap.replicate", (atom,), (out,), {"axis": self.shares[atom]}))
         return self._gathered[atom]
 
     def _share(self, atom: Atom, axis: int) -> Atom:
         if not isinstance(atom, Var) or self.shares.get(atom) == axis:
             return atom
         out = Var(atom.type)
-        self.equations.append(Equation("spread", (atom,), (out,), {"axis": axis}))
+        self.equations.append(Equation("ap.spread", (atom,), (out,), {"axis": axis}))
         return out

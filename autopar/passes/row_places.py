@@ -174,7 +174,7 @@ def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
         return 0
     out, op = equation.outputs[0], equation.op
     every = (1 << len(out.shape)) - 1
-    if op == "full":
+    if op == "ap.full":
         return every
     if op == "iota":
         return every & ~(1 << equation.params["dimension"])

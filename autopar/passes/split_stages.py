@@ -18,11 +18,21 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.stages import Exchange, Segment, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
-EXCHANGES = ("route", "pull", "fetch", "deliver", "reduce", "sweep", "densify", "commit", "flush")
+EXCHANGES = (
+    "ap.route",
+    "ap.pull",
+    "ap.fetch",
+    "ap.deliver",
+    "ap.reduce",
+    "ap.sweep",
+    "ap.densify",
+    "ap.commit",
+    "ap.flush",
+)
 #: Those that one rank has, too.
-_ALONE = ("route", "pull", "sweep", "densify", "commit", "flush")
+_ALONE = ("ap.route", "ap.pull", "ap.sweep", "ap.densify", "ap.commit", "ap.flush")
 #: Exchanges whose results are the owner's.
-_TO_OWNER = frozenset({"pull", "deliver", "sweep", "densify", "commit", "flush"})
+_TO_OWNER = frozenset({"ap.pull", "ap.deliver", "ap.sweep", "ap.densify", "ap.commit", "ap.flush"})
 
 
 def split_stages(program: Program, ranks: int) -> Stages:
@@ -43,12 +53,12 @@ def split_stages(program: Program, ranks: int) -> Stages:
 
 def _parts(equation: Equation) -> tuple[Equation, ...]:
     """A sweep without what tells whether it is needed; the rest by themselves."""
-    if equation.op != "sweep":
+    if equation.op != "ap.sweep":
         return (equation,)
     n = len(equation.params["axes"])
     needed = Var(ArrayType((), np.dtype(bool)))
     told = (*equation.inputs[: 2 * n], *equation.inputs[3 * n :])
-    changes = Equation("changes", told, (needed,), equation.params, info=equation.info)
+    changes = Equation("ap.changes", told, (needed,), equation.params, info=equation.info)
     leaves = equation.inputs[2 * n : 3 * n]
     frontier = equation.inputs[3 * n : 3 * n + equation.params["frontier"]]
     return changes, dataclasses.replace(equation, inputs=(needed, *leaves, *frontier))
@@ -114,7 +124,7 @@ class _Split:
                 continue
             stage = self.stage[equation]
             reader = min((first.get(v, last) for v in equation.outputs), default=last)
-            if equation.op == "reduce" and equation.op in self.exchanges:
+            if equation.op == "ap.reduce" and equation.op in self.exchanges:
                 self.stage[equation] = max(stage, reader - 1)
             elif equation.op not in self.exchanges and not equation.effects:
                 self.stage[equation] = stage = reader

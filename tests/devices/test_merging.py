@@ -110,8 +110,8 @@ def sums_of_rows(planned: autopar.ParallelStep) -> int:
     """Sums of values at the routed rows."""
     assert planned.latest is not None
     program = planned.latest.compiled.program
-    rows = next(e for e in program.block.walk() if e.op == "push").outputs[0].shape
-    return sum(e.op in ("add", "add_any", "plus") and e.outputs[0].shape == rows for e in program.block.walk())
+    rows = next(e for e in program.block.walk() if e.op == "ap.push").outputs[0].shape
+    return sum(e.op in ("add", "add_any", "ap.plus") and e.outputs[0].shape == rows for e in program.block.walk())
 
 
 def test_a_nonzero_start_is_kept() -> None:

@@ -23,6 +23,7 @@ from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
+from autopar.ir.operations import plain_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
 from autopar.ir.stages import Exchange, Segment
@@ -120,7 +121,7 @@ class StagedProgram:
         self._names: dict[Equation, str] = {}
         self._whole = self._needed_whole(items)
         self._awaited = awaited_fetches(items)
-        routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "route"]
+        routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "ap.route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
         self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
 
@@ -138,9 +139,9 @@ class StagedProgram:
     def _action(self, item: Segment | Exchange, *, may_donate: bool) -> Callable[[Step], None]:
         if isinstance(item, Segment):
             return self._segment(item, may_donate)
-        if item.op == "reduce":
+        if item.op == "ap.reduce":
             return lambda step: self._reduce(item.equations, step, item.level)
-        run = getattr(self, "_" + item.op)
+        run = getattr(self, "_" + plain_name(item.op))
         return lambda step: run(item.equations, step)
 
     def _needed_whole(self, items: Sequence[Segment | Exchange]) -> set[Atom]:
@@ -149,7 +150,7 @@ class StagedProgram:
         for item in items:
             if isinstance(item, Segment):
                 found.update(item.block.inputs if item.side == "owner" else ())
-            elif item.op in ("reduce", "commit", "sweep", "flush"):
+            elif item.op in ("ap.reduce", "ap.commit", "ap.sweep", "ap.flush"):
                 found.update(a for e in item.equations for a in e.inputs)
         return found
 
@@ -297,8 +298,8 @@ class StagedProgram:
         chunk, *rest = body.inputs
         count = len(equation.params["axes"])
         inner, frontier = rest[:count], rest[count:]
-        pulls = [e for e in body.equations if e.op == "pull"]
-        others = tuple(e for e in body.equations if e.op != "pull")
+        pulls = [e for e in body.equations if e.op == "ap.pull"]
+        others = tuple(e for e in body.equations if e.op != "ap.pull")
         block = Block((chunk, *(e.outputs[0] for e in pulls), *frontier), others, body.outputs)
         view = self._ranks.owner_view
         run = self._ranks.compile(emit(block, host_backends(self._plan, view), view), "owner", [], [])
@@ -308,7 +309,7 @@ class StagedProgram:
         return found
 
     def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        name = self._names.setdefault(equation, f"{equation.op} {len(self._names)}")
+        name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")
         return self._ranks.buffer(name, shape, dtype)
 
     def _value(self, step: Step, atom: Atom) -> Any:
@@ -323,7 +324,7 @@ def _returned_by_programs(program: Program) -> tuple[list[Segment | Exchange], t
     items: list[Segment | Exchange] = list(program.stages.items)
     outputs = list(program.block.outputs)
     last = max((k for k, item in enumerate(items) if isinstance(item, Segment) and item.side == "device"), default=-1)
-    before = [item for item in items[: max(last, 0)] if isinstance(item, Exchange) and item.op == "reduce"]
+    before = [item for item in items[: max(last, 0)] if isinstance(item, Exchange) and item.op == "ap.reduce"]
     reduced = {v for item in before for e in item.equations for v in e.outputs}
     copies: list[tuple[Var, Var]] = []
     for k in sorted(set(range(len(program.outputs))) - set(program.new_states.values())):
@@ -348,9 +349,9 @@ def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
     A program reads what it is given until it is done, and JAX may take NumPy's memory as it is. A step waits for the
     program whose sums it delivers; an evaluation waits for none.
     """
-    waits = {item.level for item in items if isinstance(item, Exchange) and item.op == "deliver"}
+    waits = {item.level for item in items if isinstance(item, Exchange) and item.op == "ap.deliver"}
     late = {v for item in items if isinstance(item, Segment) and item.level not in waits for v in item.block.inputs}
-    fetches = [e for item in items if isinstance(item, Exchange) and item.op == "fetch" for e in item.equations]
+    fetches = [e for item in items if isinstance(item, Exchange) and item.op == "ap.fetch" for e in item.equations]
     return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.deferred import Replay
 from autopar.ir.fading import find_fading
+from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Refusal
 from autopar.ir.rules.elementwise import ELEMENTWISE
@@ -77,14 +78,15 @@ def read_phi(
     row_equations: list[Equation] = []
     dependent: set[Atom] = set()
     for equation in kept.equations:
-        if equation.op == "pull" and equation.inputs[0] in names and equation.inputs[1] is chunk:
+        if equation.op == "ap.pull" and equation.inputs[0] in names and equation.inputs[1] is chunk:
             leaf = names[equation.inputs[0]]
             found = rows.setdefault(leaf, equation.outputs[0])
             renamed[equation.outputs[0]] = found
             dependent.add(found)
             continue
         if chunk in equation.inputs:
-            what = "the number of the row" if equation.op == "row_iota" else f"rows of another array ({equation.op})"
+            number = equation.op == "ap.row_iota"
+            what = "the number of the row" if number else f"rows of another array ({plain_name(equation.op)})"
             raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}"))
         inputs = tuple(renamed.get(a, a) for a in equation.inputs)
         equation = dataclasses.replace(equation, inputs=inputs)
@@ -147,18 +149,18 @@ class _Step:
         found = self.outside.get(atom) or self.arrays.get(atom)
         if found is None:
             params = {"shape": atom.shape, "dtype": atom.dtype}
-            found = self.arrays[atom] = self.scope.emit("full", (self.scalars[atom],), atom.type, params)
+            found = self.arrays[atom] = self.scope.emit("ap.full", (self.scalars[atom],), atom.type, params)
         return found
 
     def compute(self, equation: Equation) -> None:
         """Emit an equation none of whose operands depends on rows."""
         out = equation.outputs[0]
         scalars = [self.scalar(a) for a in equation.inputs]
-        if equation.op in ("full", "broadcast_in_dim", "reshape") and scalars[0] is not None and out.shape != ():
+        if equation.op in ("ap.full", "broadcast_in_dim", "reshape") and scalars[0] is not None and out.shape != ():
             same = scalars[0].dtype == out.dtype
             type_ = ArrayType((), out.dtype)
             params = {"shape": (), "dtype": out.dtype}
-            self.scalars[out] = scalars[0] if same else self.scope.emit("full", (scalars[0],), type_, params)
+            self.scalars[out] = scalars[0] if same else self.scope.emit("ap.full", (scalars[0],), type_, params)
             return
         known = [a for a in scalars if a is not None]
         if equation.op in ELEMENTWISE and out.shape != () and len(known) == len(scalars):
@@ -216,7 +218,7 @@ class _Step:
                 else:
                     made = Var(atom.type)
                     params = {"shape": atom.shape, "dtype": atom.dtype}
-                    body.append(Equation("full", (given(scalar),), (made,), params))
+                    body.append(Equation("ap.full", (given(scalar),), (made,), params))
                     inside[atom] = made
             return inside[atom]
 
@@ -228,7 +230,7 @@ class _Step:
             else:  # a division by a number of the step: one in the step, in place of one for each element
                 factor = Var(dataclasses.replace(equation.outputs[0].type, weak_type=False))
                 params = {"shape": factor.shape, "dtype": factor.dtype}
-                body.append(Equation("full", (given(by),), (factor,), params))
+                body.append(Equation("ap.full", (given(by),), (factor,), params))
                 inputs = take(equation.inputs[0]), factor
                 body.append(dataclasses.replace(equation, op="mul", primitive=jax.lax.mul_p, inputs=inputs))
         outputs = tuple(take(a) for a in results)

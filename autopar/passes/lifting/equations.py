@@ -67,13 +67,13 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
         index = scope.index(equation)
         examples = [d for d in range(len(out.shape)) if d not in equation.params["dimension_numbers"].offset_dims]
         ours = {**equation.params, **_layout(scope, access, params, examples)}
-        scope.dense[out] = scope.emit("lookup", (rows, route, index), out.type, ours)
+        scope.dense[out] = scope.emit("ap.lookup", (rows, route, index), out.type, ours)
         return
     starts = [scope.get(a) for a in equation.inputs[1:]]
     ids = _local_ids(scope, access, params)
     shape = resized(rows.shape, row.axis, ids.shape[0])
     taken_type = ArrayType(shape, out.dtype)
-    taken = scope.emit("lookup_ids", (rows, route, ids), taken_type, {"axis": row.axis})
+    taken = scope.emit("ap.lookup_ids", (rows, route, ids), taken_type, {"axis": row.axis})
     if equation.op == "dynamic_slice":  # other axes may be sliced as well
         starts[row.axis] = Literal(np.zeros((), starts[row.axis].dtype), ArrayType((), starts[row.axis].dtype))
         cut = dataclasses.replace(equation, inputs=(taken, *starts), outputs=(Var(out.type),))
@@ -125,13 +125,15 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
         window = equation.params["dimension_numbers"].update_window_dims
         examples = [d for d in range(len(updates.shape)) if d not in window]
         ours = {**equation.params, **_layout(scope, access, params, examples), "op": equation.op}
-        pushed = scope.emit("push", (base, scope.route(row.family), index, updates), type_, ours)
+        pushed = scope.emit("ap.push", (base, scope.route(row.family), index, updates), type_, ours)
         scope.equations[-1] = dataclasses.replace(scope.equations[-1], primitive=equation.primitive)
         scope.rows[key] = pushed
         return
     updates = scope.get(equation.inputs[1 if equation.op == "dynamic_update_slice" else 0])
     ids = _local_ids(scope, access, params)
-    scope.rows[key] = scope.emit("push_ids", (base, scope.route(row.family), ids, updates), type_, {"axis": row.axis})
+    scope.rows[key] = scope.emit(
+        "ap.push_ids", (base, scope.route(row.family), ids, updates), type_, {"axis": row.axis}
+    )
 
 
 def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
@@ -149,7 +151,7 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
     out, extent = equation.outputs[0], scope.lifting.extents[row.family]
     axes = tuple(equation.params["axes"])
     params = {"op": equation.op, "axes": axes, "axis": row.axis, "extent": extent, "dtype": out.dtype}
-    scope.dense[out] = scope.emit("reduce_rows", (rows, scope.route(row.family)), out.type, params)
+    scope.dense[out] = scope.emit("ap.reduce_rows", (rows, scope.route(row.family)), out.type, params)
 
 
 def _lift_contract(scope: Scope, equation: Equation) -> None:

@@ -61,7 +61,7 @@ class Journal:
         raw = {k: scope.pull(inputs[k], axes[k], family) for k in changed}
         stamped = scope.pull(stamps, 0, family)
         caught = {k: Var(atom.type) for k, atom in raw.items()}
-        waiting = Equation("catch_up", (*raw.values(), stamped), tuple(caught.values()))
+        waiting = Equation("ap.catch_up", (*raw.values(), stamped), tuple(caught.values()))
         scope.equations.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
@@ -83,24 +83,24 @@ class Journal:
         params = {"replay": replay, "family": self.family}
         self._complete(scope, phi, read)
         route = scope.route(self.family)
-        after = scope.emit("next", (self.now,), self.now.type)
+        after = scope.emit("ap.next", (self.now,), self.now.type)
         rows = scope.full(after, self.stamps.type, 0, self.family)
         guard = () if exceeded is None else (exceeded,)
         if exceeded is not None:
-            after = scope.emit("select", (exceeded, after, self.now), self.now.type)
+            after = scope.emit("ap.select", (exceeded, after, self.now), self.now.type)
         commit = {"axis": 0, "extent": replay.extent, "guarded": exceeded is not None or None}
         # Not before the rows themselves: a step that fails between the two would leave rows that count as moved.
-        stamps = scope.emit("commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
+        stamps = scope.emit("ap.commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(phi.body)
         scope.equations.append(
-            Equation("record", (self.now, *records, *phi.values, *guard), written, params, (body,)),
+            Equation("ap.record", (self.now, *records, *phi.values, *guard), written, params, (body,)),
         )
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
         ends = tuple(Var(v.type) for v in (self.stamps, self.now, volume, *volumes))
         operands = (*self.committed.values(), *read.values(), stamps, after, volume, *written, *volumes)
         body, _ = clone(phi.body)
-        scope.equations.append(Equation("flush", operands, (*flushed, *ends), params, (body,)))
+        scope.equations.append(Equation("ap.flush", operands, (*flushed, *ends), params, (body,)))
         self.new = [*ends[:3], *written, *ends[3:]]
         assert list(self.committed) == list(self.caught), "leaves keep their order"
         return dict(zip(self.caught, flushed, strict=True))

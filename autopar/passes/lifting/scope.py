@@ -139,7 +139,7 @@ class Scope:
             else:
                 rows = self.at_rows(atom, axis, family)
                 type_ = self._at_fetched(atom.type, axis, family)
-                found = self.emit("fetch", (rows, self.route(family)), type_, {"axis": axis})
+                found = self.emit("ap.fetch", (rows, self.route(family)), type_, {"axis": axis})
             self.rows[key] = found
         return found
 
@@ -165,19 +165,19 @@ class Scope:
         leaf, layout = self.get(atom), self.lifting.families[family].layout
         if layout is not None and not layout.is_plain and leaf not in self.leaf_atoms:
             type_ = dataclasses.replace(leaf.type, shape=resized(leaf.shape, axis, layout.stored))
-            leaf = self.emit("store", (leaf,), type_, {"layout": layout, "axis": axis})
+            leaf = self.emit("ap.store", (leaf,), type_, {"layout": layout, "axis": axis})
         return self.pull(leaf, axis, family)
 
     def padding(self, rows: Atom, axis: int, family: int) -> Var:
         """The padding rows, one of each device where rows are spread."""
         layout = self.lifting.families[family].layout
         type_ = dataclasses.replace(rows.type, shape=resized(rows.shape, axis, 1 if layout is None else layout.devices))
-        return self.emit("padding", (rows, self.route(family)), type_, {"axis": axis})
+        return self.emit("ap.padding", (rows, self.route(family)), type_, {"axis": axis})
 
     def unstored(self, stored: Atom, layout: RowLayout, axis: int) -> Var:
         """All rows of a stored leaf in their own order."""
         type_ = dataclasses.replace(stored.type, shape=resized(stored.shape, axis, layout.extent))
-        return self.emit("whole", (stored,), type_, {"layout": layout, "axis": axis})
+        return self.emit("ap.whole", (stored,), type_, {"layout": layout, "axis": axis})
 
     def densify(self, rows: Atom, type_: Any, axis: int, family: int) -> Var:
         """All rows, as they are stored: the routed ones, and what the padding row is everywhere else."""
@@ -186,13 +186,13 @@ class Scope:
             type_ if layout is None else dataclasses.replace(type_, shape=resized(type_.shape, axis, layout.stored))
         )
         return self.emit(
-            "densify", (rows, self.route(family)), stored, {"axis": axis, "extent": self.lifting.extents[family]}
+            "ap.densify", (rows, self.route(family)), stored, {"axis": axis, "extent": self.lifting.extents[family]}
         )
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
         """The routed rows of a leaf, or of any dense value with as many rows."""
         params = {"axis": axis, "state": leaf in self.leaf_atoms}
-        return self.emit("pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), params)
+        return self.emit("ap.pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), params)
 
     def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
         """A value of no family, made anew for the rows."""
@@ -201,7 +201,7 @@ class Scope:
             extent = self.lifting.extents[family]
             shape = resized(out.shape, axis, self.rows_of(family))
             params = {"axis": axis, "shape": shape, "dtype": out.dtype, "extent": extent}
-            return self.emit("row_iota", (self.route(family),), self.at(out.type, axis, family), params)
+            return self.emit("ap.row_iota", (self.route(family),), self.at(out.type, axis, family), params)
         inputs = []
         for atom in equation.inputs:
             inner = _operand_axis(equation, atom, axis)
@@ -213,12 +213,12 @@ class Scope:
     def full(self, value: Atom, type_: Any, axis: int, family: int) -> Var:
         """A scalar at every routed row."""
         at = self.at(type_, axis, family)
-        return self.emit("full", (value,), at, {"shape": at.shape, "dtype": at.dtype})
+        return self.emit("ap.full", (value,), at, {"shape": at.shape, "dtype": at.dtype})
 
     def zeros(self, type_: ArrayType) -> Var:
         """Zeros of a type."""
         zero = Literal(np.zeros((), type_.dtype), ArrayType((), type_.dtype))
-        return self.emit("full", (zero,), type_, {"shape": type_.shape, "dtype": type_.dtype})
+        return self.emit("ap.full", (zero,), type_, {"shape": type_.shape, "dtype": type_.dtype})
 
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
         """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
