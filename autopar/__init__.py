@@ -21,6 +21,7 @@ from autopar.errors import (
     StateError,
     StepError,
     StrategyError,
+    UncheckedWarning,
     VerificationError,
 )
 from autopar.explain import Explanation, explain
@@ -69,6 +70,7 @@ __all__ = [
     "StrategyError",
     "Table",
     "TableAlpha",
+    "UncheckedWarning",
     "Verification",
     "VerificationError",
     "Why",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,13 +17,15 @@ from typing import Any, NamedTuple
 import jax
 
 from autopar.checkpoint_files import manifest as manifests
+from autopar.checkpoint_files.checksums import check_files
 from autopar.checkpoint_files.dense import require_orbax, write_dense
-from autopar.checkpoint_files.folder import Folder, await_visible, flush
+from autopar.checkpoint_files.folder import Folder, await_visible, flush, named
 from autopar.checkpoint_files.manifest import FileRecord, Manifest
 from autopar.checkpoint_files.rows import FOLDER as ROWS
 from autopar.checkpoint_files.rows import write_rows
 from autopar.checkpoint_files.structure import describe, rebuild
-from autopar.errors import ArgumentsError, CheckpointError
+from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning
+from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.together import led, together
 from autopar.mpi.world import World, world
 from autopar.restoring import Place, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
@@ -71,6 +74,8 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
       (Array([0., 1., 2.], dtype=float32), {'epoch': 0, 'batch': 10})
     """
     ranks = _ranks()
+    before = PROGRESS.last
+    mark(before.step, "saving a checkpoint")
     known: list[SavedLeaf] = []
 
     def look() -> str:
@@ -91,6 +96,7 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
     finally:  # of what was there before, or of what was written in vain
         if ranks.rank == 0:
             folder.clean()
+    mark(before.step, before.what, before.kind)
 
 
 def restore(
@@ -120,6 +126,7 @@ def restore(
 
     Raises:
       MissingCheckpointError: there is none. (Also a FileNotFoundError.)
+      UncheckedWarning: it is of an autopar that made no checksums of some files.
       CheckpointError: on every rank, naming the one where it failed: another structure, shape or dtype than `like`,
         files that are missing or damaged, a later format.
       HostMemoryError: a table doesn't fit into a host's memory.
@@ -145,9 +152,10 @@ def restore(
             "than a state and a batch, call=lambda state: (state, ...)"
         )
     ranks = _ranks()
-    version, text = led(ranks, CheckpointError, lambda: _read_manifest(path))
-    manifest = Manifest.parse(text, version)
-
+    before = PROGRESS.last
+    mark(before.step, "restoring a checkpoint")
+    version, manifest = _manifest_of(Folder.of(path), ranks)
+    _warn_of_unchecked(version, manifest)
     template: Any = like
     numbers = list(range(len(manifest.leaves)))
 
@@ -166,10 +174,12 @@ def restore(
         places = [place_of(leaf) for leaf in jax.tree.leaves(template)]
     if step is not None:
         places = _planned(step, template, [shapes_of(manifest)[k] for k in numbers], places, batch, call)
+    # All are checked, each by one of the ranks, before any is read by any.
+    together(ranks, CheckpointError, lambda: check_files(version, manifest.files[ranks.rank :: ranks.size]))
     leaves: list[Any] = []
-    chosen = dataclasses.replace(manifest, leaves=tuple(records))
-    together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(version, chosen, places, ranks)))
+    together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(version, records, places, ranks)))
     state = jax.tree.unflatten(jax.tree.structure(template), leaves)
+    mark(before.step, before.what, before.kind)
     return Restored(state, None if manifest.position is None else dict(manifest.position))
 
 
@@ -214,7 +224,8 @@ def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[An
     if ranks.rank == 0:
         dense = write_dense(version, {x.record.name: x.array() for x in leaves if x.record.kind == "dense"})
     if rows:
-        flush(version / ROWS)
+        with named(version / ROWS, "written"):
+            flush(version / ROWS)
     return rows, dense
 
 
@@ -235,14 +246,28 @@ def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], p
 
 
 def _finish(folder: Folder, version: Path, manifest: Manifest) -> None:
-    manifest.write(version)
-    folder.commit(version)
+    folder.commit(version, manifest.write(version))
 
 
-def _read_manifest(path: str | os.PathLike[str]) -> tuple[Path, str]:
-    version = Folder.of(path).current()
-    try:
-        text = (version / manifests.NAME).read_text()
-    except OSError as error:
-        raise CheckpointError(f"{version / manifests.NAME} can't be read: {error}") from error
-    return version, text
+def _manifest_of(folder: Folder, ranks: World) -> tuple[Path, Manifest]:
+    """The version that counts, and what is in it."""
+
+    def read() -> tuple[Path, int | None, bytes]:
+        version, crc32 = folder.current()
+        with named(version / manifests.NAME, "read"):
+            return version, crc32, (version / manifests.NAME).read_bytes()
+
+    version, crc32, data = led(ranks, CheckpointError, read)
+    return version, Manifest.parse(data, version, crc32)
+
+
+def _warn_of_unchecked(version: Path, manifest: Manifest) -> None:
+    unchecked = [file.name for file in manifest.files if file.crc32 is None]
+    if unchecked or manifest.format == 1:
+        files = f"{len(unchecked)} of its files ({unchecked[0]}, ...)" if unchecked else "its manifest"
+        warnings.warn(
+            f"{version} was saved by autopar {manifest.autopar}, which made no checksums of {files}: a damaged byte "
+            "there isn't noticed. Save the state again to have them",
+            UncheckedWarning,
+            stacklevel=3,
+        )

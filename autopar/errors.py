@@ -54,6 +54,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint: none was saved there, or the first save was interrupted."""
 
 
+class UncheckedWarning(UserWarning):
+    """A checkpoint is of an autopar that made no checksums of some of its files: they are restored as they are."""
+
+
 class RecompileWarning(UserWarning):
     """A call had other shapes than the calls before, so the step is planned and compiled again."""
 

@@ -17,7 +17,7 @@ from autopar.backends import across
 from autopar.backends.host.storage import HostRows
 from autopar.checkpoint_files.dense import read_dense
 from autopar.checkpoint_files.manifest import LeafRecord, Manifest
-from autopar.checkpoint_files.rows import RowFiles, block_rows, check_content
+from autopar.checkpoint_files.rows import RowFiles, block_rows
 from autopar.deferred_table import DeferredTable
 from autopar.errors import CheckpointError, StateError
 from autopar.host_table import HostTable
@@ -164,27 +164,25 @@ def shapes_of(manifest: Manifest) -> list[Any]:
     ]
 
 
-def read_leaves(version: Path, manifest: Manifest, places: Sequence[Place], ranks: World) -> list[Any]:
-    """All leaves, each at its place; of tables on hosts this rank's rows. Exchanges nothing.
+def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[Place], ranks: World) -> list[Any]:
+    """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
+    nothing.
 
     Raises:
-      CheckpointError: files are missing or damaged.
+      CheckpointError: files can't be read.
       HostMemoryError: a table doesn't fit into this host's memory.
     """
-    for record in manifest.leaves:  # each file is checked by one of the ranks
-        for file in record.files[ranks.rank :: ranks.size]:
-            check_content(version, file)
     dense = {}
-    for record, place in zip(manifest.leaves, places, strict=True):
+    for record, place in zip(records, places, strict=True):
         if record.kind == "dense":
             shape = record.shape if record.key is None else _key_data(record).shape
             own = jax.process_count() == 1 and place.kind == "array" and record.key is None
             spread = place.sharding is not None and len(place.sharding.device_set) > 1
             dense[record.name] = (shape, record.numpy_dtype, place.sharding if own and spread else None)
-    arrays = read_dense(version, manifest.dense, dense)
+    arrays = read_dense(version, dense)
     return [
         _read(version, record, place, arrays.get(record.name), ranks.rank)
-        for record, place in zip(manifest.leaves, places, strict=True)
+        for record, place in zip(records, places, strict=True)
     ]
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.checkpoint_files.folder import flush
+from autopar.checkpoint_files.checksums import flushed
+from autopar.checkpoint_files.folder import room
 from autopar.checkpoint_files.manifest import FileRecord
-from autopar.checkpoint_files.rows import check_size
 from autopar.errors import CheckpointError
 
 FOLDER = "dense"
@@ -56,40 +56,34 @@ def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, .
       arrays: By name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
 
     Raises:
-      CheckpointError: there is no Orbax.
+      CheckpointError: they can't be written, or there is no Orbax.
     """
     if not arrays:
         return ()
     orbax = require_orbax()
-    with _checkpointer(orbax) as checkpointer:
-        checkpointer.save(version / FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
-    found = []
-    for folder, _, files in os.walk(version / FOLDER):
-        for name in sorted(files):
-            path = Path(folder) / name
-            flush(path)
-            found.append(FileRecord(path.relative_to(version).as_posix(), path.stat().st_size))
+    try:
+        with _checkpointer(orbax) as checkpointer:
+            checkpointer.save(version / FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
+    except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
+        told = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{version / FOLDER} can't be written by Orbax: {told}{room(version, error)}") from error
+    found = [flushed(version, Path(folder) / name) for folder, _, files in os.walk(version / FOLDER) for name in files]
     return tuple(sorted(found, key=lambda record: record.name))
 
 
-def read_dense(
-    version: Path, files: tuple[FileRecord, ...], wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]
-) -> dict[str, Any]:
-    """Arrays by name.
+def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
+    """Arrays by name, from files that were checked (`checksums.check_files`).
 
     Args:
       version: The checkpoint's directory.
-      files: What must be there.
       wanted: By name, for all arrays: shape, dtype, and the `jax.sharding.Sharding` of those that are to be read onto
         the devices of this process, part by part; None: as NumPy arrays.
 
     Raises:
-      CheckpointError: a file is missing or cut short, or there is no Orbax.
+      CheckpointError: Orbax can't read them, or there is no Orbax.
     """
     if not wanted:
         return {}
-    for file in files:
-        check_size(version, file)
     orbax = require_orbax()
     shapes, how = {}, {}
     for name, (shape, dtype, sharding) in wanted.items():
@@ -102,5 +96,6 @@ def read_dense(
     with _checkpointer(orbax) as checkpointer:
         try:
             return checkpointer.restore(version / FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how))
-        except (ValueError, OSError, KeyError) as error:  # what TensorStore says of damaged files
-            raise CheckpointError(f"{version / FOLDER} can't be read by Orbax: {error}") from error
+        except Exception as error:  # of files that are damaged and, being of format 1, have no checksums
+            told = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{version / FOLDER} can't be read by Orbax: {told}") from error

@@ -1,6 +1,6 @@
 """`Folder`: where a checkpoint is, and how one takes the place of another in a single step.
 
-    path/CURRENT            the name of the version that counts, one line
+    path/CURRENT            the name of the version that counts, and its manifest's checksum, one line
     path/version-000007/    a whole checkpoint: manifest.json, dense/, rows/
 
 A directory can't be renamed over another one that isn't empty. So a new version is written beside the old one, and
@@ -13,21 +13,38 @@ Files and directories are flushed to the disk (fsync) before the commit, and the
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from autopar.errors import CheckpointError, MissingCheckpointError
 
 POINTER = "CURRENT"
 _NEW_POINTER = "CURRENT.new"
-_VERSION = re.compile(r"version-(\d{6,})")
+_VERSION = re.compile(r"version-(\d{6,})", re.ASCII)
+_LINE = re.compile(r"(version-\d{6,})(?: crc32=([0-9a-f]{8})\n|\n?)", re.ASCII)
 
 #: Seconds until a directory that another machine made must be seen on this one: NFS remembers what wasn't there.
 _VISIBLE_S = 30.0
+
+
+class Current(NamedTuple):
+    """The version that counts.
+
+    Attributes:
+      path: Its directory.
+      crc32: Its manifest's checksum; None: it is in format 1, which has none.
+    """
+
+    path: Path
+    crc32: int | None
 
 
 @dataclass(frozen=True)
@@ -53,28 +70,38 @@ class Folder:
 
     # --- reading ---
 
-    def current(self) -> Path:
+    def current(self) -> Current:
         """The version that counts.
 
         Raises:
           MissingCheckpointError: there is none.
+          CheckpointError: there is one, which can't be found.
         """
-        try:
-            name = (self.path / POINTER).read_text().strip()
-        except (FileNotFoundError, NotADirectoryError):
-            raise MissingCheckpointError(self._why_missing()) from None
-        if not _VERSION.fullmatch(name) or not (self.path / name).is_dir():
+        line = self._line()
+        if line is None:
+            raise MissingCheckpointError(self._why_missing())
+        read = _LINE.fullmatch(line)
+        if read is None:
+            raise CheckpointError(
+                f"{self.path / POINTER} holds {line[:80]!r} instead of a version's name and a checksum: it is damaged. "
+                "Take a copy of the checkpoint, or another checkpoint"
+            )
+        name, crc32 = read.groups()
+        if not (self.path / name).is_dir():
             raise CheckpointError(
                 f"{self.path / POINTER} names {name!r}, which isn't there: the checkpoint was copied in part, or "
                 "somebody removed files of it"
             )
-        return self.path / name
+        return Current(self.path / name, None if crc32 is None else int(crc32, 16))
 
     def _why_missing(self) -> str:
         if not self.path.exists():
             return f"there is no checkpoint: {self.path} doesn't exist"
         if self.path.is_dir() and any(_VERSION.fullmatch(p.name) for p in self.path.iterdir()):
-            return f"there is no complete checkpoint in {self.path}: the first save there was interrupted"
+            return (
+                f"there is no complete checkpoint in {self.path}: the first save there was interrupted, or {POINTER} "
+                "was removed"
+            )
         return f"{self.path} is no checkpoint of autopar.save: it has no file {POINTER}"
 
     # --- writing: one process does it ---
@@ -83,49 +110,57 @@ class Folder:
         """An empty directory for a new version, after what interrupted saves left was removed.
 
         Raises:
-          CheckpointError: there is something else at this path.
-          OSError: it can't be made.
+          CheckpointError: there is something else at this path, or it can't be made.
         """
-        if self.path.exists():
-            self._require_ours()
-        else:
-            self.path.mkdir(parents=True)
-            flush(self.path.parent)
-        self.clean()
-        numbers = [int(found[1]) for p in self.path.iterdir() if (found := _VERSION.fullmatch(p.name))]
-        version = self.path / f"version-{max(numbers, default=0) + 1:06d}"
-        version.mkdir()
-        flush(self.path)
+        with named(self.path, "made or written to"):
+            if self.path.exists():
+                self._require_ours()
+            else:
+                self.path.mkdir(parents=True)
+                flush(self.path.parent)
+            self.clean()
+            numbers = [int(found[1]) for p in self.path.iterdir() if (found := _VERSION.fullmatch(p.name))]
+            version = self.path / f"version-{max(numbers, default=0) + 1:06d}"
+            version.mkdir()
+            flush(self.path)
         return version
 
-    def commit(self, version: Path) -> None:
-        """Make a version, whose files are all flushed, the one that counts."""
-        for folder, _, _ in os.walk(version):
-            flush(Path(folder))
+    def commit(self, version: Path, crc32: int) -> None:
+        """Make a version, whose files are all flushed, the one that counts; `crc32` is its manifest's."""
         pointer = self.path / _NEW_POINTER
-        write_text(pointer, version.name + "\n")
-        os.replace(pointer, self.path / POINTER)
-        flush(self.path)
+        with named(self.path, "written"):
+            for folder, _, _ in os.walk(version):
+                flush(Path(folder))
+            write_file(pointer, f"{version.name} crc32={crc32:08x}\n".encode())
+            os.replace(pointer, self.path / POINTER)
+            flush(self.path)
 
     def clean(self) -> None:
-        """Remove all versions but the one that counts, as far as that can be done."""
-        kept = self._pointed()
+        """Remove all versions but the one that counts, as far as that can be done; none if that can't be told."""
+        line = self._line()
+        read = None if line is None else _LINE.fullmatch(line)
+        if line is not None and read is None:
+            return
+        kept = None if read is None else read[1]
         for found in self.path.iterdir():
             if _VERSION.fullmatch(found.name) and found.name != kept:
                 shutil.rmtree(found, ignore_errors=True)
         (self.path / _NEW_POINTER).unlink(missing_ok=True)
 
-    def _pointed(self) -> str | None:
-        try:
-            return (self.path / POINTER).read_text().strip()
-        except FileNotFoundError:
-            return None
+    def _line(self) -> str | None:
+        """What the pointer holds; None if there is none."""
+        path = self.path / POINTER
+        with named(path, "read"):
+            try:
+                return path.read_bytes().decode(errors="replace")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def _require_ours(self) -> None:
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is a file: a checkpoint is a directory of its own")
         others = (p.name for p in self.path.iterdir() if not _VERSION.fullmatch(p.name) and p.name != _NEW_POINTER)
-        if self._pointed() is None and (other := next(others, None)) is not None:
+        if self._line() is None and (other := next(others, None)) is not None:
             raise CheckpointError(
                 f"{self.path} has other files ({other}): give the checkpoint a directory of its own, such as "
                 f"{self.path / 'checkpoint'}"
@@ -147,10 +182,44 @@ def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
         time.sleep(0.05)
 
 
-def write_text(path: Path, text: str) -> None:
+@contextlib.contextmanager
+def named(path: Path, done: str) -> Iterator[None]:
+    """Give the system's errors the path that they are about.
+
+    Args:
+      path: Of a file or a directory.
+      done: What is done to it: "written", "read".
+
+    Raises:
+      CheckpointError: in place of an OSError.
+    """
+    try:
+        yield
+    except CheckpointError:  # some are OSErrors, too
+        raise
+    except OSError as error:
+        told = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}" if error.errno else str(error)
+        raise CheckpointError(f"{path} can't be {done}: {told}{room(path.parent, error)}") from error
+
+
+def room(folder: Path, error: Exception) -> str:
+    """How much room there is, and what to do, after an error that may come of too little; else nothing."""
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ""
+    try:
+        free = f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB are free at {folder}"
+    except OSError:
+        free = f"how much is free at {folder} can't be told"
+    return (
+        f" ({free}; a save needs room for the new checkpoint beside the one before, which is kept). If the disk is "
+        "full, make room or save to another path"
+    )
+
+
+def write_file(path: Path, data: bytes) -> None:
     """Write a file, down to the disk."""
-    with path.open("w") as file:
-        file.write(text)
+    with named(path, "written"), path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.checkpoint_files.folder import write_text
+from autopar.checkpoint_files.folder import POINTER, write_file
 from autopar.checkpoint_files.structure import Node
 from autopar.errors import CheckpointError
 from autopar.ir.layout import RowLayout
 
-#: Of the format, as this version writes it; older ones are read, too.
-FORMAT = 1
+#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone.
+FORMAT = 2
 NAME = "manifest.json"
 
 #: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere, having no elements.
@@ -31,7 +32,7 @@ class FileRecord:
     """A file, under the checkpoint's directory.
 
     Attributes:
-      crc32: Of its bytes; None if none was computed.
+      crc32: Of its bytes; None if none was computed, in format 1.
     """
 
     name: str
@@ -100,28 +101,54 @@ class Manifest:
     autopar: str
     format: int = FORMAT
 
-    def write(self, version: Path) -> None:
-        """To a version's directory, down to the disk."""
-        write_text(version / NAME, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """All files but the manifest itself."""
+        return (*(file for leaf in self.leaves for file in leaf.files), *self.dense)
+
+    def write(self, version: Path) -> int:
+        """To a version's directory, down to the disk.
+
+        Returns:
+          Its checksum.
+        """
+        data = (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
+        write_file(version / NAME, data)
+        return zlib.crc32(data)
 
     @staticmethod
-    def parse(text: str, version: Path) -> Manifest:
+    def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
         """The manifest of a version's directory.
+
+        Args:
+          data: Its bytes.
+          version: The directory.
+          crc32: Their checksum, None in format 1, which has none.
 
         Raises:
           CheckpointError: of a later version, or damaged.
         """
+        if crc32 is not None and zlib.crc32(data) != crc32:
+            raise CheckpointError(
+                f"{version / NAME} isn't what was written (its checksum differs from the one in "
+                f"{version.parent / POINTER}): it is damaged. Take a copy of the checkpoint, or another checkpoint"
+            )
         try:
-            read = json.loads(text)
+            read = json.loads(data.decode())
             if read["format"] > FORMAT:
                 raise CheckpointError(
                     f"{version} was saved by autopar {read['autopar']} in format {read['format']}, which is newer than "
                     f"this autopar, which reads formats up to {FORMAT}: pip install --upgrade autopar"
                 )
+            if read["format"] > 1 and crc32 is None:
+                raise CheckpointError(
+                    f"{version.parent / POINTER} has no checksum of {version / NAME}, which is in format "
+                    f"{read['format']}: it was cut short, or written by hand"
+                )
             leaves = tuple(_leaf(leaf) for leaf in read.pop("leaves"))
             dense = tuple(FileRecord(**file) for file in read.pop("dense"))
             return Manifest(leaves=leaves, dense=dense, **read)
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{version / NAME} is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -129,4 +156,7 @@ def _leaf(read: dict[str, Any]) -> LeafRecord:
     layout = read.pop("layout")
     files = tuple(FileRecord(**file) for file in read.pop("files"))
     shape = tuple(read.pop("shape"))
-    return LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))
+    found = LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))
+    if found.kind != "value":
+        _ = found.numpy_dtype  # a TypeError if there is no such dtype
+    return found

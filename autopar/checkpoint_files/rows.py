@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from autopar.checkpoint_files.folder import named
 from autopar.checkpoint_files.manifest import FileRecord, LeafRecord
 from autopar.errors import CheckpointError
 from autopar.mpi.together import go_on
 
 FOLDER = "rows"
 
-#: Bytes that are written, or checked, at a time.
+#: Bytes that are written at a time.
 BLOCK = 1 << 24
 
 
@@ -46,10 +47,15 @@ def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
       rows: [n, ...], in any order in memory.
 
     Raises:
-      OSError: it can't be written.
+      CheckpointError: it can't be written.
     """
     path = version / name
-    path.parent.mkdir(exist_ok=True)
+    with named(path, "written"):
+        path.parent.mkdir(exist_ok=True)
+        return _write(path, name, rows)
+
+
+def _write(path: Path, name: str, rows: np.ndarray) -> FileRecord:
     head = io.BytesIO()
     descr = np.lib.format.dtype_to_descr(_stored(rows.dtype))
     np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": rows.shape})
@@ -60,7 +66,7 @@ def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
             block = np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8)
             file.write(block.data)
             crc = zlib.crc32(block.data, crc)
-            go_on("writing a checkpoint")
+            go_on("saving a checkpoint")
         file.flush()
         os.fsync(file.fileno())
         nbytes = file.tell()
@@ -71,45 +77,11 @@ def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.kind in "biufc" else np.dtype(f"u{dtype.itemsize}")
 
 
-def check_size(version: Path, record: FileRecord) -> None:
-    """That a file is as long as it was.
-
-    Raises:
-      CheckpointError: it isn't, or it isn't there.
-    """
-    path = version / record.name
-    try:
-        found = path.stat().st_size
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: the checkpoint isn't whole") from None
-    if found != record.nbytes:
-        raise CheckpointError(
-            f"{path} has {found} bytes instead of {record.nbytes}: it was cut short, or written to. "
-            "The checkpoint can't be restored"
-        )
-
-
-def check_content(version: Path, record: FileRecord) -> None:
-    """That a file holds what was written.
-
-    Raises:
-      CheckpointError: it doesn't.
-    """
-    check_size(version, record)
-    crc = 0
-    with (version / record.name).open("rb") as file:
-        while block := file.read(BLOCK):
-            crc = zlib.crc32(block, crc)
-            go_on("reading a checkpoint")
-    if crc != record.crc32:
-        raise CheckpointError(f"{version / record.name} isn't what was written (its checksum differs): it is damaged")
-
-
 class RowFiles:
-    """The rows of a leaf, read by their numbers.
+    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`).
 
     Raises:
-      CheckpointError: a file is missing or cut short.
+      CheckpointError: a file isn't of this leaf.
     """
 
     def __init__(self, version: Path, record: LeafRecord) -> None:
@@ -118,8 +90,6 @@ class RowFiles:
         self.layout = record.layout
         self.dtype = record.numpy_dtype
         self._others = (*record.shape[: record.axis], *record.shape[record.axis + 1 :])
-        for file in record.files:
-            check_size(version, file)
         self._shares = [self._open(version, share) for share in range(self.layout.devices)]
 
     def _open(self, version: Path, share: int) -> np.ndarray:
@@ -128,7 +98,10 @@ class RowFiles:
         if not math.prod(shape):
             return np.empty(shape, self.dtype)
         path = version / self.record.files[share].name
-        found = np.load(path, mmap_mode="r")
+        try:
+            found = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise CheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
         if found.shape != shape or found.dtype.itemsize != self.dtype.itemsize:
             raise CheckpointError(
                 f"{path} holds {found.dtype}{list(found.shape)} instead of {self.dtype}{list(shape)}: "
@@ -138,7 +111,7 @@ class RowFiles:
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         """[n, ...]: a copy of rows by their numbers, row axis first."""
-        go_on("reading a checkpoint")
+        go_on("restoring a checkpoint")
         found = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
         owners, places = places // self.layout.share, places % self.layout.share

@@ -93,7 +93,8 @@ CASES = """
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    fails("rank 1: OSError: [Errno 27] File too large", lambda: autopar.save("it", state, position={"batch": 8}))
+    fails("00001-of-00002.npy can't be written: OSError: [Errno 27] File too large", lambda: autopar.save("it", state))
+    fails(f"rank 1: {Path.cwd()}/it/version-", lambda: autopar.save("it", state, position={"batch": 8}))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     world().comm.Barrier()  # rank 0 removes what it wrote
     assert len(list(Path("it").glob("version-*"))) == 1
@@ -135,6 +136,21 @@ CASES = """
     found = autopar.restore("spread", step=train_step, batch=batch).state  # onto hosts
     for a, b in zip(jax.tree.leaves(found), values, strict=True):
         np.testing.assert_array_equal(np.asarray(a), b)
+
+    # A byte was changed in a file that every rank reads, and only one rank checks.
+    files = sorted(path for path in Path("it").rglob("*") if path.is_file())
+    for file in files:
+        data = file.read_bytes()
+        world().comm.Barrier()
+        if rank == 0:
+            file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        world().comm.Barrier()
+        fails(file.name, lambda: autopar.restore("it", step=train_step, batch=batch))
+        if rank == 0:
+            file.write_bytes(data)
+        world().comm.Barrier()
+    assert len(files) > 8
+    whole()
 
     # One file was cut short.
     (cut,) = Path("it").glob("version-*/rows/*params_emb*.00001-of-00002.npy")
