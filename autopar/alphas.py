@@ -22,7 +22,7 @@ from autopar.measure.alpha import growth_of, id_reader, together
 from autopar.passes.capacity import device_ids
 from autopar.planned import Entry
 from autopar.step import ParallelStep
-from autopar.wrapped_step import WrappedStep, unwrapped
+from autopar.wrapped_step import AnyStep, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Alphas:
 
 
 def measure_alpha(
-    step: ParallelStep | WrappedStep,
+    step: AnyStep,
     batches: Iterable[Any],
     *,
     state: Any = None,
@@ -172,7 +172,7 @@ class _Reader:
       workers: Over how many workers a call's batch is spread.
     """
 
-    def __init__(self, step: ParallelStep | WrappedStep, workers: int) -> None:
+    def __init__(self, step: AnyStep, workers: int) -> None:
         self.tables: dict[str, _Measured] = {}
         self.workers = 0
         self._step, self._spread = step, workers

@@ -9,6 +9,7 @@ input and an output of one shape are common otherwise (an autoencoder's).
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,17 @@ def _entry(entry: Any) -> Any:
     return entry
 
 
-def shape_of(leaf: Any) -> Any:
-    """What JAX needs to trace a leaf: its shape, dtype and weak type."""
+def shape_of(leaf: Any, path: str, remedy: str) -> Any:
+    """What JAX needs to trace a leaf: its shape, dtype and weak type.
+
+    Args:
+      leaf: An array, a number, a shape.
+      path: Its own, led by the argument's name.
+      remedy: What to do if it is none of these.
+
+    Raises:
+      ArgumentsError: it isn't.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if is_table(leaf):
@@ -77,9 +87,9 @@ def shape_of(leaf: Any) -> Any:
     try:
         aval = jax.typeof(leaf)
     except TypeError as error:
+        what = f"array of {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__}: {reprlib.repr(leaf)}"
         raise ArgumentsError(
-            f"an argument holds a {type(leaf).__name__}, which is no array. "
-            "Pass it as a static argument: parallelize(step, static_argnums=...)"
+            f"the step's argument {path} is no array of numbers ({what}). Make it one, or {remedy}"
         ) from error
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
@@ -116,16 +126,17 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
             shaped.append(value)
             statics.append((k, value))
             continue
-        arguments.append(_argument(names[k], k, value))
-        shaped.append(jax.tree.map(shape_of, value))
+        argument, shapes = _argument(names[k], k, value)
+        arguments.append(argument)
+        shaped.append(shapes)
     shaped_kwargs = {}
     for name in sorted(kwargs):
         if name in static_names:
             statics.append((name, kwargs[name]))
             shaped_kwargs[name] = kwargs[name]
         else:
-            arguments.append(_argument(name, None, kwargs[name]))
-            shaped_kwargs[name] = jax.tree.map(shape_of, kwargs[name])
+            argument, shaped_kwargs[name] = _argument(name, None, kwargs[name])
+            arguments.append(argument)
     key = (tuple(statics), tuple((a.name, a.treedef, a.types) for a in arguments))
     try:
         hash(key)
@@ -144,17 +155,29 @@ def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[
     for option, given in (("state_argnums", states), ("batch_argnums", batches)):
         for k in given or ():
             if k not in known:
-                raise ArgumentsError(f"{option} names argument {k}; the step was called with {sorted(known)}")
+                raise ArgumentsError(
+                    f"{option} names argument {k}; the step was called with {sorted(known)} by position. "
+                    "Pass what it names by position"
+                )
     both = set(states or ()).intersection(batches or ())
     if both:
         raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
 
 
-def _argument(name: str, position: int | None, value: Any) -> Argument:
+def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, Any]:
+    """An argument, flattened, and its shapes."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
-    types = tuple(_type(shape_of(leaf)) for _, leaf in leaves)
+    paths = tuple(path_name(p) for p, _ in leaves)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        which = f"<the position of {name}>" if position is None else position
+        remedy = f"say that it is static: parallelize(step, static_argnums={which})"
+    else:
+        remedy = f"take it out of {name!r} before the step is called"
+    full = ["/".join(p for p in (name, path) if p) for path in paths]
+    shapes = [shape_of(leaf, path, remedy) for path, (_, leaf) in zip(full, leaves, strict=True)]
+    types = tuple(map(_type, shapes))
     layouts = tuple(layout_of(leaf) for _, leaf in leaves)
-    return Argument(name, position, treedef, types, tuple(path_name(p) for p, _ in leaves), layouts)
+    return Argument(name, position, treedef, types, paths, layouts), jax.tree.unflatten(treedef, shapes)
 
 
 def _type(shape: Any) -> ArrayType:

@@ -29,9 +29,8 @@ from autopar.errors import ArgumentsError
 from autopar.explain import format_bytes
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.placing import SpreadRunner
-from autopar.step import ParallelStep
 from autopar.step_plan import DenseEntry, StepPlan, TableEntry, plan_of
-from autopar.wrapped_step import WrappedStep, unwrapped
+from autopar.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
 _EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")
@@ -97,7 +96,7 @@ class Check:
         return "\n".join([first, *(f"  {line}" for line in lines)])
 
 
-def check(step: ParallelStep | WrappedStep, *args: Any, **kwargs: Any) -> Check:
+def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
     """Compile a planned step, and compare its collectives with what the plan says. Nothing is run.
 
     Args:
@@ -109,8 +108,7 @@ def check(step: ParallelStep | WrappedStep, *args: Any, **kwargs: Any) -> Check:
 
     Across processes, all of them check together.
     """
-    if not isinstance(step, (ParallelStep, WrappedStep)):
-        raise ArgumentsError("check takes a step that parallelize returned")
+    require_step(step, "check")
     if not args and not kwargs:
         raise ArgumentsError(f"check takes a step's arguments as well: check({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "check")

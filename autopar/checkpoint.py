@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from autopar.bound_step import BoundStep
 from autopar.checkpoint_files import manifest as manifests
 from autopar.checkpoint_files.checksums import check_files
 from autopar.checkpoint_files.dense import require_orbax, write_dense
@@ -103,7 +104,7 @@ def restore(
     path: str | os.PathLike[str],
     like: Any = None,
     *,
-    step: ParallelStep | None = None,
+    step: ParallelStep | BoundStep | None = None,
     batch: Any = None,
     call: Callable[[Any], Sequence[Any]] | None = None,
 ) -> Restored:
@@ -144,13 +145,15 @@ def restore(
     """
     if step is None and (batch is not None or call is not None):
         raise ArgumentsError("restore takes batch= and call= together with step=, to know the step's plan")
-    if step is not None and not isinstance(step, ParallelStep):
+    if step is not None and not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
         raise ArgumentsError(f"restore takes a step that parallelize returned, not a {type(step).__name__}")
     if step is not None and (batch is None) == (call is None):
         raise ArgumentsError(
             f"restore needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
             "than a state and a batch, call=lambda state: (state, ...)"
         )
+    if isinstance(step, BoundStep):
+        step, batch, call = step.step, None, step.calling(batch, call)
     ranks = _ranks()
     before = PROGRESS.last
     mark(before.step, "restoring a checkpoint")

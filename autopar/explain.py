@@ -29,9 +29,8 @@ from autopar.ir.plan import ParameterPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.planned import Entry
-from autopar.step import ParallelStep
 from autopar.step_plan import StepPlan, plan_of
-from autopar.wrapped_step import WrappedStep, unwrapped
+from autopar.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Dense leaves that are listed one by one; the rest is summed up.
 _SHOWN_DENSE = 8
@@ -188,7 +187,7 @@ class Explanation:
         return Text(f"{text}.\nTraced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms:")
 
 
-def explain(step: ParallelStep | WrappedStep, *args: Any, cluster: Cluster | None = None, **kwargs: Any) -> Explanation:
+def explain(step: AnyStep, *args: Any, cluster: Cluster | None = None, **kwargs: Any) -> Explanation:
     """The plan of a step, per parameter, with the reasons.
 
     Args:
@@ -203,8 +202,7 @@ def explain(step: ParallelStep | WrappedStep, *args: Any, cluster: Cluster | Non
 
     Across processes, all of them ask with arguments together; without arguments each may ask for itself.
     """
-    if not isinstance(step, (ParallelStep, WrappedStep)):
-        raise ArgumentsError("explain takes a step that parallelize returned")
+    require_step(step, "explain")
     if args or kwargs:
         pure, arrays, named = unwrapped(step, args, kwargs, "explain")
         entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)

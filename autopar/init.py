@@ -14,6 +14,7 @@ from autopar.agreement import check_same_maker
 from autopar.backends.across import place
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import arranger, even_shares
+from autopar.bound_step import BoundStep
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.host_init import HostMaker
 from autopar.ir.layout import RowLayout
@@ -29,7 +30,7 @@ Call = Callable[[Any], Sequence[Any]]
 def init(
     make_state: Callable[..., Any],
     *args: Any,
-    step: ParallelStep,
+    step: ParallelStep | BoundStep,
     batch: Any = None,
     call: Call | None = None,
 ) -> Any:
@@ -70,13 +71,15 @@ def init(
       >>> table = autopar.init(make_table, jax.random.key(0), step=step, batch=ids)
       >>> table, _ = step(table, ids)
     """
-    if not isinstance(step, ParallelStep):
+    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
         raise ArgumentsError(f"init takes a step that parallelize returned, not a {type(step).__name__}")
     if (batch is None) == (call is None):
         raise ArgumentsError(
             f"init needs to know what {step.name} is called with: batch=..., or, for a step with other arguments than "
             "a state and a batch, call=lambda made: (made, ...)"
         )
+    if isinstance(step, BoundStep):
+        step, batch, call = step.step, None, step.calling(batch, call)
     name = getattr(make_state, "__name__", "make_state")
     try:
         traced = jax_compat.trace(make_state, args, {})

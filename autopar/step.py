@@ -17,6 +17,7 @@ from autopar.agreement import check_same_call, check_same_plan
 from autopar.arguments import Call, check_positions, describe, difference, find_states, read_call, static_keywords, tops
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
+from autopar.bound_step import BoundStep
 from autopar.compile import Compiled, Options, compile_program
 from autopar.cost.memory import leave_devices
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError
@@ -99,6 +100,7 @@ class ParallelStep:
             return self._recover(error, runner, args, kwargs)
         except TypeError:
             if not any(map(is_table, self.leaves(args, kwargs))):
+                read_call(self.fun, args, kwargs, frozenset(self.static_argnums))  # raises what names the leaf
                 raise
             self._takes_tables = True
             return self._call_spread(args, kwargs)
@@ -151,8 +153,8 @@ class ParallelStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
-        if self.devices is not None or self.options.hosts or self._takes_tables:
-            entry = self.entry(*args, **kwargs)
+        entry = self.entry(*args, **kwargs)
+        if self.devices is not None or self.options.hosts or self._takes_tables or entry.keeps_tables:
             self._check_not_hosted(entry)
             return entry.runner.lower()
         runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
@@ -188,7 +190,7 @@ class ParallelStep:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, as a function does: a step may be a method."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else BoundStep(self, instance)
 
     @functools.cached_property
     def _static_names(self) -> frozenset[str]:

@@ -38,8 +38,7 @@ from autopar.passes.capacity import device_ids
 from autopar.plan_difference import PlanDifference, difference
 from autopar.plan_file import AGAIN, read_plan, write_plan
 from autopar.planned import Entry
-from autopar.step import ParallelStep
-from autopar.wrapped_step import WrappedStep, unwrapped
+from autopar.wrapped_step import AnyStep, require_step, unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +225,7 @@ def _facts(entry: TableEntry | DenseEntry) -> Mapping[str, str]:
 
 
 def plan(
-    step: ParallelStep | WrappedStep,
+    step: AnyStep,
     *args: Any,
     cluster: Cluster | None = None,
     alphas: Alphas | None = None,
@@ -242,8 +241,7 @@ def plan(
     Raises:
       ArgumentsError: no arguments, `step` is no step of `parallelize`, or a table that `alphas` doesn't have.
     """
-    if not isinstance(step, (ParallelStep, WrappedStep)):
-        raise ArgumentsError("plan takes a step that parallelize returned")
+    require_step(step, "plan")
     if not args and not kwargs:
         raise ArgumentsError(f"plan takes a step's arguments as well: plan({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "plan")

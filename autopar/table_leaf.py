@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 
 class TableLeaf(abc.ABC):
-    """A leaf of the state that stands for an array [..., V, ...] of the rows' dtype."""
+    """A leaf of the state that stands for an array [..., V, ...] of the rows' dtype.
+
+    Python's operators read it whole, and make ordinary arrays, as `0.9 * average + 0.1 * table` of a moving average.
+    """
+
+    #: NumPy's operators leave the work to those of this class, as they do for arrays of JAX.
+    __array_priority__ = 100
 
     @property
     @abc.abstractmethod
@@ -54,3 +61,21 @@ class TableLeaf(abc.ABC):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.materialize())
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: TableLeaf, *others: Any) -> Any:
+        arrays = [x.materialize() if isinstance(x, TableLeaf) else x for x in others]
+        return getattr(self.materialize(), name)(*arrays)
+
+    apply.__name__ = name
+    apply.__doc__ = "As of an array: the result is an ordinary one, of all rows."
+    return apply
+
+
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *"lt le gt ge neg pos abs invert".split()):
+    setattr(TableLeaf, f"__{_name}__", _operator(f"__{_name}__"))

@@ -31,7 +31,7 @@ from autopar.oracle import oracle, promote
 from autopar.planned import Entry
 from autopar.step import ParallelStep
 from autopar.table import materialize
-from autopar.wrapped_step import WrappedStep, unwrapped
+from autopar.wrapped_step import AnyStep, unwrapped
 
 #: Error allowed, as a share of the largest change in a leaf.
 RELATIVE = 1e-5
@@ -74,7 +74,7 @@ class Verification:
         return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
 
 
-def verify(step: ParallelStep | WrappedStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
+def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
     """Run the plain and the planned step on copies of the arguments and compare.
 
     Across processes, all of them verify together; each runs the plain step whole by itself.

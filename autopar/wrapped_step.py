@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.bound_step import BoundStep
 from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.plan import Plan
 from autopar.planned import Entry
@@ -65,7 +66,7 @@ class WrappedStep(abc.ABC):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, as a function does: a step may be a method."""
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else BoundStep(self, instance)
 
     def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
         """The step of arrays for what is fixed, made when that is new.
@@ -90,16 +91,30 @@ class WrappedStep(abc.ABC):
         return step
 
 
+#: What functions take that ask about a step.
+AnyStep = ParallelStep | WrappedStep | BoundStep
+
+
+def require_step(step: Any, what: str) -> None:
+    """Check that something is a planned step, or a method that is one.
+
+    Raises:
+      ArgumentsError: it isn't; `what` names the function that wanted one.
+    """
+    if not isinstance(step, (ParallelStep, WrappedStep, BoundStep)):
+        hint = f": {what}(autopar.parallelize({getattr(step, '__name__', 'step')}), ...)" if callable(step) else ""
+        raise ArgumentsError(f"{what} takes a step that parallelize returned, not a {type(step).__name__}{hint}")
+
+
 def unwrapped(
-    step: ParallelStep | WrappedStep, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+    step: AnyStep, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
 ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
     """A step of arrays and its arguments, whatever the step is of.
 
     Raises:
       ArgumentsError: `step` is no planned step; `what` names the function that wanted one.
     """
-    if isinstance(step, WrappedStep):
-        return step.pure(args, kwargs)
-    if not isinstance(step, ParallelStep):
-        raise ArgumentsError(f"{what} takes a step that parallelize returned")
-    return step, args, kwargs
+    require_step(step, what)
+    if isinstance(step, BoundStep):
+        return unwrapped(step.step, (step.instance, *args), kwargs, what)
+    return step.pure(args, kwargs) if isinstance(step, WrappedStep) else (step, args, kwargs)

@@ -1,0 +1,185 @@
+"""What a user meets beside the numbers: errors that say what, where and what to do; methods; tables in arithmetic."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+
+ROWS, WIDTH = 40, 3
+IDS = jnp.array([3, 5], jnp.int32)
+ADAM = optax.adam(0.1)
+
+
+def make_table() -> jax.Array:
+    return jnp.arange(ROWS * WIDTH, dtype=jnp.float32).reshape(ROWS, WIDTH) / 100
+
+
+def loss_of(table: Any, ids: Any) -> Any:
+    return (table[ids] ** 2).sum()
+
+
+def sgd(table: Any, batch: Any) -> Any:
+    return table - 0.1 * jax.grad(loss_of)(table, batch["ids"]), batch["ids"].sum()
+
+
+def decayed(table: Any, ids: Any) -> Any:
+    """Moves all rows."""
+    return 0.9 * table - 0.1 * jax.grad(loss_of)(table, ids), ids.sum()
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ({"ids": IDS, "text": "a b"}, r"batch/text is no array of numbers \(str: 'a b'\).*take it out of 'batch'"),
+        ({"ids": IDS, "more": [IDS, print]}, "batch/more/1 is no array.*built-in function print"),
+        ({"ids": IDS, "words": np.array(["a", "b"])}, r"batch/words is no array of numbers \(array of <U1\)"),
+        ({"ids": IDS, "objects": np.array([None])}, r"batch/objects is no array of numbers \(array of object\)"),
+        ("a b", r"argument batch is no array of numbers.*static_argnums=1\)"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["auto", ("ps", "hosts")])
+def test_a_leaf_that_is_no_array_is_named(batch: Any, told: str, strategy: Any) -> None:
+    step = autopar.parallelize(sgd, strategy=strategy)
+    with pytest.raises(autopar.ArgumentsError, match=told):
+        step(make_table(), batch)
+    table, _ = step(make_table(), {"ids": IDS})
+    with pytest.raises(autopar.ArgumentsError, match=told):
+        step(table, batch)
+    if batch == "a b":
+        with pytest.raises(autopar.ArgumentsError, match=r"static_argnums=<the position of batch>\)"):
+            step(table, batch=batch)
+    else:  # of the structure that was planned
+        with pytest.raises(autopar.ArgumentsError, match=r"batch/ids is no array of numbers \(str: 'c'\)"):
+            step(table, {"ids": "c"})
+
+
+# --- methods ---
+
+
+class Trainer:
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def plain(self, table: Any, ids: Any) -> Any:
+        return table - self.rate * jax.grad(loss_of)(table, ids), ids.sum()
+
+    step = autopar.parallelize(plain, strategy="ps", static_argnums=0)
+    dynamic = autopar.parallelize(plain, strategy="ps")
+    hosted = autopar.parallelize(plain, strategy=("ps", "hosts"), static_argnums=0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Rates:
+    rate: Any
+
+    step = autopar.parallelize(Trainer.plain, strategy="ps", state_argnums=1)
+
+
+@pytest.mark.parametrize("trainer", [Trainer(0.1), Rates(jnp.float32(0.3))])
+def test_a_step_that_is_a_method(trainer: Any) -> None:
+    expected = Trainer.plain(trainer, make_table(), IDS)[0]
+    np.testing.assert_allclose(trainer.step(make_table(), IDS)[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(trainer.step(make_table(), ids=IDS)[0], expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(trainer.step, static_argnames=())(make_table(), IDS)[0], expected, rtol=1e-6)
+    assert trainer.step.plan.parameters[0].lifted and trainer.step == trainer.step != Trainer(0.1).step
+    assert "touched rows" in str(autopar.explain(trainer.step, make_table(), IDS))
+    assert "touched rows" in str(autopar.explain(trainer.step))
+    assert autopar.verify(trainer.step, make_table(), IDS).ok
+    assert "table" in str(autopar.plan(trainer.step, make_table(), IDS))
+    assert "scatter" in trainer.step.lower(make_table(), IDS).as_text()
+    assert trainer.step.name == "plain"
+    np.testing.assert_allclose(trainer.step.__wrapped__(make_table(), IDS)[0], expected, rtol=1e-6)
+    if isinstance(trainer, Trainer):
+        with pytest.warns(autopar.RecompileWarning, match="a static argument changed"):
+            other = Trainer(0.2).step(make_table(), IDS)[0]
+        np.testing.assert_allclose(other, Trainer.plain(Trainer(0.2), make_table(), IDS)[0], rtol=1e-6)
+
+
+def test_a_state_is_made_and_restored_for_a_method(tmp_path: Any) -> None:
+    trainer = Trainer(0.1)
+    table = autopar.init(make_table, step=trainer.hosted, batch=IDS)
+    assert isinstance(table, autopar.HostTable)
+    table, _ = trainer.hosted(table, IDS)
+    autopar.save(tmp_path, table)
+    found = autopar.restore(tmp_path, step=trainer.hosted, call=lambda made: (made, IDS)).state
+    assert isinstance(found, autopar.HostTable)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(table))
+
+
+def test_an_object_that_is_no_pytree_is_to_be_static() -> None:
+    with pytest.raises(autopar.ArgumentsError, match=r"argument self is no array of numbers \(Trainer: .*argnums=0\)"):
+        Trainer(0.1).dynamic(make_table(), IDS)
+    with pytest.raises(autopar.ArgumentsError, match=r"argument self is no array of numbers \(Trainer: .*argnums=0\)"):
+        autopar.explain(Trainer(0.1).dynamic, make_table(), IDS)
+
+
+@pytest.mark.parametrize("function", [autopar.explain, autopar.verify, autopar.plan, autopar.check])
+def test_what_is_no_planned_step(function: Any) -> None:
+    name = function.__name__
+    with pytest.raises(
+        autopar.ArgumentsError, match=rf"{name} takes .* not a function: {name}\(autopar.parallelize\(sgd"
+    ):
+        function(sgd, make_table(), {"ids": IDS})
+    with pytest.raises(autopar.ArgumentsError, match=rf"{name} takes a step that parallelize returned, not a Trainer$"):
+        function(Trainer(0.1), make_table(), IDS)
+
+
+# --- lower ---
+
+
+def test_lower_is_of_the_program_that_a_call_runs() -> None:
+    """Of ordinary arrays, too, though the step's rows are deferred: the plain program has no journal."""
+    step = autopar.parallelize(decayed, strategy="ps", state_argnums=0)
+    text = step.lower(make_table(), IDS).as_text()
+    assert "stablehlo.while" in text
+    shapes = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    assert step.lower(*shapes).as_text() == text
+    table, _ = step(make_table(), IDS)
+    assert isinstance(table, autopar.DeferredTable)
+    assert step.lower(table, IDS).as_text() == text
+
+
+# --- arithmetic ---
+
+BINARY = "add sub mul truediv floordiv mod pow lt le gt ge".split()
+
+
+@pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")])
+def test_tables_in_arithmetic_are_ordinary_arrays(strategy: Any) -> None:
+    step = autopar.parallelize(decayed, strategy=strategy, state_argnums=0)
+    table, _ = step(make_table() + 1, IDS)
+    assert isinstance(table, (autopar.DeferredTable, autopar.HostTable))
+    array = autopar.materialize(table)
+    np.testing.assert_allclose(array, decayed(make_table() + 1, IDS)[0], rtol=1e-6)
+    others = [2, 2.0, np.float64(2), np.float32(2), jnp.float32(2), np.full(WIDTH, 2.0, np.float32), array, table]
+    for name in BINARY:
+        apply = getattr(operator, name)
+        for other in others:
+            same = array if other is table else other
+            for found, expected in (
+                (apply(table, other), apply(array, same)),
+                (apply(other, table), apply(same, array)),
+            ):
+                assert type(found) is type(expected) and found.dtype == expected.dtype
+                np.testing.assert_array_equal(found, expected)
+    for found, expected in ((-table, -array), (abs(table), abs(array)), (table @ array.T, array @ array.T)):
+        np.testing.assert_array_equal(found, expected)
+    assert len(list(table)) == ROWS
+    mean = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, {"t": array}, {"t": table})
+    np.testing.assert_array_equal(mean["t"], 0.9 * array + 0.1 * array)
+    with pytest.raises(TypeError, match=rf"unsupported operand type\(s\) for \+: '{type(table).__name__}' and 'str'"):
+        table + "a"
+    assert not table.is_deleted() and step(table, IDS)
