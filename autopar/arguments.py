@@ -249,7 +249,7 @@ def find_states(
         lone = argument.is_lone_array and not named
         if lone and any(j not in found for j in range(k) if call.arguments[j].types):
             continue
-        start = _find(argument, nodes, types, claimed)
+        start = next(_find(argument, nodes, types, claimed), None)
         if start is not None:
             found[k] = start
             claimed.append((start, start + len(argument.types)))
@@ -272,14 +272,20 @@ def _nodes(treedef: Any, start: int) -> Iterator[tuple[Any, int]]:
 
 def _find(
     argument: Argument, nodes: Sequence[tuple[Any, int]], types: Sequence[ArrayType], claimed: Sequence[tuple[int, int]]
-) -> int | None:
+) -> Iterator[int]:
+    """First leaves of results that have the argument's form, and overlap with none that is claimed."""
     size = len(argument.types)
     for node, start in nodes:
         if node != argument.treedef or any(a < start + size and start < b for a, b in claimed):
             continue
         if all(_alike(a, b) for a, b in zip(argument.types, types[start : start + size], strict=True)):
-            return start
-    return None
+            yield start
+
+
+def places_of(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
+    """First leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    return list(_find(argument, list(_nodes(treedef, 0)), [_type(leaf) for leaf in leaves], claimed))
 
 
 def _alike(a: ArrayType, b: ArrayType) -> bool:

@@ -23,12 +23,13 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.arguments import Call, States, describe, find_states, path_name, tops
+from autopar.arguments import Call, States, describe, path_name
 from autopar.errors import ArgumentsError, StateError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.own_sums import own_sums
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
+from autopar.state_match import match_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +167,7 @@ class CallOfOne:
                 )
             raise
         block = block_of(jaxpr)
-        states = find_states(self.call, outputs, self.state_argnums, self.batch_argnums)
-        if self.state_argnums is None:
-            states = states.confirmed(self.call, block, tops(jax.tree.structure(outputs)))
-        return states, block
+        return match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums), block
 
 
 def _share(shape: Any, axis: int | None, count: int) -> Any:

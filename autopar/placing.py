@@ -14,6 +14,7 @@ from autopar import jax_compat
 from autopar.arguments import Argument
 from autopar.backends.across import is_global, place
 from autopar.backends.devices import Devices
+from autopar.backends.donation import donation_order
 from autopar.backends.layouts import placed
 from autopar.backends.watched import watched
 from autopar.compile import Compiled
@@ -150,11 +151,20 @@ class SpreadRunner:
         self._count = len(analysed.outputs)  # and perhaps a flag
         self._flags: collections.deque[Any] = collections.deque()
         self._across = devices.processes.several
+        places = self._returned(analysed, entries, bool(plan.fallback))
+        order = donation_order(compiled.program.new_states, len(places))
+        self._order = sorted(range(len(order)), key=order.__getitem__)
+
+        def run_in_order(*leaves: Any) -> tuple[Any, ...]:
+            results = run(*leaves)
+            return tuple(results[k] for k in order)
+
         self._run = jax.jit(
-            lambda *leaves: tuple(run(*leaves)),
+            run_in_order,
             in_shardings=(*self._shardings, *entries),
-            out_shardings=self._returned(analysed, entries, bool(plan.fallback)),
+            out_shardings=tuple(places[k] for k in order),
             donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
+            keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
         )
         self._call = watched(self._run) if self._across else self._run
 
@@ -194,7 +204,8 @@ class SpreadRunner:
         for journaling, known in zip(self._journalings, entries, strict=True):
             if not known:
                 known += journaling.begin([placed[k] for k in journaling.replay.leaves])
-        results = list(self._call(*placed, *(x for known in entries for x in known)))
+        found = self._call(*placed, *(x for known in entries for x in known))
+        results = [found[k] for k in self._order]
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
             self._flags.append(results.pop())

@@ -14,6 +14,7 @@ from autopar import jax_compat
 from autopar.arguments import Call, States, read_layout
 from autopar.backends.across import local
 from autopar.backends.devices import Devices
+from autopar.backends.donation import Donation, Reordered, donation_order
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
@@ -60,11 +61,14 @@ class Entry:
         )
         return self.call.key == call.key and all(same)
 
-    @property
-    def donated(self) -> frozenset[int | str]:
-        """Positions and names of the states."""
+    @functools.cached_property
+    def donation(self) -> Donation:
+        """How the step on one device is given to `jax.jit`."""
+        if not self.donate:
+            return Donation()
         states = (self.call.arguments[k] for k in self.states.outputs)
-        return frozenset(a.name if a.position is None else a.position for a in states)
+        names = frozenset(a.name if a.position is None else a.position for a in states)
+        return Donation.of(self.compiled.analysed, names)
 
     @property
     def keeps_tables(self) -> bool:
@@ -94,6 +98,13 @@ class Entry:
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
+
+    def returned(self, leaves: Sequence[Any]) -> Any:
+        """What the step on one device returns to `jax.jit`."""
+        results, program = self.run(*leaves), self.compiled.analysed
+        if not self.donation.reorders:
+            return jax.tree.unflatten(self.out_tree, results)
+        return Reordered.of(results, self.out_tree, donation_order(program.new_states, len(program.outputs)))
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """With the plain step's types, weak or strong: a row that is written back takes its table's type."""

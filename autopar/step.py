@@ -14,8 +14,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.agreement import check_same_call, check_same_plan
-from autopar.arguments import Call, check_positions, describe, difference, find_states, read_call, static_keywords, tops
+from autopar.arguments import Call, check_positions, describe, difference, read_call, static_keywords
 from autopar.backends.devices import Devices
+from autopar.backends.donation import Donation
 from autopar.backends.processes import Processes
 from autopar.bound_step import BoundStep
 from autopar.compile import Compiled, Options, compile_program
@@ -31,6 +32,7 @@ from autopar.mpi.world import world
 from autopar.per_device import CallOfOne, GlobalStep, PerDevice
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
+from autopar.state_match import match_states
 from autopar.table import is_table, layout_of, materialize
 from autopar.watch_alpha import ONE_DEVICE, REMEDY, AlphaWatch, told
 
@@ -60,6 +62,7 @@ class ParallelStep:
     watch: AlphaWatch | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
+    _jitted: dict[Any, Any] = field(default_factory=dict)
     _known: dict[Any, Entry] = field(default_factory=dict)
     latest: Entry | None = None
     _takes_tables: bool = False
@@ -215,9 +218,7 @@ class ParallelStep:
                 "Pass that value as an argument"
             )
         block = block_of(traced.jaxpr)
-        states = find_states(call, traced.out_info, self.state_argnums, self.batch_argnums or ())
-        if self.state_argnums is None:
-            states = states.confirmed(call, block, tops(traced.out_tree))
+        states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
         ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         inputs, outputs = describe(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
@@ -349,27 +350,24 @@ class ParallelStep:
         warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=6)
 
     def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        entry = self.entry(*args, **kwargs)
-        donated = entry.donated if self.donate else frozenset()
-        runner = jax.jit(
-            self._planned(donated),
-            static_argnums=self.static_argnums,
-            donate_argnums=tuple(sorted(k for k in donated if isinstance(k, int))),
-            donate_argnames=tuple(sorted(k for k in donated if isinstance(k, str))),
-        )
-        self._runners[(len(args), *kwargs)] = runner
+        donation = self.entry(*args, **kwargs).donation
+        form = len(args), *kwargs
+        runner = self._jitted.get((form, donation))
+        if runner is None:
+            runner = self._jitted[form, donation] = donation.jit(self._planned(donation), self.static_argnums)
+        self._runners[form] = runner
         return runner
 
-    def _planned(self, donated: frozenset[Any]) -> Callable[..., Any]:
+    def _planned(self, donation: Donation) -> Callable[..., Any]:
         """What is given to `jax.jit`: runs once for each set of shapes, with tracers."""
 
         @functools.wraps(self.fun)
         def planned(*args: Any, **kwargs: Any) -> Any:
             entry = self.entry(*args, **kwargs)
             self._check_not_hosted(entry)
-            if self.donate and donated != entry.donated:
+            if donation != entry.donation:
                 raise _OtherStates
-            return jax.tree.unflatten(entry.out_tree, entry.run(*self.leaves(args, kwargs)))
+            return entry.returned(self.leaves(args, kwargs))
 
         return planned
 

@@ -101,9 +101,14 @@ class Ranks:
         if side == "device" and not self.is_single:
             everywhere = self.sharding(None)
             shardings = tuple(everywhere if w else None for w in whole)
-            program = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), out_shardings=shardings)
+            program = jax.jit(
+                lambda *xs: tuple(run(*xs)),
+                donate_argnums=tuple(donated),
+                out_shardings=shardings,
+                keep_unused=bool(donated),
+            )
             return watched(program) if self.is_global and self.exchange.size > 1 else program
-        compiled = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated))
+        compiled = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), keep_unused=bool(donated))
         if side == "owner" and self.host is not None:
             return self._on_host(compiled)
         return compiled

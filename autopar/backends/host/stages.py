@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.ranks import Ranks
@@ -161,11 +162,15 @@ class StagedProgram:
         names = block.inputs
         owner = segment.side == "owner"
         view = self._ranks.owner_view if owner else self._ranks.device_view
-        run = emit(block, {**self._ranks.backends(self._plan, segment.side), **host_backends(self._plan, view)}, view)
-        made = set(block.outputs)
+        made = {v: k for k, v in enumerate(block.outputs)}
         last = segment.last if may_donate else frozenset()
-        donated = [k for k, v in enumerate(names) if v in last and self._reusable.get(v) in made]
-        outputs = block.outputs
+        states = [k for k, v in enumerate(names) if v in last and self._reusable.get(v) in made]
+        new = {k: made[self._reusable[names[k]]] for k in states}
+        new = {k: out for out, k in {out: k for k, out in new.items()}.items()}  # a new value has one place
+        outputs = [block.outputs[k] for k in donation_order(new, len(block.outputs))]
+        block = dataclasses.replace(block, outputs=tuple(outputs))
+        run = emit(block, {**self._ranks.backends(self._plan, segment.side), **host_backends(self._plan, view)}, view)
+        donated = sorted(new)
         compiled = self._ranks.compile(run, segment.side, donated, [v in self._whole for v in outputs])
         read = self._ranks.for_owner if owner else self._ranks.for_device
 

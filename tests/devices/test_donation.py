@@ -1,0 +1,91 @@
+"""Each state is updated where it was, whatever comes back with it and in whatever order: on several devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+
+from ..donation import CASES, IDS, LARGE_RESULTS, ROWS, WIDTH, buffers, large_copies, pairs
+from .meshes import mesh_of
+
+SHARE = ROWS * WIDTH // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "emit"),
+    [
+        ("arrays by themselves", "ps", "pjit"),
+        ("arrays by themselves", "allgather", "pmap"),
+        ("containers", "allreduce_rows", "pjit"),
+        ("containers", "allreduce", "pmap"),
+        ("containers", "ps", "pmap"),
+        ("gradients first", "ps", "pjit"),
+        ("an unread state", "allgather", "pjit"),
+        ("an untouched state", "ps", "pjit"),
+    ],
+)
+def test_each_state_is_updated_where_it_was(name: str, strategy: str, emit: str) -> None:
+    case = CASES[name]
+    planned = case.planned(strategy=strategy, emit=emit, mesh=mesh_of(4))
+    mine, theirs, where = case.states(), case.states(), None
+    plain = jax.jit(case.step)
+    for _ in range(3):
+        found, wanted = planned(*mine, IDS), plain(*theirs, IDS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6), found, wanted)
+        mine, theirs = case.new(found), case.new(wanted)
+        assert where is None or buffers(mine) == where
+        where = buffers(mine)
+    text = planned.lower(*case.states(), IDS).compile().as_text()
+    states = range(len(where or ()))
+    assert pairs(text) == {k: k for k in states}
+    assert name in LARGE_RESULTS or not large_copies(text, SHARE)
+
+
+def test_with_a_fallback() -> None:
+    """Capacities that are measured, and a second program in a loop."""
+
+    def step(slot: Any, table: Any, ids: jax.Array) -> Any:
+        return CASES["containers"].step(slot, table, ids)
+
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    slot, table = CASES["containers"].states()
+    ids = np.random.default_rng(0).integers(0, ROWS, 512, np.int32)
+    where = None
+    for _ in range(3):
+        table, slot, _ = planned(slot, table, ids)
+        assert where is None or buffers((slot, table)) == where
+        where = buffers((slot, table))
+    assert planned.plan.fallback
+    assert not large_copies(planned.lower(*CASES["containers"].states(), ids).compile().as_text(), SHARE)
+
+
+def test_a_step_written_for_one_of_several_devices() -> None:
+    def step(slot: Any, table: Any, ids: jax.Array) -> Any:
+        loss, g = jax.value_and_grad(lambda t: (t[ids] ** 2).mean())(table["table"])
+        g = jax.lax.pmean(g, "batch")
+        return {"table": table["table"] - 0.1 * g}, {"slot": slot["slot"] + g * g}, jax.lax.pmean(loss, "batch")
+
+    planned = autopar.parallelize(step, axis_name="batch", strategy="ps", mesh=mesh_of(4))
+    slot, table = CASES["containers"].states()
+    where = None
+    for _ in range(3):
+        table, slot, _ = planned(slot, table, IDS)
+        assert where is None or buffers((slot, table)) == where
+        where = buffers((slot, table))
+
+
+def test_deferred_rows() -> None:
+    from ..test_donation import ADAM
+
+    planned = ADAM.planned(mesh=mesh_of(4))
+    states, where = ADAM.states(), None
+    for _ in range(3):
+        states = ADAM.new(planned(*states, IDS))
+        assert where is None or buffers(states) == where
+        where = buffers(states)
+    assert not large_copies(planned.lower(*ADAM.states(), IDS).compile().as_text(), SHARE)
