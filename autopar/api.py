@@ -149,12 +149,17 @@ def parallelize(
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
         raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
+    if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
+        raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
+    if not isinstance(donate, bool):
+        raise ArgumentsError(f"donate={donate!r}: give True or False")
     if emit not in ("pjit", "pmap"):
         raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
-        raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh")
+        known = "give mesh=, too" if mesh is None else f"there are {', '.join(map(repr, mesh.axis_names))}"
+        raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh: {known}")
     if axis_name is not None and not isinstance(axis_name, str):
         raise ArgumentsError(f"axis_name={axis_name!r}: give the name that the step reduces over, a string")
     if replan not in ("warn", "auto", "off"):
@@ -180,9 +185,9 @@ def parallelize(
         devices=devices if devices.mesh.size > 1 else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         donate=donate,
-        state_argnums=_positions(step, state_argnums),
-        batch_argnums=_positions(step, batch_argnums),
-        static_argnums=_positions(step, static_argnums) or (),
+        state_argnums=_positions(step, "state_argnums", state_argnums),
+        batch_argnums=_positions(step, "batch_argnums", batch_argnums),
+        static_argnums=_positions(step, "static_argnums", static_argnums) or (),
         watch=None if replan == "off" or devices.processes.several else AlphaWatch(replan),
     )
 
@@ -210,12 +215,25 @@ def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> Para
     return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")
 
 
-def _positions(step: Callable[..., Any], given: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Positions of arguments; negative ones count from the last parameter."""
+def _positions(step: Callable[..., Any], option: str, given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Positions of arguments; negative ones count from the last parameter.
+
+    Raises:
+      ArgumentsError: they aren't positions, or the step has no such argument.
+    """
     if given is None:
         return None
-    numbers = (given,) if isinstance(given, int) else tuple(given)
-    if all(k >= 0 for k in numbers):
+    numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if not all(isinstance(k, int) and not isinstance(k, bool) for k in numbers):
+        raise ArgumentsError(f"{option}={given!r}: give positions of the step's arguments, whole numbers from 0")
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # of some builtins nobody knows
         return numbers
-    count = len(inspect.signature(step).parameters)
+    count = len(parameters)
+    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for k in numbers:
+        if k < -count or (k >= count and not open_ended):
+            name = getattr(step, "__name__", type(step).__name__)
+            raise ArgumentsError(f"{option} names argument {k}; {name} takes {count}, numbered from 0")
     return tuple(k + count if k < 0 else k for k in numbers)

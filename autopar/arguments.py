@@ -141,8 +141,25 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     try:
         hash(key)
     except TypeError as error:
-        raise ArgumentsError(f"a static argument can't be hashed ({error}); pass it as an ordinary one") from error
+        raise ArgumentsError(f"{_unhashable(statics, names)} ({error}). {_HASHABLE}") from error
     return Call(tuple(arguments), (tuple(shaped), shaped_kwargs), key)
+
+
+#: What to do about a static argument that can't be hashed.
+_HASHABLE = (
+    "Each value of a static argument has a plan of its own, so it must be hashable (a tuple, a frozen dataclass). "
+    "Arrays are ordinary arguments: leave them out of static_argnums"
+)
+
+
+def _unhashable(statics: Sequence[tuple[int | str, Any]], names: Sequence[str]) -> str:
+    for place, value in statics:
+        try:
+            hash(value)
+        except TypeError:
+            which = names[place] if isinstance(place, int) else place
+            return f"the static argument {which} is a {type(value).__name__}, which can't be hashed"
+    return "an argument's structure can't be hashed"
 
 
 def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:

@@ -74,6 +74,8 @@ def read_cluster(path: str | Path, *, named: bool = True) -> Cluster:
     Raises:
       LaunchError: the file is missing or wrong; the message has its line.
     """
+    if not isinstance(path, (str, Path)):
+        raise LaunchError(f"{path!r} is no path of a cluster file: give a string or a pathlib.Path")
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")

@@ -260,7 +260,8 @@ class HostRunner:
         leaf = ranks.own(leaf)
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ArgumentsError(
-                f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it"
+                f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it: give "
+                "it whole to each, jax.device_put with a replicated sharding"
             )
         if ranks.is_global:
             return ranks.everywhere(leaf)

@@ -80,6 +80,8 @@ def init(
         )
     if isinstance(step, BoundStep):
         step, batch, call = step.step, None, step.calling(batch, call)
+    if not callable(make_state):
+        raise ArgumentsError(f"init takes a function that makes the state first, not a {type(make_state).__name__}")
     name = getattr(make_state, "__name__", "make_state")
     try:
         traced = jax_compat.trace(make_state, args, {})
@@ -174,6 +176,10 @@ def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | N
                 "init(..., call=lambda made: (..., made))"
             )
         return (batch, made) if position else (made, batch)
+    if not callable(call):
+        raise ArgumentsError(
+            f"call={call!r}: give a function, call=lambda made: (made, ...), of all the step's arguments"
+        )
     given = call(made)
     if not isinstance(given, (tuple, list)):
         raise ArgumentsError(f"call gives a tuple of the step's arguments, not a {type(given).__name__}")

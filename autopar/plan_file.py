@@ -54,6 +54,8 @@ def read_plan(path: str | Path, kind: type[T]) -> T:
     Raises:
       PlanError: the file can't be read, or is no plan, of another version, or damaged.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -77,6 +77,11 @@ def leaves_of(state: Any) -> list[SavedLeaf]:
     found = []
     for number, (path, leaf) in enumerate(pairs):
         known = path_name(path)
+        if isinstance(leaf, jax_compat.Tracer):
+            raise CheckpointError(
+                f"{known or 'the state'} is being traced and has no value yet: save what the jitted function returned, "
+                "outside of jax.jit"
+            )
         if (isinstance(leaf, jax.Array) or is_table(leaf)) and leaf.is_deleted():
             raise DonatedStateError(
                 f"{known or 'the state'} was given to a step, which updated it in place: save the state that the step "

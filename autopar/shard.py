@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,15 @@ def shard(
         raise ArgumentsError(f"last={last!r}: there are 'error', 'drop' and 'pad'")
     if shuffle is not None and batch_size is None:
         raise ArgumentsError("shuffle= needs examples that can be indexed: give them, and batch_size=")
-    if shuffle is not None and shuffle < 0:
+    if isinstance(shuffle, int) and shuffle < 0:
         raise ArgumentsError(f"shuffle={shuffle}: a seed is not negative")
+    for name, given, least in (("shuffle", shuffle, 0), ("epochs", epochs, 0), ("batch_size", batch_size, 1)):
+        if given is not None and (not isinstance(given, (int, np.integer)) or given < least):
+            raise ArgumentsError(f"{name}={given!r}: give a whole number, {least} or more, or None")
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
+    if not isinstance(mask, str):
+        raise ArgumentsError(f"mask={mask!r}: give the name that the weights have in the batch, a string")
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
     options = _Options(devices, batch_axis, last, mask, per_process, epochs, -1 if shuffle is None else shuffle)
@@ -116,9 +124,10 @@ class _Options:
 
 def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Options, added: list[str]) -> Examples:
     size, rest = divmod(batch_size, options.sources)
-    if batch_size < 1 or rest:
+    if rest:
         raise ArgumentsError(
-            f"batch_size={batch_size}: a global batch, of which each of {options.sources} processes gives as much"
+            f"batch_size={batch_size} is that of the global batch, of which each of {options.sources} processes gives "
+            "the same part: give a multiple of their number"
         )
     reader = reader_of(source, options.batch_axis, added)
     about = json.dumps([reader.count, batch_size, shuffle, options.last, options.epochs])
@@ -180,7 +189,12 @@ class Batches(Iterator[Any]):
           ArgumentsError: it is of another seed, or of another number of sources.
         """
         mine = self.state()
-        state = {name: int(state[name]) for name in mine}
+        try:
+            state = {name: operator.index(state[name]) for name in mine}
+        except (TypeError, KeyError, IndexError) as error:
+            raise ArgumentsError(f"{state!r} is no position: give what state() returned, such as {mine}") from error
+        if min(state["epoch"], state["batch"]) < 0:
+            raise ArgumentsError(f"{state} is no position: epoch and batch are 0 or more")
         for name, option, also in (("seed", "shuffle", ""), ("sources", "per_process", ", on as many processes")):
             if state[name] != mine[name]:
                 raise ArgumentsError(

@@ -12,7 +12,7 @@ from autopar.cost.exchange import HOSTED
 from autopar.cost.simulate import SIMULATED, StepTime, TableLoad, Workload, crossovers, scaling
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Method
-from autopar.step_plan import StepPlan, TableEntry, dense_load
+from autopar.step_plan import StepPlan, TableEntry, dense_load, require_plan
 
 #: Devices that are simulated by default: 1 to 10,000.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
@@ -79,6 +79,7 @@ def simulate(
       ArgumentsError: no cluster is given; the plan is of one device, so that nobody knows what is shared; a number that
         is out of range; or a method or table that there isn't.
     """
+    require_plan(plan, "simulate")
     cluster = plan.cluster if cluster is None else require_cluster(cluster)
     if cluster is None:
         raise ArgumentsError("simulate needs to know the devices: simulate(plan, cluster=autopar.Cluster.named(...))")

@@ -115,6 +115,7 @@ class StepPlan:
 
     def diff(self, new: StepPlan) -> PlanDifference:
         """What is other in a plan made later, for people: facts, decisions, predictions; not the words about them."""
+        require_plan(new, "diff")
         mine, theirs = ({x.path: _facts(x) for x in (*p.tables, *p.dense)} for p in (self, new))
         return difference({"the step": _step_facts(self), **mine}, {"the step": _step_facts(new), **theirs})
 
@@ -222,6 +223,16 @@ def _facts(entry: TableEntry | DenseEntry) -> Mapping[str, str]:
         "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
         "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",
     }
+
+
+def require_plan(given: Any, what: str) -> None:
+    """Check that something is a plan.
+
+    Raises:
+      ArgumentsError: it isn't; `what` names the function that wanted one.
+    """
+    if not isinstance(given, StepPlan):
+        raise ArgumentsError(f"{what} takes a plan, autopar.plan(step, state, batch), not a {type(given).__name__}")
 
 
 def plan(

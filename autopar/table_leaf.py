@@ -59,6 +59,11 @@ class TableLeaf(abc.ABC):
         """Bytes of the table, spare rows excepted."""
         return self.size * self.dtype.itemsize
 
+    def __bool__(self) -> bool:
+        if self.size != 1:
+            raise ValueError(f"a table of {self.size} elements is neither true nor false: ask for `is None`, or any()")
+        return bool(self.materialize())
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -21,7 +21,7 @@ from autopar import jax_compat
 from autopar.arguments import read_call
 from autopar.backends.across import local
 from autopar.backends.emit import emit
-from autopar.errors import StepError, VerificationError
+from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
 from autopar.ir.row_ids import collect_ids
@@ -91,7 +91,11 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
       VerificationError: naming every leaf that differs.
       StepError: two traces of the step differ: it isn't a function of its arguments.
     """
+    if not isinstance(steps, int) or steps < 1:
+        raise ArgumentsError(f"verify: steps={steps!r}; the step is run once at least")
     pure, arrays, named = unwrapped(step, args, kwargs, "verify")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in pure.leaves(arrays, named)):
+        raise ArgumentsError("verify runs the step: give it arrays, not shapes (jax.ShapeDtypeStruct)")
     entry = pure.entry(*arrays, **named)
     _check_pure(pure, entry, arrays, named)
     found = compare(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")

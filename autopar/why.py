@@ -11,7 +11,7 @@ from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
 from autopar.explain import format_bytes
 from autopar.ir.plan import METHODS, Method, split_method
-from autopar.step_plan import StepPlan, TableEntry
+from autopar.step_plan import StepPlan, TableEntry, require_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ def why(plan: StepPlan, path: str, method: Method) -> Why:
       >>> autopar.why(plan, "table", "allreduce").ratio > 10
       True
     """
+    require_plan(plan, "why")
     asked, where = split_method(method)
     if asked == "auto":
         raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS[1:])}")

@@ -221,8 +221,12 @@ def test_a_masked_batch_that_is_handed_back_is_no_state() -> None:
 
 @pytest.mark.parametrize("option", ["state_argnums", "batch_argnums"])
 def test_positions_of_no_argument(option: str) -> None:
-    planned = autopar.parallelize(update, **{option: 5})
-    with pytest.raises(autopar.ArgumentsError, match=f"{option} names argument 5"):
+    with pytest.raises(autopar.ArgumentsError, match=f"{option} names argument 5; update takes 3"):
+        autopar.parallelize(update, **{option: 5})
+    planned = autopar.parallelize(lambda *args: update(*args), **{option: 5})
+    with pytest.raises(
+        autopar.ArgumentsError, match=rf"{option} names argument 5; .* called with \[0, 1, 2\] by position"
+    ):
         planned(make_params(), TX.init(make_params()), IDS)
 
 
@@ -232,7 +236,9 @@ def test_a_list_of_devices_is_no_mesh() -> None:
 
 
 def test_arguments_that_are_no_arrays() -> None:
-    with pytest.raises(autopar.ArgumentsError, match="a str, which is no array.*static_argnums"):
+    with pytest.raises(
+        autopar.ArgumentsError, match="argument name is no array of numbers .str: 'x'.*static_argnums=1"
+    ):
         autopar.parallelize(lambda params, name: (params, name))(make_params(), "x")
 
 

@@ -52,7 +52,10 @@ class Processes:
         """
         me = jax.process_index()
         if me not in self.members:
-            raise ArgumentsError(f"process {me} has no device in the mesh, whose devices are those of {self.members}")
+            raise ArgumentsError(
+                f"process {me} has no device in the mesh, whose devices are those of {self.members}. Make the mesh of "
+                "all devices, jax.devices(), or run the step on those processes alone"
+            )
         return self.members.index(me)
 
     def gather(self, value: bytes, about: str) -> list[bytes]:

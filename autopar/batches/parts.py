@@ -84,6 +84,11 @@ def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> lis
     """The batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
     leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})
     known = [(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]
+    for (path, _), (_, leaf) in zip(known, leaves, strict=True):
+        if getattr(leaf.dtype, "kind", "") in "OSUMm":
+            raise ArgumentsError(
+                f"{path} is an array of {leaf.dtype}: batches are of numbers. Make it one, or take it out of the batch"
+            )
     return example_axes(batch_axis, [*known, *((f"batch/{name}", (1,)) for name in added)])[: len(known)]
 
 
@@ -97,7 +102,11 @@ def size_of(batch: Any, axes: Sequence[int | None], name: str) -> int:
     """Examples in a batch: the most frequent size along the batch axes, the larger one of equally frequent ones."""
     sizes = [leaf.shape[axis] for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True) if axis is not None]
     if not sizes:
-        raise ArgumentsError(f"{name} has no array with an axis for its examples")
+        shown = ", ".join(f"{type(x).__name__}{list(getattr(x, 'shape', []))}" for x in jax.tree.leaves(batch)[:4])
+        raise ArgumentsError(
+            f"{name} has no array with an axis for its examples ({shown or 'it has no leaves'}): give arrays "
+            "[examples, ...], or say which axis that is with batch_axis="
+        )
     return max(sizes, key=lambda n: (sizes.count(n), n))
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from autopar.arguments import path_name
 from autopar.batches.parts import axes_of, map_axes, size_of
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis
@@ -82,6 +83,22 @@ class _Items:
         axes = axes_of(shapes, self._batch_axis, self._added)
         if None in axes:
             raise ArgumentsError("batch_axis: of examples one by one there is no leaf that all of a batch share (None)")
+        for number, example in zip(numbers, examples, strict=True):
+            if (other := _difference(examples[0], example)) is not None:
+                raise ArgumentsError(
+                    f"example {number} doesn't fit example {numbers[0]} of the same batch: {other}. Make all examples "
+                    "of one form, by padding or cropping"
+                )
         columns = zip(*map(jax.tree.leaves, examples), strict=True)
         leaves = [np.stack(column, axis or 0) for column, axis in zip(columns, axes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(examples[0]), leaves), axes
+
+
+def _difference(first: Any, other: Any) -> str | None:
+    """How an example isn't of the form of another one; None if it is."""
+    if jax.tree.structure(first) != jax.tree.structure(other):
+        return f"its structure is {jax.tree.structure(other)} instead of {jax.tree.structure(first)}"
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True):
+        if a.shape != b.shape:
+            return f"{path_name(path) or 'it'} has shape {list(b.shape)} instead of {list(a.shape)}"
+    return None

@@ -53,7 +53,14 @@ class Stream:
             )
         self._begun = True
         number, batch = 0, None
-        for number, batch in enumerate(self._source):
+        try:
+            batches = iter(self._source)
+        except TypeError as error:
+            raise ArgumentsError(
+                "shard takes batches to go through, or, with batch_size=, examples that can be indexed, not a "
+                f"{type(self._source).__name__}"
+            ) from error
+        for number, batch in enumerate(batches):
             if number >= start or self.full is None:
                 self.latest = self._part(number, batch)
                 self.full = self.latest.size if self.full is None else self.full

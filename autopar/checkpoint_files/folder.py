@@ -64,6 +64,8 @@ class Folder:
         Raises:
           CheckpointError: it is no local path.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
         if "://" in str(path):
             raise CheckpointError(f"{path}: checkpoints are saved to file systems; mount it, and give its path here")
         return Folder(Path(path).expanduser().absolute())

@@ -228,11 +228,14 @@ class Cluster:
         """Write a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
 
         Raises:
-          ArgumentsError: its name doesn't end in .toml, by which `load` knows it.
+          ArgumentsError: its name doesn't end in .toml, by which `load` knows it, or it can't be written.
         """
         if Path(path).suffix != ".toml":
             raise ArgumentsError(f"{path}: the name of a cluster's file ends in .toml")
-        Path(path).write_text(format_toml(self.as_dict()), encoding="utf-8")
+        try:
+            Path(path).write_text(format_toml(self.as_dict()), encoding="utf-8")
+        except OSError as error:
+            raise ArgumentsError(f"{path}: the cluster can't be written: {error.strerror}") from error
 
     def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Cluster:
         """Another number of the same machines."""

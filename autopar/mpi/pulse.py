@@ -67,8 +67,8 @@ def allowance(seconds: float | None) -> float:
     Raises:
       ArgumentsError: it isn't positive.
     """
-    if seconds is not None and not seconds > 0:
-        raise ArgumentsError(f"watchdog: {seconds} seconds; it must be a positive number, or None for no watchdog")
+    if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise ArgumentsError(f"watchdog: {seconds!r} seconds; it must be a positive number, or None for no watchdog")
     return math.inf if seconds is None else float(seconds)
 
 
