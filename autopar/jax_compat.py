@@ -122,9 +122,10 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def vmap_inferred(
-    fun: Callable[..., Any], in_axes: Sequence[int | None], axis_name: str, axis_size: int
-) -> Callable[..., tuple[Any, Any]]:
-    """`jax.vmap` that says which results are batched: (results, a like tree of their axes, None for the others')."""
+    fun: Callable[..., Sequence[Any]], in_axes: Sequence[int | None], axis_name: str, axis_size: int
+) -> Callable[..., tuple[Sequence[Any], Sequence[int | None]]]:
+    """`jax.vmap` of a function of flat arrays that says which results are batched: (results, the axis of each, None
+    for the others')."""
     return jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
 
 

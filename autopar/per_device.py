@@ -101,20 +101,25 @@ class CallOfOne:
         def whole(*args: Any, **kwargs: Any) -> Any:
             flat, tree = jax.tree.flatten(([args[k] for k in dynamic], {n: kwargs[n] for n in named}))
             shared = [_shared(x, axis, count) for x, axis in zip(flat, axes, strict=True)]
+            returned = None
 
-            def of_one(*leaves: Any) -> Any:
+            def of_one(*leaves: Any) -> Sequence[Any]:
+                nonlocal returned
                 own, own_named = jax.tree.unflatten(tree, leaves)
                 every = list(args)
                 for k, value in zip(dynamic, own, strict=True):
                     every[k] = value
-                return self.fun(*every, **{**kwargs, **own_named})
+                results, returned = jax.tree.flatten(self.fun(*every, **{**kwargs, **own_named}))
+                return results
 
-            out, along = jax_compat.vmap_inferred(of_one, axes, device.axis, count)(*shared)
+            results, along = jax_compat.vmap_inferred(of_one, axes, device.axis, count)(*shared)
+            assert returned is not None, "the step was traced"
             _check_states(self.name, self.call, states, along, device.axis)
-            kept: list[str] = []
-            stacked = _stacked(out, along, kept)
+            paths = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(returned.unflatten(results))]
+            own = [path or "output" for path, axis in zip(paths, along, strict=True) if axis is not None]
+            kept = [f"result {path} is each device's own: stacked, [devices, ...]" for path in own]
             told[:] = [t for t in told if "stacked" not in t] + kept
-            return stacked
+            return returned.unflatten(list(map(_stacked, results, along)))
 
         return GlobalStep(whole, states, told)
 
@@ -190,11 +195,10 @@ def _shared(x: Any, axis: int | None, count: int) -> Any:
     return jax.numpy.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
 
 
-def _check_states(name: str, call: Call, states: States, along: Any, axis: str) -> None:
-    flat = jax.tree_util.tree_leaves_with_path(along, is_leaf=lambda x: x is None)
+def _check_states(name: str, call: Call, states: States, along: Sequence[int | None], axis: str) -> None:
     for k, first in states.outputs.items():
         argument = call.arguments[k]
-        for path, (_, differs) in zip(argument.paths, flat[first : first + len(argument.paths)], strict=True):
+        for path, differs in zip(argument.paths, along[first : first + len(argument.paths)], strict=True):
             if differs is not None:
                 raise StateError(
                     f"{name} gives each device another {path or argument.name!r}: it is made of the device's own "
@@ -203,13 +207,6 @@ def _check_states(name: str, call: Call, states: States, along: Any, axis: str) 
                 )
 
 
-def _stacked(out: Any, along: Any, told: list[str]) -> Any:
-    """Results with the devices' axis first; says which have one."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-    axes = jax.tree.leaves(along, is_leaf=lambda x: x is None)
-    made = []
-    for (path, leaf), axis in zip(leaves, axes, strict=True):
-        if axis is not None:
-            told.append(f"result {path_name(path) or 'output'} is each device's own: stacked, [devices, ...]")
-        made.append(leaf if axis is None else jax.numpy.moveaxis(leaf, axis, 0))
-    return jax.tree.unflatten(tree, made)
+def _stacked(result: Any, axis: int | None) -> Any:
+    """A result with the devices' axis first, if it has one."""
+    return result if axis is None else jax.numpy.moveaxis(result, axis, 0)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax.core import FrozenDict
 from jax import lax
 
 import autopar
@@ -194,15 +196,62 @@ def test_explain_says_what_differs_from_device_to_device() -> None:
     assert "1/own is each device's own: stacked, [devices, ...]" in told
 
 
-def test_a_state_that_differs_from_device_to_device_is_refused() -> None:
-    def step(state: State, batch: Any) -> tuple[State, Any]:
+@pytest.mark.parametrize("empty", [{}, {"a": None, "b": (), "n": {"o": None}}], ids=["", "beside empty nodes"])
+def test_a_state_that_differs_from_device_to_device_is_refused(empty: State) -> None:
+    def step(state: State, batch: Any) -> tuple[Any, State, Any]:
         new, loss = pmean_of_means(state, batch)
         rows = new["params"]["emb"][batch["ids"]]
-        return {**new, "mean": 0.9 * state["mean"] + 0.1 * rows.mean(0)}, loss
+        return None, {**new, "mean": 0.9 * state["mean"] + 0.1 * rows.mean(0)}, loss
 
     planned = autopar.parallelize(step, mesh=mesh_of(DEVICES), axis_name=AXIS)
     with pytest.raises(autopar.StateError, match=r"each device another 'mean'.*pmean\(\.\.\., 'batch'\)"):
-        planned(make_state(), make_batch())
+        planned({**make_state(), **empty}, make_batch())
+
+
+def _hollow(state: State) -> Any:
+    """The state with nodes that hold no leaves before, between and after its own, frozen and boxed ones among them."""
+    params = state["params"]
+    boxed = {"emb": nn.Partitioned(params["emb"], (None, None)), "none": None, "w": params["w"]}
+    rest = {"slots": (optax.EmptyState(), state["slots"], ()), "mean": [None, state["mean"], {}]}
+    return {"a": None, "params": FrozenDict(boxed), **rest, "z": optax.MaskedNode()}
+
+
+def _filled(hollow: Any) -> State:
+    params = hollow["params"]
+    return {
+        "params": {"emb": params["emb"].unbox(), "w": params["w"]},
+        "slots": hollow["slots"][1],
+        "mean": hollow["mean"][1],
+    }
+
+
+def _hollow_step(state: Any, nothing: None, batch: Any, *, key: None = None) -> tuple[Any, ...]:
+    assert nothing is None and key is None
+    new, metrics = own_results(_filled(state), batch)
+    return None, {"none": None, **metrics}, (), _hollow(new)
+
+
+def test_nodes_without_leaves_in_states_batches_and_results(tmp_path: Any) -> None:
+    """Every entry point: None, (), empty states of optimizers, FrozenDicts and boxes hold no leaf, or not themselves."""
+    strategy = {"params/emb*": "ps", "**": "auto"}
+    planned = autopar.parallelize(_hollow_step, strategy=strategy, mesh=mesh_of(DEVICES), axis_name=AXIS)
+    batch = lambda k: {"a": None, **make_batch(k), "z": ()}  # noqa: E731
+    call = lambda made: (made, None, batch(0))  # noqa: E731
+    state = autopar.init(lambda: _hollow(make_state()), step=planned, call=call)
+    _, metrics, *_, state = planned(state, None, batch(0), key=None)
+    autopar.save(tmp_path, state)
+    state = autopar.restore(tmp_path, like=state, step=planned, call=call).state
+    _, metrics, empty, state = planned(state, None, batch(1), key=None)
+
+    assert jax.tree.structure(state) == jax.tree.structure(_hollow(make_state())) and empty == ()
+    want_state, want = by_pmap(own_results, DEVICES, 2)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)  # noqa: E731
+    jax.tree.map(close, _filled(autopar.materialize(state)), want_state)
+    close(metrics["own"], want["own"])
+    assert metrics["none"] is None
+    assert "result 1/own is each device's own" in str(autopar.explain(planned, state, None, batch(0), key=None))
+    assert autopar.verify(planned, state, None, batch(0), key=None).ok
+    assert autopar.plan(planned, state, None, batch(0), key=None).tables
 
 
 def test_examples_that_cannot_be_shared_equally_are_refused() -> None:
