@@ -9,9 +9,13 @@ import importlib
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar.api
+from autopar.backends.indices import set_at
 from autopar.collection import paused_collection, resumed_collection
 from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
 from autopar.cost.units import format_bytes
@@ -39,6 +43,18 @@ from .pairs import pairwise
 )
 def test_patterns(pattern: str, path: str, expected: bool) -> None:
     assert matches(pattern, path) is expected
+
+
+@pytest.mark.parametrize("numbers", [[2], [9], [2, 9]])
+def test_rows_out_of_range_are_dropped(numbers: list[int]) -> None:
+    """Beside a slice, where XLA reads another element for a single index out of range."""
+
+    def run(rows: jax.Array, start: jax.Array, numbers: jax.Array) -> jax.Array:
+        updates = jnp.full(numbers.shape, 100.0)
+        return jax.lax.dynamic_slice_in_dim(rows, start, 9) + set_at(jnp.zeros(9), 0, numbers, updates)
+
+    got = jax.jit(run)(jnp.arange(36.0), jnp.int32(18), jnp.asarray(numbers, jnp.int32))
+    np.testing.assert_array_equal(got, np.arange(18.0, 27.0) + 100.0 * (np.arange(9) == 2) * (2 in numbers))
 
 
 def test_lifting_pays_by_hand() -> None:

@@ -103,7 +103,30 @@ def scatter_rows(primitive: Any, params: Mapping[str, Any], base: Array, local: 
     options = {k: v for k, v in params.items() if k not in _OURS}
     mode = jax.lax.GatherScatterMode.CLIP if params["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
     options |= {"mode": mode, "indices_are_sorted": False, "unique_indices": False}
-    return jax_compat.bind(primitive, [base, local, updates], options)[0]
+    if params["clip"] or local.size != local.shape[-1]:
+        return jax_compat.bind(primitive, [base, local, updates], options)[0]
+    rows, position = base.shape[params["axis"]], params["position"]
+    inside = local[..., position].reshape(()) < rows  # see `set_at`
+    local = local.at[..., position].min(rows - 1)
+    if params["op"] == "scatter-add":  # in place
+        return jax_compat.bind(primitive, [base, local, jnp.where(inside, updates, jnp.zeros_like(updates))], options)[
+            0
+        ]
+    return jnp.where(inside, jax_compat.bind(primitive, [base, local, updates], options)[0], base)
+
+
+def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:
+    """Rows replaced; numbers from their extent on are dropped.
+
+    A single number is kept in range: of a scatter of one index XLA makes slices, and where an index out of range is one
+    of a slice of a slice, it reads another element than the last one (openxla/xla#49121).
+    """
+    if numbers.shape[0] != 1:
+        return rows.at[along(axis, numbers)].set(updates, mode="drop")
+    number = jnp.minimum(numbers.reshape(()), rows.shape[axis] - 1)
+    old = jax.lax.dynamic_slice_in_dim(rows, number, 1, axis)
+    new = jnp.where(numbers.reshape(()) < rows.shape[axis], updates, old)
+    return jax.lax.dynamic_update_slice_in_dim(rows, new, number, axis)
 
 
 def along(axis: int, index: Any) -> tuple[Any, ...]:

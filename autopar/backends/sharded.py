@@ -25,6 +25,7 @@ from autopar.backends.indices import (
     local_index,
     pull_rows,
     scatter_rows,
+    set_at,
     set_rows,
     sorted_unique,
     spread_last_row,
@@ -192,7 +193,7 @@ class ShardedRows:
 
     def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
         def push(base: Array, rows: Array, ids: Array, updates: Array) -> Array:
-            return base.at[along(axis, find_own(self._owned(rows), self._places(ids)))].set(updates, mode="drop")
+            return set_at(base, axis, find_own(self._owned(rows), self._places(ids)), updates)
 
         return self._devices.local(push, (axis, 0, None, None), axis, base, route.rows, ids, updates)
 

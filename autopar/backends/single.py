@@ -23,6 +23,7 @@ from autopar.backends.indices import (
     local_index,
     pull_rows,
     scatter_rows,
+    set_at,
     set_rows,
     sorted_unique,
     spread_last_row,
@@ -83,7 +84,7 @@ class SingleDevice:
         raise AssertionError("nothing travels by itself: there are pushes only")
 
     def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
-        return base.at[along(axis, find(route.rows, ids, jnp.iinfo(jnp.int32).max))].set(updates, mode="drop")
+        return set_at(base, axis, find(route.rows, ids, jnp.iinfo(jnp.int32).max), updates)
 
     def row_numbers(self, route: Route, extent: int) -> Array:
         return jnp.where(route.rows < extent, route.rows, route.spare)

@@ -36,6 +36,13 @@ def _asked(walk: Walk, equation: Equation, axis: int) -> State:
     return Spread(axis) if walk.shared.examples and _family(walk, equation).asked is not None else None
 
 
+def _fetched(walk: Walk, equation: Equation, fetched: Atom, axis: int) -> Atom:
+    """The rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the table) are
+    spread over the examples instead: they are brought together."""
+    has_fetch = _family(walk, equation).layout is not None
+    return walk.as_state(fetched, _asked(walk, equation, axis) if has_fetch else None, equation)
+
+
 def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> None:
     outputs = tuple(walk.define(v, state) for v in equation.outputs)
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
@@ -77,14 +84,16 @@ def _fetch(walk: Walk, equation: Equation) -> None:
 def _lookup(walk: Walk, equation: Equation) -> None:
     fetched, route, index = equation.inputs
     batch, spread = equation.params["batch"], equation.params["spread"]
-    inputs = [walk.read(fetched), walk.read(route), _examples(walk, equation, index, batch)]
+    rows = _fetched(walk, equation, fetched, equation.params["axis"])
+    inputs = [rows, walk.read(route), _examples(walk, equation, index, batch)]
     local = None if batch is None or not walk.shared.examples else Spread(spread)
     _write(walk, equation, inputs, local)
 
 
 def _lookup_ids(walk: Walk, equation: Equation) -> None:
     fetched, route, ids = equation.inputs
-    _write(walk, equation, [walk.read(fetched), walk.read(route), walk.whole(ids, equation)], None)
+    rows = _fetched(walk, equation, fetched, equation.params["axis"])
+    _write(walk, equation, [rows, walk.read(route), walk.whole(ids, equation)], None)
 
 
 def _aggregate(walk: Walk, equation: Equation) -> None:

@@ -232,7 +232,7 @@ def _hollow_step(state: Any, nothing: None, batch: Any, *, key: None = None) -> 
 
 
 def test_nodes_without_leaves_in_states_batches_and_results(tmp_path: Any) -> None:
-    """Every entry point: None, (), empty states of optimizers, FrozenDicts and boxes hold no leaf, or not themselves."""
+    """None, (), empty states of optimizers, FrozenDicts and boxes under every entry point."""
     strategy = {"params/emb*": "ps", "**": "auto"}
     planned = autopar.parallelize(_hollow_step, strategy=strategy, mesh=mesh_of(DEVICES), axis_name=AXIS)
     batch = lambda k: {"a": None, **make_batch(k), "z": ()}  # noqa: E731

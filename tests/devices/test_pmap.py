@@ -108,3 +108,41 @@ def test_a_table_of_fewer_rows_than_lookups(method: str) -> None:
         jax.tree.leaves(planned(state, ids)), jax.tree.leaves(jax.jit(step)(state, ids)), strict=True
     ):
         np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=2e-5, atol=1e-6)
+
+
+def _clipped(loss: Any) -> Any:
+    def step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state, batch)
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda x, g: x - 0.1 * g / jnp.maximum(norm, 1.0), state, grads), value
+
+    return step
+
+
+#: Of each example a row of the table `t`, which `vmap` of the branch copies for each example.
+COPIES = {
+    "ids": lambda t, b: jax.vmap(lambda p, i: jax.lax.cond(p, lambda t: 2 * t[i], lambda t: t[i // 2], t))(*b),
+    "slices": lambda t, b: jax.vmap(lambda p: jax.lax.cond(p, lambda t: 2 * t[3], lambda t: t[0], t))(b[0]),
+    "starts": lambda t, b: jax.vmap(lambda p, i: jax.lax.dynamic_index_in_dim(p * t, i, keepdims=False))(*b),
+}
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize("kind", COPIES)
+def test_a_table_that_is_copied_for_each_example(kind: str, method: str) -> None:
+    """A branch over a table under `vmap`: rows of which each device has its examples' copies."""
+    rng = np.random.default_rng(0)
+    state = {"t": rng.normal(size=(31, 3)).astype(np.float32), "w": rng.normal(size=(3, 2)).astype(np.float32)}
+    batch = rng.integers(0, 2, 8).astype(bool), rng.integers(0, 31, 8).astype(np.int32)
+
+    def loss(state: Any, batch: Any) -> jax.Array:
+        rows = state["t"][batch[1]]
+        return (jnp.tanh(COPIES[kind](state["t"], batch) @ state["w"]) + jnp.tanh(rows @ state["w"])).sum() ** 2
+
+    planned = autopar.parallelize(
+        _clipped(loss), strategy={"t": method}, mesh=mesh_of(4), donate=False, emit="pmap", replan="off"
+    )
+    entry = planned.entry(state, batch)
+    assert entry.compiled.plan.lifts
+    found = compare(entry, [jax.tree.leaves((state, batch))])
+    assert found.ok, str(found)
