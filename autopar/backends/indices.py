@@ -109,9 +109,8 @@ def scatter_rows(primitive: Any, params: Mapping[str, Any], base: Array, local: 
     inside = local[..., position].reshape(()) < rows  # see `set_at`
     local = local.at[..., position].min(rows - 1)
     if params["op"] == "scatter-add":  # in place
-        return jax_compat.bind(primitive, [base, local, jnp.where(inside, updates, jnp.zeros_like(updates))], options)[
-            0
-        ]
+        added = jnp.where(inside, updates, jnp.zeros_like(updates))
+        return jax_compat.bind(primitive, [base, local, added], options)[0]
     return jnp.where(inside, jax_compat.bind(primitive, [base, local, updates], options)[0], base)
 
 
