@@ -1,13 +1,10 @@
 """Find the families whose step can run on the touched rows only, and say why the others can't.
 
 An abstract interpretation over `ir.rowspace` values with the rules of `ir.rules`. Each candidate leaf starts as a
-family of its own; families unite where their rows meet in one equation. A table's family is kept if
-
-- each of its leaves comes back, off the touched rows, as it was or as a constant (under `lazy`: as anything);
-- every use of it that is no row equation can read the leaf as a whole (before or after the update);
-- the ids of its lookups can be computed before its rows are read.
-
-On a refusal only its cause is dropped and the rest is analysed again.
+family of its own; families unite where their rows meet in one equation. Which are kept, `row_families` says. On a
+refusal only its cause is dropped and the rest is analysed again: leaves that have as many rows as a table by chance
+(`find_slots`), leaves that move on every row, and of tables that stand in each other's way those that can't be lifted
+by themselves either.
 """
 
 from __future__ import annotations
@@ -16,13 +13,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.program import Atom, Equation, Program, Source
-from autopar.ir.row_ids import index_atoms
-from autopar.ir.rowspace import Access, Const, Refusal, Row, RowFacts, RowSpace, Same
-from autopar.ir.slicing import hoist, needed_equations
+from autopar.ir.program import Equation, Program
+from autopar.ir.rowspace import Refusal, Row, RowFacts, RowSpace
+from autopar.passes.find_slots import find_ties
+from autopar.passes.row_families import Families
 from autopar.passes.row_flow import RowFlow
-
-_LAZY = "sparse='lazy' moves only the touched rows, which is another function"
 
 
 def analyze_rows(
@@ -36,51 +31,128 @@ def analyze_rows(
       defer: Accept them if what becomes of untouched rows can be replayed later.
       undeferred: Leaves of families for which that was tried in vain, and why.
     """
-    dropped: dict[int, Refusal] = {}
-    refused: list[RowSpace] = []
-    strangers: set[int] = set()
-    barred: set[Equation] = set()
-    reading_whole: set[Equation] = set()
-    while True:
-        candidates = {k: axis for k, axis in program.candidates if k not in dropped and k not in strangers}
-        flow = RowFlow(program, candidates, barred=barred, reading_whole=reading_whole)
-        flow.start()
-        families = _Families(program, flow, lazy, defer, undeferred)
-        found, entries = families.strangers()
-        if found or entries:
-            strangers |= found
-            barred |= entries
-            continue
-        spaces = families.spaces()
-        whole = {e for space in spaces for e in families.own_lookups(space) if e not in reading_whole}
-        if whole:
-            reading_whole |= whole
-            continue
-        causes = {k: reason for space in spaces for k, reason in families.causes(space).items()}
-        if not causes:
-            break
-        for space in spaces:
-            bad = [k for k in space.leaves if k in causes]
-            if set(bad) & set(space.tables):
-                reason = _first_reason(space, causes, dropped)
-                tables = tuple(k for k in bad if k in space.tables)
-                refused.append(dataclasses.replace(space, family=-1, tables=tables, refusal=reason))
-        dropped |= {k: reason for k, reason in causes.items() if k not in dropped}
+    search = _Search(program, lazy, defer, undeferred)
+    families, spaces = search.run()
+    flow, refused = families.flow, search.refused
     taken = {k for space in refused for k in space.tables}
     for k, axis in program.tables:
         if k not in taken and not any(k in s.leaves for s in spaces):
-            refused.append(_lonely(program, k, axis, dropped.get(k) or _read_whole(flow, program, k)))
+            reason = search.dropped[k].refusal if k in search.dropped else _read_whole(flow, program, k)
+            refused.append(_lonely(program, k, axis, reason))
     spaces = [dataclasses.replace(s, deferred=not lazy and families.moves(s)) for s in spaces]
     facts = RowFacts(flow.values, flow.roles, tuple([*spaces, *refused]), tuple(flow.parents), flow.whole)
     note = f"{len(spaces)} families lift, {len(refused)} don't"
     return dataclasses.replace(program, rows=facts), note
 
 
-def _first_reason(space: RowSpace, causes: dict[int, Refusal], dropped: dict[int, Refusal]) -> Refusal:
-    """The most telling reason: that of a slot which went first, if there was one."""
-    slots = [causes[k] for k in space.leaves if k in causes and k not in space.tables]
-    earlier = [r for k, r in dropped.items() if k not in space.tables]
-    return (slots or earlier or [causes[k] for k in space.tables if k in causes])[0]
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """Why a leaf belongs to no family, and the tables of the one that it was in."""
+
+    refusal: Refusal
+    tables: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Search:
+    """The search for the largest set of leaves that can be lifted together.
+
+    Attributes:
+      axes: Leaves that may still be rows, with their row axes.
+      barred: Equations that make rows which turned out to be no table's.
+      reading_whole: Lookups whose ids depend on the rows they look up: they read all rows.
+      dropped: Leaves that keep their family from being lifted.
+      refused: Families of tables that were dropped.
+    """
+
+    program: Program
+    lazy: bool
+    defer: bool
+    undeferred: Mapping[int, Refusal]
+    axes: dict[int, int] = field(default_factory=dict)
+    barred: set[Equation] = field(default_factory=set)
+    reading_whole: set[Equation] = field(default_factory=set)
+    dropped: dict[int, _Dropped] = field(default_factory=dict)
+    refused: list[RowSpace] = field(default_factory=list)
+
+    def run(self) -> tuple[Families, list[RowSpace]]:
+        """The families, and those that can be lifted."""
+        self.axes = dict(self.program.candidates)
+        while True:
+            flow = RowFlow(self.program, self.axes, barred=self.barred, reading_whole=self.reading_whole)
+            flow.start()
+            families = Families(self.program, flow, self.lazy, self.defer, self.undeferred)
+            leaves, entries = families.strangers()
+            if leaves or entries:
+                self._part(leaves, entries)
+                continue
+            spaces = families.spaces()
+            whole = {e for space in spaces for e in families.own_lookups(space)} - self.reading_whole
+            if whole:
+                self.reading_whole |= whole
+                continue
+            causes = {space: found for space in spaces if (found := families.causes(space))}
+            if not causes:
+                return families, spaces
+            self._drop(causes, families)
+
+    def _part(self, leaves: set[int], entries: set[Equation]) -> None:
+        """Leave out what has as many rows as a table by chance: first what isn't tied to any, then what is, too."""
+        tables = {k: axis for k, axis in self.program.tables if k in self.axes}
+        ties = find_ties(self.program, tables, self.reading_whole)
+        elsewhere = {k: axis for k, axis in ties.axes.items() if k in leaves and axis != self.axes[k]}
+        self.axes |= elsewhere
+        untied, unlike = leaves - set(ties.axes), entries - ties.entries
+        if not (elsewhere or untied or unlike):
+            untied, unlike = leaves, entries
+        for leaf in untied:
+            del self.axes[leaf]
+        self.barred |= unlike
+
+    def _drop(self, causes: Mapping[RowSpace, Mapping[int, Refusal]], families: Families) -> None:
+        """Drop leaves that keep their families from being lifted."""
+        failed = [space for space, found in causes.items() if set(found) & set(space.tables)]
+        spared = self._spared(failed, families)
+        for space, found in causes.items():
+            if space in spared:
+                continue
+            if space in failed:
+                tables = tuple(k for k in space.tables if k in found)
+                reason = self._first_reason(space, found)
+                self.refused.append(dataclasses.replace(space, family=-1, tables=tables, refusal=reason))
+                found = {k: found[k] for k in tables}  # what was with them may be another table's
+            self.dropped |= {k: _Dropped(reason, space.tables) for k, reason in found.items()}
+        if failed:  # what it stood in the way of is seen anew
+            self.axes, self.barred, self.reading_whole = dict(self.program.candidates), set(), set()
+        self.axes = {k: axis for k, axis in self.axes.items() if k not in self.dropped}
+
+    def _spared(self, failed: Sequence[RowSpace], families: Families) -> list[RowSpace]:
+        """Families that may fail because of others: they wait until those are gone. Where all can be lifted by
+        themselves, but not together, the largest one waits."""
+        suspects = families.suspects(failed)
+        if not suspects or len(failed) == 1:
+            return []
+        spared = [space for space in failed if space not in suspects or self._lifts_alone(space)]
+        if len(spared) == len(failed):
+            return [max(spared, key=lambda s: sum(self.program.block.inputs[k].type.nbytes for k in s.leaves))]
+        return spared
+
+    def _lifts_alone(self, space: RowSpace) -> bool:
+        """Whether the family can be lifted if no other table is."""
+        others = {k for k, _ in self.program.tables} - set(space.tables)
+        program = dataclasses.replace(
+            self.program,
+            tables=tuple((k, axis) for k, axis in self.program.tables if k in space.tables),
+            candidates=tuple((k, axis) for k, axis in self.program.candidates if k not in others),
+        )
+        _, spaces = _Search(program, self.lazy, self.defer, self.undeferred).run()
+        return any(set(space.tables) <= set(s.tables) for s in spaces)
+
+    def _first_reason(self, space: RowSpace, causes: Mapping[int, Refusal]) -> Refusal:
+        """The most telling reason: that of a slot which went first, if there was one."""
+        slots = [r for k, r in causes.items() if k not in space.tables]
+        earlier = [d.refusal for k, d in self.dropped.items() if set(d.tables) & set(space.tables)]
+        return (slots or earlier or [causes[k] for k in space.tables if k in causes])[0]
 
 
 def _read_whole(flow: RowFlow, program: Program, k: int) -> Refusal | None:
@@ -96,241 +168,3 @@ def _read_whole(flow: RowFlow, program: Program, k: int) -> Refusal | None:
 def _lonely(program: Program, k: int, axis: int, reason: Refusal | None) -> RowSpace:
     reason = reason or Refusal("the step only reads it: there is no update to save")
     return RowSpace(-1, program.block.inputs[k].shape[axis], (k,), (axis,), (k,), (), reason)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Families:
-    """What an interpretation of the program means for its families."""
-
-    program: Program
-    flow: RowFlow
-    lazy: bool
-    defer: bool
-    undeferred: Mapping[int, Refusal]
-    #: (Equations around an access, its index operand) -> what computes it: moved out of loops, and at the top.
-    slices: dict[tuple[tuple[Equation, ...], Atom], tuple[list[Equation], list[Equation]]] = field(default_factory=dict)
-
-    def _row(self, atom: Atom, space: RowSpace) -> Row | None:
-        """The value as rows of this family, if it is that."""
-        value = self.flow.value(atom)
-        return value if isinstance(value, Row) and self.flow.find(value.family) == space.family else None
-
-    def _leaf_families(self) -> dict[int, int]:
-        """Leaf -> its family."""
-        return {k: family for family, leaves in self._members().items() for k in leaves}
-
-    def _members(self) -> dict[int, list[int]]:
-        """Family -> its leaves."""
-        members: dict[int, list[int]] = {}
-        for k in self.flow.candidates:
-            value = self.flow.values[self.program.block.inputs[k]]
-            assert isinstance(value, Row), "a candidate starts as rows"
-            members.setdefault(self.flow.find(value.family), []).append(k)
-        return members
-
-    def strangers(self) -> tuple[set[int], set[Equation]]:
-        """What has as many rows as a table by chance, belongs to none, and stands in the way of something: state
-        leaves, and equations that put something into zeros."""
-        troubled = {self.flow.find(f) for f, _ in (*self.flow.refusals, *self.flow.dense_reads)}
-        looked_up = {k for k, _ in self.program.tables}
-        members = self._members()
-        tables = {family for family, leaves in members.items() if looked_up.intersection(leaves)}
-        leaves = {k for family, found in members.items() if family in troubled - tables for k in found}
-        entries = {e for f, e in self.flow.entries.items() if self.flow.find(f) in troubled - tables}
-        return leaves, entries
-
-    def spaces(self) -> list[RowSpace]:
-        """The families that hold a table, with everything in them."""
-        looked_up = {k for k, _ in self.program.tables}
-        found = []
-        for family, leaves in self._members().items():
-            tables = tuple(k for k in leaves if k in looked_up)
-            accesses = tuple(a for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
-            if tables and any(a.is_lookup for a in accesses) and self._is_worth_lifting(leaves):
-                axes = tuple(self.flow.candidates[k] for k in leaves)
-                space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
-                found.append(dataclasses.replace(space, depends_on=self._id_families(space), notes=self._notes(space)))
-        return _closed(found)
-
-    def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
-        """Whether there is an update to save, or the rows are spread and would be brought together."""
-        block, new = self.program.block, self.program.new_states
-        updated = any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
-        return updated or any(self.program.inputs[k].layout is not None for k in leaves)
-
-    def _notes(self, space: RowSpace) -> tuple[str, ...]:
-        reads = [f"read whole: {r}" for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
-        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
-            value = self.flow.value(atom)
-            if (
-                isinstance(value, Row)
-                and self.flow.find(value.family) == space.family
-                and output.state not in space.leaves
-            ):
-                reads.append(f"the output {output.path} is written with all rows, {value.off} on untouched ones")
-        return tuple(dict.fromkeys(reads))
-
-    def causes(self, space: RowSpace) -> dict[int, Refusal]:
-        """Leaves that keep the family from being lifted, with the reason."""
-        for family, refusal in self.flow.refusals:
-            if self.flow.find(family) == space.family:
-                return dict.fromkeys(space.leaves, refusal)
-        changed = {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
-        if changed:
-            return changed
-        if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
-            return dict.fromkeys(space.leaves, Refusal("it meets rows of a table that is stored in another layout"))
-        repeated = self._repeated_effect(space)
-        if repeated is not None:
-            reason = "the ids of a lookup come from a callback inside a loop, which would run twice"
-            return dict.fromkeys(space.leaves, Refusal(reason, repeated.source, "call it before the loop"))
-        if space.family in space.depends_on:
-            where = next((a.equation.source for a in space.accesses if self._on_own_rows(space, a)), None)
-            reason = Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
-            return dict.fromkeys(space.leaves, reason)
-        return self._output_causes(space)
-
-    def _changes(self, space: RowSpace, leaf: int) -> Refusal | None:
-        """Why a leaf's new value isn't known off the touched rows."""
-        new = self.program.new_states
-        path = self.program.inputs[leaf].path
-        if leaf not in new:
-            return None
-        atom = self.program.block.outputs[new[leaf]]
-        value = self._row(atom, space)
-        source = self._defined_at(atom)
-        if value is not None and value.axis == self.flow.candidates[leaf]:
-            if value.off == Same(leaf, self.program.block.inputs[leaf].dtype) or isinstance(value.off, Const):
-                late = any(self.flow.find(f) == space.family for f in self.flow.after.get(atom, ()))
-                return Refusal(f"{path} depends on a read of the whole updated table", source) if late else None
-            mixed = next((e for f, e in self.flow.mixed_with_dense if self.flow.find(f) == space.family), None)
-            if mixed is None and (self.lazy or (self.defer and self._undeferred(space) is None)):
-                return None
-            read = self._product(space)
-            if read is not None:
-                return read
-            if mixed is not None:
-                what = "an array of all rows that isn't computed row by row (noise, a mask, another gradient)"
-                return Refusal(f"{mixed.op} mixes its rows with {what}", mixed.source)
-            why = self._undeferred(space) if self.defer else None
-            if why is not None:
-                return why
-            return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LAZY)
-        other = self.flow.value(atom)
-        if isinstance(other, Row):
-            owners = [k for k, found in self._leaf_families().items() if found == self.flow.find(other.family)]
-            names = ", ".join(self.program.inputs[k].path for k in owners[:2])
-            return Refusal(f"{path} is made anew from all rows of {names}", source)
-        return self._product(space) or Refusal(
-            f"{path} comes back as something that is not computed row by row", source
-        )
-
-    def _undeferred(self, space: RowSpace) -> Refusal | None:
-        """Why rows that a step doesn't touch can't be brought up to date later."""
-        known = next((self.undeferred[k] for k in space.leaves if k in self.undeferred), None)
-        if known is not None:
-            return known
-        read = next((r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family), None)
-        if read is not None:
-            reason = f"all of its rows move in every step, and it is read whole ({read.reason})"
-            return Refusal(reason, read.source, read.remedy)
-        written = next(iter(self._notes(space)), None)
-        return None if written is None else Refusal(f"all of its rows move in every step, and {written}")
-
-    def moves(self, space: RowSpace) -> bool:
-        """Whether a step moves rows that it doesn't touch."""
-        new, block = self.program.new_states, self.program.block
-        values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
-        return any(v is not None and not isinstance(v.off, (Const, Same)) for v in values)
-
-    def _product(self, space: RowSpace) -> Refusal | None:
-        """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of
-        it."""
-        reads = [r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
-        telling = ("inside a", "softmax", "product", "scatter")
-        return next((r for word in telling for r in reads if word in r.reason), None)
-
-    def _defined_at(self, atom: Atom) -> Source | None:
-        for equation in reversed(self.program.block.equations):
-            if any(v is atom for v in equation.outputs):
-                return equation.source
-        return None
-
-    def _output_causes(self, space: RowSpace) -> dict[int, Refusal]:
-        """Outputs that aren't states and hold a row value which can't be had for all rows."""
-        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
-            if self._row(atom, space) is None or atom in self.flow.whole:
-                continue
-            if output.state is None or output.state not in space.leaves:
-                reason = Refusal(f"the output {output.path} needs all of its rows", self._defined_at(atom))
-                return dict.fromkeys(space.leaves, reason)
-        return {}
-
-    def _id_families(self, space: RowSpace) -> tuple[int, ...]:
-        """Families whose rows the ids of this one depend on directly."""
-        return tuple(sorted({f for access in space.accesses for f in self._families_of_ids(access)}))
-
-    def _families_of_ids(self, access: Access) -> set[int]:
-        """Families whose rows the ids of an access depend on."""
-        found: set[int] = set()
-        for inner, needed in self._slices(access):
-            found |= self._families_in(inner)
-            found |= self._families_in(needed)
-        return found
-
-    def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
-        """What computes the ids of an access. Many accesses share theirs."""
-        found = []
-        for atom in index_atoms(access):
-            key = access.path, atom
-            if key not in self.slices:
-                inner, outer, _ = hoist(access.path, atom)
-                roots = [outer, *(a for e in inner for a in e.inputs)]
-                self.slices[key] = inner, needed_equations(self.program.block, roots)
-            found.append(self.slices[key])
-        return found
-
-    def own_lookups(self, space: RowSpace) -> list[Equation]:
-        """Lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
-        lookups = [a for a in space.accesses if a.is_lookup and a.equation.inputs[0] in self.flow.whole]
-        return [a.equation for a in lookups if self._on_own_rows(space, a)]
-
-    def _on_own_rows(self, space: RowSpace, access: Access) -> bool:
-        return space.family in self._families_of_ids(access)
-
-    def _repeated_effect(self, space: RowSpace) -> Equation | None:
-        """An equation with effects that the ids of the family would need a second time, outside of its loop."""
-        own: set[Equation] | None = None
-        for access in space.accesses:
-            for inner, needed in self._slices(access):
-                for equation in (*inner, *needed):
-                    found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
-                    if not equation.effects and not found:
-                        continue
-                    own = set(self.program.block.equations) if own is None else own
-                    if equation not in own:
-                        return found[0] if found else equation
-        return None
-
-    def _families_in(self, equations: Sequence[Equation]) -> set[int]:
-        """Families whose routed rows the equations need (a read of the whole old leaf needs none)."""
-        found: set[int] = set()
-        for equation in equations:
-            if self.flow.roles.get(equation) == "dense" and not any(self.flow.whole.get(a) for a in equation.inputs):
-                continue
-            for atom in (*equation.inputs, *equation.outputs):
-                value = self.flow.value(atom)
-                if isinstance(value, Row):
-                    found.add(self.flow.find(value.family))
-            for body in equation.bodies:
-                found |= self._families_in(body.equations)
-        return found
-
-
-def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
-    """`depends_on` through any number of families."""
-    direct = {s.family: set(s.depends_on) for s in spaces}
-    for _ in spaces:
-        for found in direct.values():
-            found |= {g for f in tuple(found) for g in direct.get(f, ())}
-    return [dataclasses.replace(s, depends_on=tuple(sorted(direct[s.family]))) for s in spaces]

@@ -114,6 +114,16 @@ class RowFlow:
             self.whole[var] = frozenset()
         self._equations(block)
 
+    def family_of(self, leaf: int) -> int:
+        """The family of a candidate leaf."""
+        value = self.values[self.program.block.inputs[leaf]]
+        assert isinstance(value, Row), "a candidate starts as rows"
+        return self.find(value.family)
+
+    def troubled(self) -> set[int]:
+        """Families whose rows met something that needs all of them."""
+        return {self.find(family) for family, _ in (*self.refusals, *self.dense_reads)}
+
     def value(self, atom: Atom) -> Value:
         return self.values.get(atom) if isinstance(atom, Var) else None
 
