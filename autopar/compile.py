@@ -38,6 +38,7 @@ from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
+from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
 
 
@@ -172,7 +173,7 @@ def _localize_rank(program: Program, plan: Plan) -> tuple[Program, Plan, str]:
             found, note = localize(program, plan)
             why = _obstacle(found)
             if why is None:
-                plan = dataclasses.replace(plan, road=("mpi", f"{len(found.local.reductions)} reductions, all of sums"))
+                plan = dataclasses.replace(plan, road=("mpi", _reductions(found)))
                 return found, plan, note
         except NotLocal as error:
             why = str(error)
@@ -182,6 +183,13 @@ def _localize_rank(program: Program, plan: Plan) -> tuple[Program, Plan, str]:
         raise _not_on_hosts(program, error) from error
     road = ("xla", why or "") if plan.devices > 1 else ("", "one process")
     return found, dataclasses.replace(plan, road=road), note
+
+
+def _reductions(program: Program) -> str:
+    """What is reduced over the ranks, in words."""
+    ops = sorted({r.op for r in program.local.reductions})
+    kinds = "all of sums" if ops in ([], ["sum"]) else f"by {', '.join(ops)}"
+    return f"{len(program.local.reductions)} reductions, {kinds}"
 
 
 def _needs_xla(plan: Plan) -> str | None:
@@ -200,9 +208,20 @@ def _obstacle(program: Program) -> str | None:
 
 
 def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
-    return StrategyError(
-        f"strategy: {program.name} can't be trained with tables on hosts: {error}. Leave them on the devices"
-    )
+    if any(given.role == "state" for given in program.inputs):
+        what, elsewhere = "trained", "leave them on the devices"
+    else:
+        what, elsewhere = "run", "give it ordinary arrays (autopar.materialize)"
+    remedy = f"{error.remedy}, or {elsewhere}" if error.remedy else f"{elsewhere[:1].upper()}{elsewhere[1:]}"
+    return StrategyError(f"strategy: {program.name} can't be {what} with tables on hosts: {error}. {remedy}")
+
+
+def _reduce_tables(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    try:
+        return _keep(plan, reduce_tables(program, plan))
+    except NotLocal as error:
+        raise _not_on_hosts(program, error) from error
 
 
 def _once_per_row(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
@@ -226,6 +245,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("lift_rows", _following(lift_rows)),
     ("merge_pushes", _following(merge_pushes)),
     ("place", _following(place)),
+    ("reduce_tables", _reduce_tables),
     ("localize", _localize),
     ("once_per_row", _once_per_row),
     ("split_stages", _split),

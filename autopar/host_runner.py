@@ -304,8 +304,8 @@ class HostRunner:
         if isinstance(value, np.ndarray):
             return jax.numpy.asarray(value)
         local = self._compiled.program.local
-        state = local.outputs[out]
-        if isinstance(state, Spread) and self._ranks.exchange.size > 1 and not self._ranks.is_global:
+        state, ranks = local.outputs[out], self._ranks
+        if isinstance(state, Spread) and not (state.owner or ranks.is_global) and ranks.exchange.size > 1:
             return self._joined(value, state.axis)
         return self._ranks.own(value)
 

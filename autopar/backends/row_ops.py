@@ -65,6 +65,21 @@ def _row_iota(backend: RowBackend, p: Mapping[str, Any], route: Any) -> Array:
     return jnp.broadcast_to(numbers.reshape(shape), p["shape"]).astype(p["dtype"])
 
 
+def _numbered(backend: RowBackend, p: Mapping[str, Any], numbers: Array) -> Array:
+    """Rows' numbers along an axis, as an iota."""
+    shape = [1] * len(p["shape"])
+    shape[p["axis"]] = numbers.shape[0]
+    return jnp.broadcast_to(numbers.reshape(shape), p["shape"]).astype(p["dtype"])
+
+
+def _only_rows(backend: RowBackend, p: Mapping[str, Any], value: Array, numbers: Array) -> Array:
+    """Another value where there is no row (its number is -1). `factor` elements along the axis are of one row."""
+    shape = [1] * value.ndim
+    shape[p["axis"]] = value.shape[p["axis"]]
+    there = jnp.repeat(numbers >= 0, p["factor"], total_repeat_length=value.shape[p["axis"]]).reshape(shape)
+    return jnp.where(there, value, jnp.asarray(p["fill"], value.dtype))
+
+
 def _full(backend: RowBackend, p: Mapping[str, Any], value: Array) -> Array:
     return jnp.full(p["shape"], value, p["dtype"])
 
@@ -126,5 +141,7 @@ ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "ap.any": _any,
     "ap.next": _next,
     "ap.select": _select,
+    "ap.numbered": _numbered,
+    "ap.only_rows": _only_rows,
     "ap.full": _full,
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autopar.ir.plan import Plan, Strategy, matches, split_method
 from autopar.ir.program import Program
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import RowSpace, host_refusal
 
 #: The part of a device's memory that states may take; the rest is for batches, activations and gradients.
 STATE_SHARE = 0.7
@@ -161,7 +161,7 @@ def leave_devices(program: Program, plan: Plan, strategy: Strategy, memory: int)
     budget = state_budget(memory)
     needed = state_bytes(program, plan)
     found: dict[str, int] = {}
-    free = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]
+    free = [s for s in program.rows.spaces if host_refusal(program, s) is None and _is_free(program, s, strategy)]
     sizes = {id(s): sum(leaf_bytes(program, plan, k) for k in s.leaves) for s in free}
     for space in sorted(free, key=lambda s: (-sizes[id(s)], program.inputs[s.tables[0]].path)):
         if needed <= budget:

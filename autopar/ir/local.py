@@ -17,7 +17,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.batch_rules import SUMMED, partners, place
 from autopar.ir.program import Equation, Source, Var
-from autopar.ir.rules import ALIGNED
+from autopar.ir.rules import ALIGNED, RESIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,13 @@ State = Spread | Partial | None
 
 
 class NotLocal(Exception):
-    """An equation that can't be run on a part of its operands: the reason, and where."""
+    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it."""
 
-    def __init__(self, reason: str, source: Source | None = None) -> None:
+    def __init__(self, reason: str, source: Source | None = None, remedy: str = "") -> None:
         super().__init__(reason)
         self.reason = reason
         self.source = source
+        self.remedy = remedy
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason
@@ -151,6 +152,24 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
     if at != SUMMED and (out.shape[at] % devices or (op == "reshape" and not _equal_shares(equation, spread[0], at))):
         raise NotLocal(f"{op} takes the examples apart", equation.source)
     return _agreed(equation, spread, needed, at)
+
+
+def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Mapping[str, Any]:
+    """The parameters of an equation that is run on a part of its operands.
+
+    Args:
+      equation: Without bodies.
+      spread: Operand -> the axis of which it is a part.
+      axis: Of the results.
+      size: Of that axis.
+    """
+    if equation.op not in RESIZE:
+        return equation.params
+    if equation.op == "gather":
+        batching = equation.params["dimension_numbers"].operand_batching_dims
+        if 0 not in spread or spread[0] in batching:
+            return equation.params
+    return RESIZE[equation.op](equation, axis, size)
 
 
 def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, int], axis: int) -> Placed:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.program import Atom, Equation, Source, Var
+from autopar import jax_compat
+from autopar.ir.program import Atom, Equation, Program, Source, Var
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +177,13 @@ class RowFacts:
     def space_of(self, leaf: int) -> RowSpace | None:
         """The family that a state leaf belongs to."""
         return next((s for s in self.spaces if leaf in s.leaves), None)
+
+
+def host_refusal(program: Program, space: RowSpace) -> Refusal | None:
+    """Why a family can't be in host memory, None if it can: rows there are NumPy's, which has no typed PRNG keys."""
+    key = next((k for k in space.leaves if jax_compat.is_key(program.block.inputs[k].dtype)), None)
+    if space.refusal is not None or key is None:
+        return space.refusal
+    where = next((a.equation.source for a in space.accesses if a.equation.source is not None), None)
+    remedy = "keep jax.random.key_data(keys) in the state, and wrap the rows that are looked up (wrap_key_data)"
+    return Refusal(f"{program.inputs[key].path} holds typed PRNG keys", where, remedy)

@@ -23,7 +23,7 @@ from autopar.ir.plan import (
     split_method,
 )
 from autopar.ir.program import Program, Var
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.passes.families import Decision, Example, Wishes, decide_family
 from autopar.passes.shares import share_dense
@@ -145,7 +145,7 @@ def _methods(
     """
     if not isinstance(strategy, Mapping):
         method, where = split_method(strategy)
-        liftable = {k for space in program.rows.spaces if space.refusal is None for k in space.tables}
+        liftable = {k for space in program.rows.spaces if host_refusal(program, space) is None for k in space.tables}
         hosts = frozenset(liftable if where == "hosts" else ())
         return {k: (method, False) for k, _ in program.tables}, {}, hosts
     tables = {k for k, _ in program.tables}

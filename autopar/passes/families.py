@@ -18,7 +18,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
 from autopar.ir.program import Program
 from autopar.ir.row_ids import RowIds, collect_ids
-from autopar.ir.rowspace import Refusal, RowSpace
+from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.passes.capacity import (
     bounds,
@@ -101,14 +101,14 @@ def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded:
         return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
 
     hosted = any(k in wishes.hosts for k in space.tables)
-    if space.refusal is None and space.extent >= _MOST_ROWS:
-        space = dataclasses.replace(space, refusal=Refusal(f"it has {space.extent} rows; numbers of rows are int32"))
+    space = dataclasses.replace(space, refusal=_refusal(program, space, wishes))
     if space.refusal is not None:
         named = "hosts" if hosted else next((m for m, by_name in asked if by_name and m in ROW_METHODS[1:]), None)
         if named is not None:
             what = "be on hosts" if hosted else f"be trained with {named!r}"
+            remedy = f" To change it: {space.refusal.remedy}." if space.refusal.remedy else ""
             raise StrategyError(
-                f"strategy: {paths[0]} can't {what}: {space.refusal}. Leave it to 'auto', or to 'allreduce'"
+                f"strategy: {paths[0]} can't {what}: {space.refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
             )
         where = str(space.refusal.source) if space.refusal.source else source
         return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
@@ -154,6 +154,13 @@ def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded:
     return (safe, tight), _lifted(space, ids, tight, paths, source, why=sharded, **costs)
 
 
+def _refusal(program: Program, space: RowSpace, wishes: Wishes) -> Refusal | None:
+    """Why a family can't be lifted; beside tables on hosts it would be there, too."""
+    if space.refusal is None and space.extent >= _MOST_ROWS:
+        return Refusal(f"it has {space.extent} rows; numbers of rows are int32")
+    return host_refusal(program, space) if wishes.hosts else space.refusal
+
+
 def _cheapest(cost: Mapping[str, float]) -> str:
     """The method that costs least; "ps" of those that cost the same."""
     return min(cost, key=lambda m: (cost[m], m != "ps"))
@@ -178,6 +185,8 @@ def _lifted(
     if family.journal:
         reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
+    if family.on_hosts and any(note.startswith("read whole") for note in space.notes):
+        reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
     return [ParameterPlan(p, True, family.method, reason, "", source, **told) for p in paths]
 
 

@@ -181,6 +181,24 @@ def _reduce_rows(walk: Walk, equation: Equation) -> None:
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
 
 
+def _reduce_table(walk: Walk, equation: Equation) -> None:
+    """An owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
+    p = equation.params
+    by_owner = [axis for axis, _ in p["stored"]]
+    for axis, _ in p["touched"]:
+        by_owner += [axis, None]
+    inputs = []
+    for k, atom in enumerate(equation.inputs):
+        axis = by_owner[k] if k < len(by_owner) else None
+        if isinstance(atom.type, RouteType):
+            inputs.append(walk.read(atom))
+        else:
+            inputs.append(walk.as_state(atom, None if axis is None else Spread(axis, owner=True), equation))
+    part = Var(equation.outputs[0].type)
+    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,)))
+    walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation), None
+
+
 def _padding(walk: Walk, equation: Equation) -> None:
     state = _rows(walk, equation, equation.params["axis"])
     _write(walk, equation, [walk.as_state(equation.inputs[0], state), *map(walk.read, equation.inputs[1:])], state)
@@ -194,9 +212,9 @@ def _commit(walk: Walk, equation: Equation) -> None:
 
 
 def _densify(walk: Walk, equation: Equation) -> None:
-    rows, route = equation.inputs
+    rows, *rest = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
-    _write(walk, equation, [walk.as_state(rows, state, equation), walk.read(route)], state)
+    _write(walk, equation, [walk.as_state(rows, state, equation), *map(walk.read, rest)], state)
 
 
 def _sweep(walk: Walk, equation: Equation) -> None:
@@ -309,6 +327,7 @@ ROW_OPS: Mapping[str, Callable[[Walk, Equation], None]] = {
     "ap.aggregate": _aggregate,
     "ap.deliver": _deliver,
     "ap.reduce_rows": _reduce_rows,
+    "ap.reduce_table": _reduce_table,
     "ap.densify": _densify,
     "ap.commit": _commit,
     "ap.sweep": _sweep,

@@ -25,10 +25,10 @@ from autopar.ir.local import (
     State,
     keeps_partial,
     place_spread,
+    resized_params,
 )
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rules import RESIZE
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.local_forms import Forms, Shared
 from autopar.passes.local_rows import ROW_OPS
@@ -182,10 +182,7 @@ class Walk(Forms):
             return
         state = Spread(placed.axis, owner)
         outputs = tuple(self.define(v, state) for v in equation.outputs)
-        params = equation.params
-        if equation.op in RESIZE and not (equation.op == "gather" and 0 not in spread):
-            if equation.op != "gather" or not _is_batching(equation, spread[0]):
-                params = RESIZE[equation.op](equation, placed.axis, outputs[0].shape[placed.axis])
+        params = resized_params(equation, spread, placed.axis, outputs[0].shape[placed.axis])
         self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
@@ -315,7 +312,3 @@ def _join(a: State, b: State) -> State:
 def _has_rows(equation: Equation) -> bool:
     """Whether there are row-space operations in a loop or branch: what they make may be an owner's."""
     return any(e.op in ROW_OPS for body in equation.bodies for e in body.walk())
-
-
-def _is_batching(equation: Equation, axis: int) -> bool:
-    return axis in equation.params["dimension_numbers"].operand_batching_dims

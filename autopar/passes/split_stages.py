@@ -24,13 +24,14 @@ EXCHANGES = (
     "ap.fetch",
     "ap.deliver",
     "ap.reduce",
+    "ap.reduce_table",
     "ap.sweep",
     "ap.densify",
     "ap.commit",
     "ap.flush",
 )
 #: Those that one rank has, too.
-_ALONE = ("ap.route", "ap.pull", "ap.sweep", "ap.densify", "ap.commit", "ap.flush")
+_ALONE = ("ap.route", "ap.pull", "ap.reduce_table", "ap.sweep", "ap.densify", "ap.commit", "ap.flush")
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset({"ap.pull", "ap.deliver", "ap.sweep", "ap.densify", "ap.commit", "ap.flush"})
 

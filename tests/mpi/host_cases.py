@@ -23,6 +23,7 @@ from autopar.ir import deferred
 from autopar.passes import once_per_row
 from autopar.verify import compare
 
+from .. import host_reads
 from .. import test_once_per_row as by_rows
 from ..pairs import pairwise
 from ..zoo import MODELS, OPTIMIZERS
@@ -326,6 +327,41 @@ def check_deferred_growth() -> None:
     assert step.plan is not None and step.plan.defers
     mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
     np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=1e-3)
+
+
+def check_whole_reads() -> None:
+    """Reductions over all rows, which the ranks don't divide: in programs of each rank, and where XLA reduces."""
+
+    def normed(state: Any, batch: Any) -> Any:
+        def loss_fn(t: jax.Array) -> jax.Array:
+            x = t[batch["ids"]].sum(1)
+            x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+            return (x[:, 0] * x[:, 1] ** 2).mean() * jnp.linalg.norm(jax.lax.stop_gradient(t))
+
+        loss, grad = jax.value_and_grad(loss_fn)(state["t"])
+        new = state["t"] - 0.1 * grad
+        few = ("norm of the new table", "vdot", "mean row", "mask", "groups of rows")
+        return {"t": new}, (loss, {k: host_reads.REDUCED[k](grad, state["t"], new) for k in few})
+
+    for case, road in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "xla")):
+        step, plain = autopar.parallelize(case, strategy={"t": HOSTS}), jax.jit(case)
+        mine, theirs = host_reads.start(), host_reads.start()
+        for i in range(2):
+            mine, told = step(mine, host_reads.batch(i))
+            theirs, wanted = plain(theirs, host_reads.batch(i))
+            found = jax.tree_util.tree_leaves_with_path((autopar.materialize(mine), told))
+            for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=str(path))
+        assert step.plan is not None and step.plan.road[0] == ("" if RANKS == 1 else road), step.plan.road
+    given = host_reads.start(), host_reads.batch(0)
+    for name in ("sort", "norms of rows"):
+        form, told = host_reads.REFUSED[name]
+        try:
+            autopar.explain(autopar.parallelize(host_reads.step_of(form), strategy={"t": HOSTS}), *given)
+        except autopar.StrategyError as error:
+            assert told in str(error), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name} is taken")
 
 
 def check_what_cannot_be() -> None:

@@ -21,6 +21,7 @@ from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.rooms import Room, Rooms, Rows
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
+from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
@@ -119,6 +120,7 @@ class StagedProgram:
             f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None
         }
         self._sweeps: dict[Equation, tuple[Callable[..., Sequence[Any]], list[int]]] = {}
+        self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
         self._whole = self._needed_whole(items)
         self._awaited = awaited_fetches(items)
@@ -151,7 +153,7 @@ class StagedProgram:
         for item in items:
             if isinstance(item, Segment):
                 found.update(item.block.inputs if item.side == "owner" else ())
-            elif item.op in ("ap.reduce", "ap.commit", "ap.sweep", "ap.flush"):
+            elif item.op in ("ap.reduce", "ap.reduce_table", "ap.commit", "ap.sweep", "ap.flush"):
                 found.update(a for e in item.equations for a in e.inputs)
         return found
 
@@ -240,6 +242,13 @@ class StagedProgram:
             for equation, value in zip(some, step.reduced[level, op], strict=True):
                 step.values[equation.outputs[0]] = value
 
+    def _reduce_table(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            if equation not in self._tables:
+                self._tables[equation] = TableReduction(equation, self._ranks)
+            operands = [self._value(step, a) for a in equation.inputs]
+            step.values[equation.outputs[0]] = self._tables[equation].run(operands)
+
     def _commit(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
             leaf, rows, route = (step.values[a] for a in equation.inputs[:3])
@@ -250,7 +259,7 @@ class StagedProgram:
     def _densify(self, equations: Sequence[Equation], step: Step) -> None:
         """A leaf that is constant off the rows: written into the leaf that it replaces."""
         for equation in equations:
-            rows, route = (step.values[a] for a in equation.inputs)
+            rows, route = (step.values[a] for a in equation.inputs[:2])
             out = equation.outputs[0]
             leaf = step.values[self._states[out]]
             step.has_written = True

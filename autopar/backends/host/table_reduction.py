@@ -1,0 +1,111 @@
+"""Reductions over all rows of a table: a rank's own rows, by blocks, so that memory doesn't grow with the table.
+
+What is computed row by row in between (squares, masks, another table's rows) is part of the compiled program; rows that
+a rank has only as room (spare ones, the rest of the last block) are masked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.backends.emit import emit
+from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.storage import HostRows, rows_back, rows_first
+from autopar.ir.layout import RowLayout
+from autopar.ir.program import Equation
+
+#: How the results of two blocks are combined. NaN stays NaN.
+_COMBINED: Mapping[str, Callable[..., Any]] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+}
+
+
+class TableReduction:
+    """A compiled `reduce_table` equation (`passes/reduce_tables.py`)."""
+
+    def __init__(self, equation: Equation, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._params = equation.params
+        (body,) = equation.bodies
+        self._program = ranks.compile(emit(body), "owner", [], [])
+
+    def run(self, operands: Sequence[Any]) -> np.ndarray:
+        """This rank's part of the result.
+
+        Args:
+          operands: Stored tables; touched rows and their routes, in pairs; dense arrays that have all rows; other
+            values.
+        """
+        p, rank = self._params, self._ranks.exchange.rank
+        layout: RowLayout = p["layout"]
+        n, m = len(p["stored"]), len(p["stored"]) + 2 * len(p["touched"])
+        k = m + len(p["dense"])
+        stored, touched = operands[:n], _pairs(operands[n:m])
+        pairs = zip(operands[m:k], p["dense"], strict=True)
+        dense = [_by_rows(self._own(x), axis, factor, layout.extent) for x, (axis, factor) in pairs]
+        others = [self._ranks.for_owner(x) for x in operands[k:]]
+        count, size = int(layout.rows_on(np.int64(rank))), p["rows"]
+        total: np.ndarray | None = None
+        for start in range(0, max(count, 1), size):  # one block, too, where a rank has no row
+            end = min(start + size, count)
+            numbers = np.full((size,), -1, np.int32)
+            numbers[: end - start] = layout.row(np.arange(start, end) + rank * layout.share)
+            blocks = [_stored(table, start, end, size) for table in stored]
+            pairs = zip(touched, p["touched"], strict=True)
+            blocks += [_touched(self._own(rows), route, axis, start, end, size) for (rows, route), (axis, _) in pairs]
+            pairs = zip(dense, p["dense"], strict=True)
+            blocks += [_dense(rows, numbers, end - start, axis) for rows, (axis, _) in pairs]
+            (part,) = self._program(numbers, *blocks, *others)
+            part = np.asarray(part)  # from here on tables may be written to
+            total = part if total is None else _COMBINED[p["op"]](total, part)
+        assert total is not None, "there is one block at least"
+        return total
+
+    def _own(self, value: Any) -> np.ndarray:
+        return np.asarray(self._ranks.for_owner(value))
+
+
+def _pairs(operands: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(operands[::2], operands[1::2], strict=True))
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    """Rows, first axis first, and zeros after them."""
+    if len(rows) == size:
+        return rows
+    found = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    found[: len(rows)] = rows
+    return found
+
+
+def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
+    return rows_back(_padded(table.rows[start:end], size), table.axis)
+
+
+def _touched(rows: np.ndarray, route: Any, axis: int, start: int, end: int, size: int) -> np.ndarray:
+    """A block of which the step touches some rows; all others are as the padding row is."""
+    given = rows_first(rows, axis)
+    found = np.empty((size, *given.shape[1:]), given.dtype)
+    found[...] = given[-1]
+    first, last = np.searchsorted(route.rows[: route.count], (start, end))
+    found[route.rows[first:last] - start] = given[first:last]
+    return rows_back(found, axis)
+
+
+def _by_rows(value: np.ndarray, axis: int, factor: int, extent: int) -> np.ndarray:
+    """[V, factor, ...]: `factor` elements of an axis belong to each row."""
+    first = rows_first(value, axis)
+    return first.reshape(extent, factor, *first.shape[1:])
+
+
+def _dense(rows: np.ndarray, numbers: np.ndarray, count: int, axis: int) -> np.ndarray:
+    found = _padded(rows[numbers[:count]], len(numbers))
+    return rows_back(found.reshape(-1, *found.shape[2:]), axis)

@@ -1,0 +1,253 @@
+"""Reductions over all rows of tables on hosts: each rank reduces the rows that it owns, and the results are combined.
+
+A step may read a whole table: a parameter norm, a mean row, `jnp.all(jnp.isfinite(new))`. On hosts no rank has all
+rows, and a table may be larger than a device. What is computed row by row from a whole table is therefore not computed
+where it stands, but where a reduction over the rows ends it: the `reduce_table` equation holds, as its body, everything
+between the table and the reduction for a block of rows. The runtime runs the body over the rank's rows, block by block,
+and `localize` adds the reduction over the ranks.
+
+Rows are read where they are: a table before its update or after it, but not both in one reduction, for it is updated in
+place. Whatever else needs all rows at once (a sort, an output, a loop) is refused with its line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.batch_rules import SUMMED
+from autopar.ir.local import REDUCES, NotLocal, place_spread
+from autopar.ir.plan import Plan
+from autopar.ir.operations import plain_name
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.slicing import eliminate_dead
+from autopar.passes.table_body import Body, Rows, Source
+
+#: Equations that update tables in place -> their operands that are read by rows; the rest says what to wait for.
+_WRITES = ("ap.sweep", "ap.commit", "ap.densify")
+#: Equations of lookups and updates, which take a stored table as it is.
+_TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.sweep", "ap.commit"})
+_REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
+
+
+def reduce_tables(program: Program, plan: Plan) -> tuple[Program, str]:
+    """The program with its reads of whole tables on hosts as `reduce_table` equations.
+
+    Raises:
+      NotLocal: something needs all rows of a table and is no such reduction.
+    """
+    layouts = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
+    if not layouts:
+        return program, "no table is on hosts"
+    walk = _Walk(program)
+    for space in program.rows.spaces:
+        if space.family in layouts:
+            for k, axis in zip(space.leaves, space.axes, strict=True):
+                path = program.inputs[k].path
+                walk.store(program.block.inputs[k], Rows(axis, 1, layouts[space.family], path))
+    for equation in program.block.equations:
+        walk.add(equation)
+    block, _ = eliminate_dead(Block(program.block.inputs, tuple(walk.equations), walk.outputs()))
+    return dataclasses.replace(program, block=block), f"{walk.count} reductions over all rows of tables"
+
+
+@dataclass(eq=False)
+class _Walk:
+    """The block being written."""
+
+    program: Program
+    equations: list[Equation] = field(default_factory=list)
+    rows: dict[Atom, Rows] = field(default_factory=dict)
+    sources: dict[Atom, Source] = field(default_factory=dict)
+    #: Row by row from whole tables -> operands that are taken by rows, and along which axis.
+    waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
+    #: Stored table (an input) -> reductions of it so far.
+    readers: dict[Var, list[Var]] = field(default_factory=dict)
+    written: set[Var] = field(default_factory=set)
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        block, new = self.program.block, self.program.new_states
+        #: New values of state leaves -> the leaf.
+        self.updates = {block.outputs[out]: block.inputs[k] for k, out in new.items()}
+
+    def store(self, var: Var, rows: Rows) -> None:
+        """A stored table, as it comes."""
+        self.rows[var] = rows
+        self.sources[var] = Source((var,), var, is_old=True)
+
+    def outputs(self) -> tuple[Atom, ...]:
+        """The block's. Tables are returned as they are stored; what is computed from all of their rows isn't.
+
+        Raises:
+          NotLocal: such an output.
+        """
+        made: dict[Atom, Equation] = {v: e for e in self.program.block.equations for v in e.outputs}
+        found = []
+        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
+            source = self.sources.get(atom)
+            if atom in self.rows and (source is None or source.leaf is None):
+                raise self.refusal(self.rows[atom], f"the output {output.path} needs them", _traced(atom, made))
+            found.append(atom if source is None else source.atoms[0])
+        return tuple(found)
+
+    def refusal(self, rows: Rows, what: str, equation: Equation | None, remedy: str = _REMEDY) -> NotLocal:
+        where = None if equation is None else equation.source
+        return NotLocal(f"all rows of a table are read at once, of {rows.path}: {what}", where, remedy)
+
+    # --- equations ---
+
+    def add(self, equation: Equation) -> None:
+        """Rewrite an equation."""
+        if equation.op in _WRITES:
+            self._write(equation)
+        elif equation.op == "ap.whole" and equation.inputs[0] in self.sources:
+            (stored,), (out,) = equation.inputs, equation.outputs
+            self.rows[out], self.sources[out] = self.rows[stored], self.sources[stored]
+        elif not any(a in self.rows for a in equation.inputs):
+            self.equations.append(equation)
+        elif equation.op in _TAKES_STORED:
+            self._take(equation)
+        elif equation.op == "optimization_barrier":
+            self._barrier(equation)
+        else:
+            self._compute(equation)
+
+    def _take(self, equation: Equation) -> None:
+        for atom in equation.inputs:
+            source = self.sources.get(atom)
+            if atom in self.rows and (source is None or source.leaf is None):
+                raise self.refusal(self.rows[atom], "its update needs them", equation)
+        self.equations.append(equation)
+
+    def _write(self, equation: Equation) -> None:
+        """An update in place, which waits for what reads the rows before it."""
+        leaves, kept = self._written_leaves(equation)
+        first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
+        rest = [a for a in equation.inputs[kept:] if a not in self.rows and a not in first]
+        fixed = dataclasses.replace(equation, inputs=(*equation.inputs[:kept], *rest, *first))
+        if equation.op == "ap.densify":
+            self.equations.append(fixed)
+            rows, axis = equation.inputs[0], equation.params["axis"]
+            self._densified(equation, rows, axis, leaves)
+            return
+        self._take(fixed)
+        if not leaves:
+            return
+        for leaf, out in zip(leaves, equation.outputs, strict=True):
+            self.rows[out] = self.rows[leaf]
+            self.sources[out] = Source((out,), leaf)
+            self.written.add(leaf)
+
+    def _written_leaves(self, equation: Equation) -> tuple[list[Var], int]:
+        """The stored tables that an equation writes to, and how many operands it has beside what it waits for."""
+        if equation.op == "ap.densify":
+            leaf = self.updates.get(equation.outputs[0])
+            return ([leaf] if leaf is not None and leaf in self.sources else []), 2
+        if equation.op == "ap.commit":
+            stored, kept = equation.inputs[:1], 3
+        else:
+            p = equation.params
+            n = len(p["axes"])
+            stored, kept = equation.inputs[2 * n : 3 * n], 3 * n + p["frontier"] + p["finite"] + p["nonzero"]
+        found = [self.sources[a].leaf for a in stored if a in self.sources]
+        leaves = [leaf for leaf in found if leaf is not None]
+        return (leaves, kept) if len(leaves) == len(stored) else ([], len(equation.inputs))  # not on hosts
+
+    def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
+        """All rows from the touched ones: stored if it is a leaf's new value."""
+        (out,) = equation.outputs
+        like = self._family(equation)
+        if like is None:
+            return
+        self.rows[out] = dataclasses.replace(like, axis=axis)
+        if leaves:
+            self.sources[out] = Source((out,), leaves[0])
+            self.written.add(leaves[0])
+        else:
+            self.sources[out] = Source((rows, equation.inputs[1]))
+
+    def _family(self, equation: Equation) -> Rows | None:
+        """The rows of a family's first table on hosts."""
+        family = equation.inputs[1].type.family
+        leaves = next(s.tables for s in self.program.rows.spaces if s.family == family)
+        return self.rows.get(self.program.block.inputs[leaves[0]])
+
+    def _barrier(self, equation: Equation) -> None:
+        """What isn't computed here needs no barrier."""
+        rest = []
+        for atom, out in zip(equation.inputs, equation.outputs, strict=True):
+            if atom in self.rows:
+                self.rows[out] = self.rows[atom]
+                self.waiting[Equation("copy", (atom,), (out,))] = {0: self.rows[atom].axis}
+            else:
+                rest.append((atom, out))
+        if rest:
+            inputs, outputs = zip(*rest, strict=True)
+            self.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+
+    def _compute(self, equation: Equation) -> None:
+        """An ordinary equation of whole tables."""
+        found = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
+        some = next(iter(found.values()))
+        if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:
+            where = "in a loop or branch" if equation.bodies else f"by {plain_name(equation.op)}"
+            remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else _REMEDY
+            raise self.refusal(some, where, equation, remedy)
+        if len({r.layout for r in found.values()}) > 1:
+            raise self.refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
+        spread = {k: rows.axis for k, rows in found.items()}
+        try:
+            placed = place_spread(equation, spread, 1)
+        except NotLocal:
+            raise self.refusal(some, f"by {plain_name(equation.op)}", equation) from None
+        by_rows = {**placed.needed, **spread}
+        if placed.axis != SUMMED:
+            rows = some.at(placed.axis, equation.outputs[0].shape[placed.axis])
+            if rows is None:
+                raise self.refusal(some, f"{equation.op} lets them run into each other", equation)
+            self.rows.update(dict.fromkeys(equation.outputs, rows))
+            self.waiting[equation] = by_rows
+        elif equation.op in REDUCES:
+            self._reduce(equation, by_rows, some)
+        else:
+            raise self.refusal(some, f"by {plain_name(equation.op)}", equation)
+
+    # --- reductions ---
+
+    def _reduce(self, equation: Equation, by_rows: Mapping[int, int], like: Rows) -> None:
+        body = Body(self, like)
+        (out,) = equation.outputs
+        base = equation.inputs[0] if equation.op == "scatter-add" else None
+        total = out if base is None else Var(out.type)
+        made = body.of(equation, by_rows)
+        self._check_order(body, equation)
+        self.equations.append(dataclasses.replace(made, outputs=(total,)))
+        for source in body.stored:
+            if source.is_old and source.leaf is not None:
+                self.readers.setdefault(source.leaf, []).append(total)
+        if base is not None:
+            self.equations.append(Equation("ap.plus", (base, total), (out,), origin=equation.origin))
+        self.count += 1
+
+    def _check_order(self, body: Body, equation: Equation) -> None:
+        for source in body.stored:
+            if source.is_old and source.leaf in self.written:
+                what = f"{equation.op} needs them as they were before the update, and the update as well"
+                remedy = "Tables are updated in place: reduce the old and the new one by themselves, or the gradient"
+                raise self.refusal(self.rows[source.atoms[0]], what, equation, remedy)
+
+
+def _traced(atom: Atom, made: Mapping[Atom, Equation]) -> Equation | None:
+    """The nearest equation behind a value that comes from a line of the user's."""
+    waiting, seen = [atom], set[Atom]()
+    while waiting:
+        equation = made.get(waiting.pop(0))
+        if equation is None or equation.source is not None:
+            if equation is not None:
+                return equation
+            continue
+        waiting += [a for a in equation.inputs if a not in seen]
+        seen.update(equation.inputs)
+    return None
