@@ -6,7 +6,8 @@
 `one_hot` is what `jax.nn.one_hot` computes, however it was written: ids compared with an iota, as numbers. Only
 products with what is made of the state alone are rewritten, and the transposes of products of so many classes: other
 one-hot products (the labels of a loss, the experts of a mixture) are no lookups in a table. A sum of products of which
-all but one are 0 is exact; only a table with an infinity or a NaN in a row that is not looked up differs (0 * inf).
+all but one are 0 is exact for finite numbers. A gradient that isn't finite makes NaN of the other rows (0 * inf), which
+`_as_product` does, too; only a table that itself holds an infinity or a NaN differs, as looked up.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class OneHot:
         return self.order.index(self.along)
 
     def expanded(self, ids: Any) -> Any:
-        """The ids in the array's shape without the class axis; int32 or int64."""
+        """The ids in the array's shape without the class axis; int32, of 64 bits int64 (what it can't hold is negative
+        then, and so still no class)."""
         others = [d for d in range(len(self.compared)) if d != self.along]
         full = [self.compared[d] for d in others]
-        ids = ids if ids.dtype in (jnp.int32, jnp.int64) else ids.astype(jnp.int32)
+        ids = ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
         if list(ids.shape) != full:
             ids = jax.lax.broadcast_in_dim(ids, full, [others.index(d) for d in self.dims])
         return jax.lax.transpose(ids, [others.index(d) for d in self.order if d != self.along])
@@ -191,17 +193,42 @@ def _push(equation: Equation, producers: Mapping[Var, Equation], extents: set[in
             extent = found.shape[found.axis]
             wide = jnp.promote_types(dtype, jnp.float32)  # a product adds up in float32 at least
             window = range(ids.ndim, ids.ndim + len(rest))
+            updates = jax.lax.transpose(grad, (*order, *rest)).astype(wide)
             rows = jax.lax.scatter_add(
                 jnp.zeros((extent, *(grad.shape[d] for d in rest)), wide),
                 ids[..., None],
-                jax.lax.transpose(grad, (*order, *rest)).astype(wide),
+                updates,
                 jax.lax.ScatterDimensionNumbers(tuple(window), (0,), (0,)),
                 mode=_FILL,
-            ).astype(dtype)
+            )
+            rows = _as_product(rows, ids, updates, extent).astype(dtype)
             return rows if k == 0 else jax.lax.transpose(rows, (*range(1, rows.ndim), 0))
 
         return expand(push, equation, (grad, found.ids), equation.outputs[0])
     return None
+
+
+def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
+    """Sums of rows with the NaN of a product: an infinite or NaN element of one id, times 0, is NaN in all other rows.
+
+    Where one id alone has all such elements of a column, its own row keeps what they add up to.
+
+    Args:
+      rows: [V, ...], the sums.
+      ids: [...], out of range for no row.
+      updates: [*ids, ...], what was added up.
+      extent: V.
+    """
+    axes = tuple(range(ids.ndim))
+    bad = ~jnp.isfinite(updates)
+    of_rows = jax.lax.broadcast_in_dim(jnp.where((ids >= 0) & (ids < extent), ids, extent), updates.shape, axes)
+    first = jnp.where(bad, of_rows, extent).min(axes)
+    last = jnp.where(bad, of_rows, -1).max(axes)
+    one_id = (first >= last) & (last < extent)
+    # 0 times 1 or NaN: what lifts the table counts on 0, and watches that it is 0.
+    factor = jnp.where(last < 0, 1.0, jnp.nan).astype(rows.dtype)
+    kept = jnp.isinf(rows) & one_id
+    return jnp.where(kept, rows, rows + (rows * 0) * factor)
 
 
 # --- one-hot arrays ---
@@ -247,9 +274,10 @@ def _iota_axis(atom: Atom, producers: Mapping[Var, Equation]) -> int | None:
     if equation is None:
         return None
     if equation.op == "iota":
-        return equation.params["dimension"]
-    if equation.op == "convert_element_type" and _holds(equation):
-        return _iota_axis(equation.inputs[0], producers)
+        return equation.params["dimension"] if _holds(atom, equation.params["dimension"]) else None
+    if equation.op == "convert_element_type":
+        axis = _iota_axis(equation.inputs[0], producers)
+        return axis if axis is not None and _holds(atom, axis) else None
     if equation.op == "broadcast_in_dim":
         axis = _iota_axis(equation.inputs[0], producers)
         return None if axis is None else equation.params["broadcast_dimensions"][axis]
@@ -262,10 +290,9 @@ def _iota_axis(atom: Atom, producers: Mapping[Var, Equation]) -> int | None:
     return None
 
 
-def _holds(equation: Equation) -> bool:
-    """Whether a cast keeps all integers up to the number of classes."""
-    dtype, largest = equation.outputs[0].dtype, max(equation.outputs[0].shape, default=0)
-    return bool(jnp.issubdtype(dtype, jnp.integer)) and largest <= jnp.iinfo(dtype).max
+def _holds(atom: Atom, axis: int) -> bool:
+    """Whether a dtype has all numbers along an axis: else they begin anew."""
+    return bool(jnp.issubdtype(atom.dtype, jnp.integer)) and atom.shape[axis] - 1 <= jnp.iinfo(atom.dtype).max
 
 
 def _without(ids: Atom, axis: int, producers: Mapping[Var, Equation]) -> tuple[Atom, tuple[int, ...]] | None:
