@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from autopar.ir.batch_rules import SUMMED
 from autopar.ir.local import REDUCES, NotLocal, place_spread
-from autopar.ir.plan import Plan
 from autopar.ir.operations import plain_name
+from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.table_body import Body, Rows, Source
