@@ -92,14 +92,19 @@ def is_traced(leaf: Any) -> bool:
 def _buffers(tree: Any) -> list[Any]:
     """Addresses of the buffers of all arrays in a tree."""
     return [
-        id(leaf) if jax_compat.is_key(leaf.dtype) else leaf.unsafe_buffer_pointer()
+        address
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array)
-        and not is_traced(leaf)
-        and not leaf.is_deleted()
-        and leaf.size
-        and len(leaf.sharding.device_set) == 1
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and not leaf.is_deleted() and leaf.size
+        for address in _addresses(leaf)
     ]
+
+
+def _addresses(leaf: jax.Array) -> list[int]:
+    if jax_compat.is_key(leaf.dtype):
+        return [id(leaf)]
+    if len(leaf.sharding.device_set) == 1:
+        return [leaf.unsafe_buffer_pointer()]
+    return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
 
 
 def _copy(leaf: jax.Array) -> jax.Array:
@@ -196,11 +201,7 @@ class SpreadRunner:
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
         if self._donate:
-            held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._states}
-            for k in self._states:  # one array in two leaves: each is to be updated in place by itself
-                if id(placed[k]) in held:
-                    placed[k] = _copy(placed[k])
-                held.add(id(placed[k]))
+            self._separate(leaves, placed)
         for journaling, known in zip(self._journalings, entries, strict=True):
             if not known:
                 known += journaling.begin([placed[k] for k in journaling.replay.leaves])
@@ -214,6 +215,19 @@ class SpreadRunner:
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
         return results
+
+    def _separate(self, leaves: Sequence[Any], placed: list[Any]) -> None:
+        """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself."""
+        if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in self._states):  # the user's
+            others = [x for k, x in enumerate(leaves) if k not in self._states]
+            for k, own in zip(self._states, separated([leaves[k] for k in self._states], others), strict=True):
+                if own is not leaves[k]:
+                    placed[k] = self._placed(k, own)
+        held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._states}
+        for k in self._states:
+            if id(placed[k]) in held:
+                placed[k] = _copy(placed[k])
+            held.add(id(placed[k]))
 
     def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """The leaves, those of journals that go on as they are stored; each journal's entries, none where it begins."""
@@ -270,7 +284,9 @@ class SpreadRunner:
             return leaf
         if layout is not None:
             return placed(leaf, *layout, self._devices)
-        # The user's own array stays as it is, whatever is done to this one.
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(self._shardings[k], leaf.ndim):
+            return jax.device_put(leaf, self._shardings[k])  # the same buffers, to be donated if it is state
+        # An array that lies elsewhere stays the user's own, whatever is done to this one.
         own = self._donate and k in self._states
         if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
             leaf = _copy(leaf)

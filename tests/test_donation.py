@@ -87,17 +87,48 @@ ADAM = Case(_adam, lambda: ({"m": some(0)}, {"v": some(1)}, {"t": some(2)}), lam
 
 
 def test_deferred_rows() -> None:
+    """From the first step on."""
     planned = ADAM.planned()
-    states = ADAM.states()
-    where = None
+    states, where = ADAM.states(), None
     for _ in range(3):
+        old, where = states, where or buffers(states)
         states = ADAM.new(planned(*states, IDS))
-        assert where is None or buffers(states) == where
-        where = buffers(states)
+        assert buffers(states) == where
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+        with pytest.raises(autopar.DonatedStateError):
+            planned(*old, IDS)
     text = planned.latest.runner.lower().compile().as_text()
     found = pairs(text)
     assert found and all(out == given if given < 3 else out == given - 1 for out, given in found.items())  # ids are [3]
     assert not large_copies(text)
+
+
+def test_leaves_that_share_a_buffer_before_their_rows_are_deferred() -> None:
+    """Each gets its own; a batch, or a key, that is part of the state survives."""
+
+    def step(state: Any, batch: Any) -> Any:
+        m, v, table = state["m"], state["v"], state["t"]
+        table, v, m, loss = _adam({"m": m}, {"v": v}, {"t": table}, batch["ids"])
+        noise = jax.random.normal(state["key"]) + batch["table"][0, 0]
+        new = {"m": m["m"], "v": v["v"], "t": table["t"], "key": jax.random.split(state["key"])[0], "w": state["w"] + 1}
+        return {**new, "average": 0.9 * state["average"] + 0.1 * new["w"]}, loss + noise
+
+    zeros, start, w, key = some(3) * 0, some(2), jnp.arange(4.0), jax.random.key(0)
+    state = {"m": zeros, "v": zeros, "t": start, "w": w, "average": w, "key": key}
+    batch = {"ids": IDS, "table": start, "key": key}
+    kept = np.array(start)
+    planned, plain = autopar.parallelize(step, strategy="ps"), jax.jit(step)
+    theirs = jax.tree.map(jnp.copy, state)
+    mine = state
+    for _ in range(3):
+        (mine, loss), (theirs, wanted) = planned(mine, batch), plain(theirs, batch)
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    assert planned.plan.defers
+    for name in ("m", "v", "t", "w", "average"):
+        np.testing.assert_allclose(np.asarray(mine[name]), theirs[name], rtol=1e-4, atol=1e-6)
+    assert bool(mine["key"] == theirs["key"])
+    np.testing.assert_array_equal(start, kept)
+    assert zeros.is_deleted() and w.is_deleted() and not key.is_deleted()
 
 
 def test_dense_leaves_beside_tables_on_hosts() -> None:
@@ -109,13 +140,15 @@ def test_dense_leaves_beside_tables_on_hosts() -> None:
         return {"emb": params["emb"] - 0.1 * g}, {"w": b["w"] - 0.1 * gw}, {"u": a["u"] - 0.1 * gu}, loss
 
     planned = autopar.parallelize(step, strategy={"params/emb": ("ps", "hosts")}, state_argnums=(0, 1, 2))
-    dense = lambda seed: jnp.asarray(np.random.default_rng(seed).normal(size=(WIDTH, 512)), jnp.float32)  # noqa: E731
+    dense = lambda seed: jnp.array(np.random.default_rng(seed).normal(size=(WIDTH, 512)), jnp.float32) + 0  # noqa: E731
     a, b, params = {"u": dense(0)}, {"w": dense(1)}, {"emb": some(2)}
-    where = None
+    where = buffers((a, b))
     for _ in range(3):
-        params, b, a, _ = planned(a, b, params, IDS)
-        assert where is None or buffers((a, b)) == where
-        where = buffers((a, b))
+        old = a, b, params
+        params, b, a, _ = planned(*old, IDS)
+        assert buffers((a, b)) == where
+        with pytest.raises(autopar.DonatedStateError):
+            planned(*old, IDS)
 
 
 def test_the_same_form_by_what_carries_on() -> None:

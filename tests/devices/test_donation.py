@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 
-from ..donation import CASES, IDS, LARGE_RESULTS, ROWS, WIDTH, buffers, large_copies, pairs
+from ..donation import CASES, IDS, LARGE_RESULTS, ROWS, WIDTH, buffers, large_copies, pairs, some
 from .meshes import mesh_of
 
 SHARE = ROWS * WIDTH // 4
@@ -89,3 +89,28 @@ def test_deferred_rows() -> None:
         assert where is None or buffers(states) == where
         where = buffers(states)
     assert not large_copies(planned.lower(*ADAM.states(), IDS).compile().as_text(), SHARE)
+
+
+def test_what_lies_where_the_plan_has_it_is_not_copied() -> None:
+    """In whatever words its place was given."""
+    mesh = mesh_of(4)
+    rows = jax.NamedSharding(jax.make_mesh((4, 1), ("x", "y"), devices=mesh.devices.flat), jax.P(("x", "y"), None))
+    case = CASES["containers"]
+    states = jax.device_put(case.states(), rows)
+    where = buffers(states)
+    planned = case.planned(mesh=mesh)
+    found = case.new(planned(*states, IDS))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
+    assert buffers(found) == where
+    with pytest.raises(autopar.DonatedStateError):
+        planned(*states, IDS)
+
+
+def test_leaves_that_share_buffers_elsewhere_on_the_devices() -> None:
+    mesh = mesh_of(4)
+    rows = jax.NamedSharding(jax.make_mesh((4, 1), ("x", "y"), devices=mesh.devices.flat), jax.P("x"))
+    case = CASES["containers"]
+    shared = jax.device_put(some(0), rows)
+    planned, plain = case.planned(mesh=mesh), jax.jit(case.step)
+    found, wanted = planned({"slot": shared}, {"table": shared}, IDS), plain({"slot": some(0)}, {"table": some(0)}, IDS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6), found, wanted)
