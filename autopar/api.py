@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import jax
+import numpy as np
 
 from autopar.backends.devices import Devices
 from autopar.compile import Options
@@ -223,8 +224,9 @@ def _positions(step: Callable[..., Any], option: str, given: int | Sequence[int]
     """
     if given is None:
         return None
-    numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-    if not all(isinstance(k, int) and not isinstance(k, bool) for k in numbers):
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+    numbers: tuple[Any, ...] = tuple(cast(Any, given)) if several else (given,)
+    if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in numbers):
         raise ArgumentsError(f"{option}={given!r}: give positions of the step's arguments, whole numbers from 0")
     try:
         parameters = inspect.signature(step).parameters.values()
@@ -236,4 +238,4 @@ def _positions(step: Callable[..., Any], option: str, given: int | Sequence[int]
         if k < -count or (k >= count and not open_ended):
             name = getattr(step, "__name__", type(step).__name__)
             raise ArgumentsError(f"{option} names argument {k}; {name} takes {count}, numbered from 0")
-    return tuple(k + count if k < 0 else k for k in numbers)
+    return tuple(int(k) + count if k < 0 else int(k) for k in numbers)

@@ -192,12 +192,13 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
         remedy = f"take it out of {name!r} before the step is called"
     full = ["/".join(p for p in (name, path) if p) for path in paths]
     shapes = [shape_of(leaf, path, remedy) for path, (_, leaf) in zip(full, leaves, strict=True)]
-    types = tuple(map(_type, shapes))
+    types = tuple(map(type_of, shapes))
     layouts = tuple(layout_of(leaf) for _, leaf in leaves)
     return Argument(name, position, treedef, types, paths, layouts), jax.tree.unflatten(treedef, shapes)
 
 
-def _type(shape: Any) -> ArrayType:
+def type_of(shape: Any) -> ArrayType:
+    """The type of a shape."""
     return ArrayType(tuple(shape.shape), shape.dtype, bool(getattr(shape, "weak_type", False)))
 
 
@@ -256,7 +257,7 @@ def find_states(
     """
     leaves, treedef = jax.tree.flatten(outputs)
     nodes = list(_nodes(treedef, 0))
-    types = [_type(leaf) for leaf in leaves]
+    types = [type_of(leaf) for leaf in leaves]
     claimed: list[tuple[int, int]] = []
     found: dict[int, int] = {}
     for k, argument in enumerate(call.arguments):
@@ -295,17 +296,18 @@ def _find(
     for node, start in nodes:
         if node != argument.treedef or any(a < start + size and start < b for a, b in claimed):
             continue
-        if all(_alike(a, b) for a, b in zip(argument.types, types[start : start + size], strict=True)):
+        if all(alike(a, b) for a, b in zip(argument.types, types[start : start + size], strict=True)):
             yield start
 
 
 def places_of(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
     """First leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
-    return list(_find(argument, list(_nodes(treedef, 0)), [_type(leaf) for leaf in leaves], claimed))
+    return list(_find(argument, list(_nodes(treedef, 0)), [type_of(leaf) for leaf in leaves], claimed))
 
 
-def _alike(a: ArrayType, b: ArrayType) -> bool:
+def alike(a: ArrayType, b: ArrayType) -> bool:
+    """Whether a state may change from one into the other: weak types do."""
     return a.shape == b.shape and a.dtype == b.dtype
 
 
@@ -332,7 +334,7 @@ def _check_missing(
     )
     same_shapes = sum(old.shape == new.shape for _, old, new in pairs)
     if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):
-        path, old, new = next(p for p in pairs if not _alike(p[1], p[2]))
+        path, old, new = next(p for p in pairs if not alike(p[1], p[2]))
         raise StateError(
             f"{argument.name!r} comes back with another type at {path or 'its only leaf'}: it went in as {old} and "
             f"returned as {new}. Cast it in the step, or say parallelize(step, state_argnums=()) if it is no state"
@@ -345,7 +347,7 @@ def _check_missing(
 
 
 def _same_form(a: Argument, b: Argument) -> bool:
-    return a.treedef == b.treedef and len(a.types) > 1 and all(map(_alike, a.types, b.types))
+    return a.treedef == b.treedef and len(a.types) > 1 and all(map(alike, a.types, b.types))
 
 
 def _check_lone(call: Call, found: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:

@@ -26,6 +26,7 @@ from autopar.checkpoint_files.rows import FOLDER as ROWS
 from autopar.checkpoint_files.rows import write_rows
 from autopar.checkpoint_files.structure import describe, rebuild
 from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning
+from autopar.init import unbound
 from autopar.mpi.progress import PROGRESS, mark
 from autopar.mpi.together import led, together
 from autopar.mpi.world import World, world
@@ -152,8 +153,8 @@ def restore(
             f"restore needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
             "than a state and a batch, call=lambda state: (state, ...)"
         )
-    if isinstance(step, BoundStep):
-        step, batch, call = step.step, None, step.calling(batch, call)
+    if step is not None:
+        step, batch, call = unbound(step, batch, call)
     ranks = _ranks()
     before = PROGRESS.last
     mark(before.step, "restoring a checkpoint")

@@ -54,6 +54,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint: none was saved there, or the first save was interrupted."""
 
 
+class StateWarning(UserWarning):
+    """No argument was recognised as state, though something comes back in an argument's form: the step runs plain."""
+
+
 class UncheckedWarning(UserWarning):
     """A checkpoint is of an autopar that made no checksums of some of its files: they are restored as they are."""
 

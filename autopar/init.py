@@ -78,8 +78,7 @@ def init(
             f"init needs to know what {step.name} is called with: batch=..., or, for a step with other arguments than "
             "a state and a batch, call=lambda made: (made, ...)"
         )
-    if isinstance(step, BoundStep):
-        step, batch, call = step.step, None, step.calling(batch, call)
+    step, batch, call = unbound(step, batch, call)
     if not callable(make_state):
         raise ArgumentsError(f"init takes a function that makes the state first, not a {type(make_state).__name__}")
     name = getattr(make_state, "__name__", "make_state")
@@ -164,6 +163,13 @@ class Maker:
             if devices is not None and layout is not None:
                 found[k] = Table(arranger(*layout, devices)(found[k]), *layout)
         return found
+
+
+def unbound(step: ParallelStep | BoundStep, batch: Any, call: Call | None) -> tuple[ParallelStep, Any, Call | None]:
+    """A step, and how it is called; of a method the step itself, which is called with the object as well."""
+    if isinstance(step, BoundStep):
+        return step.step, None, step.calling(batch, call)
+    return step, batch, call
 
 
 def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:

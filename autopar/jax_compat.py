@@ -50,6 +50,12 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
 
 
+def in_backward_pass(info: Any) -> bool:
+    """Whether an equation with this source info was made by differentiating in reverse."""
+    parts = getattr(getattr(info, "name_stack", None), "stack", ())
+    return any(isinstance(part, _source_info.Transform) and part.name == "transpose" for part in parts)
+
+
 def call_body(eqn: Any) -> Any | None:
     """The body of a call that is to be inlined, or None if `eqn` is no such call."""
     name = CALLS.get(eqn.primitive.name)

@@ -27,6 +27,7 @@ from autopar.ir.plan import Method, Plan, without_hosts
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
 from autopar.measure.alpha import measuring
+from autopar.missed_states import warn_of_missed_states
 from autopar.mpi.progress import mark
 from autopar.mpi.world import world
 from autopar.per_device import CallOfOne, GlobalStep, PerDevice
@@ -219,6 +220,8 @@ class ParallelStep:
             )
         block = block_of(traced.jaxpr)
         states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
+        if self.state_argnums is None and not states.outputs and not self._entries:
+            warn_of_missed_states(self.name, call, traced.out_info, block, self.batch_argnums or ())
         ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         inputs, outputs = describe(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)

@@ -56,6 +56,33 @@ def test_tables_alpha_lines_and_reasons() -> None:
     assert "params/emb" in told._repr_html_() and "<pre>" in told._repr_html_()
 
 
+@pytest.mark.parametrize(
+    ("metric", "reason"),
+    [
+        (lambda t, h: jnp.sqrt(jnp.mean(t**2)), "reduce_sum over all rows of the table"),
+        (lambda t, h: jnp.max(t), "reduce_max over all rows of the table"),
+        (lambda t, h: jnp.max(t.sum(1)) + jnp.sum(jnp.abs(t)), "reduce_max over all rows of the table"),
+        (lambda t, h: jax.nn.softmax(h @ t.T)[:, 0].sum(), "reduce_max over all rows of the table, for a full softmax"),
+        (lambda t, h: jnp.sum(jnp.exp(h @ t.T)), "reduce_sum over all rows of the table, for a full softmax"),
+        (lambda t, h: jnp.max(jnp.exp(t - 1)), "reduce_max over all rows of the table"),
+    ],
+)
+def test_a_sum_over_rows_is_called_a_softmax_only_where_it_is_one(metric: Any, reason: str) -> None:
+    tx = optax.adam(0.1)
+
+    def step(state: Any, ids: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(state["t"])
+        updates, opt = tx.update(grads, state["opt"], state["t"])
+        told = jax.lax.stop_gradient(metric(state["t"], jnp.ones((2, 4))))
+        return {"t": optax.apply_updates(state["t"], updates), "opt": opt}, (loss, told)
+
+    table = jnp.ones((50, 4))
+    told = autopar.explain(autopar.parallelize(step), {"t": table, "opt": tx.init(table)}, IDS)
+    (row,) = [r for r in told.rows if r.path == "t"]
+    assert row.action == "all rows" and row.reason == reason and "test_explain.py" in row.line
+    assert ("sampled softmax" in row.remedy) == ("softmax" in reason) and row.remedy
+
+
 def test_shapes_give_an_upper_bound_and_run_nothing() -> None:
     step, state = make(optax.adagrad(0.1))
     told = autopar.explain(autopar.parallelize(step), shapes(state), shapes(IDS))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -89,13 +89,26 @@ class Free:
 Value = Row | Free | None
 
 
+#: What an equation does that needs all rows, the most telling ones first: those that make a gradient dense.
+RefusalKind = Literal["body", "softmax", "sum", "product", "scatter", "other"]
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a family stays dense."""
+    """Why a family stays dense.
+
+    Attributes:
+      reason: In words, for people alone.
+      source: The line of the user's code.
+      remedy: What would change it.
+      kind: What passes go by: in a loop's or a branch's body, a softmax, another sum over all rows, a product with
+        them, a scatter of them, or something else.
+    """
 
     reason: str
     source: Source | None = None
     remedy: str = ""
+    kind: RefusalKind = "other"
 
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 from autopar.ir.program import Atom, Equation, Program, Source
 from autopar.ir.row_ids import index_atoms
-from autopar.ir.rowspace import Access, Const, Refusal, Row, RowSpace, Same
+from autopar.ir.rowspace import Access, Const, Refusal, RefusalKind, Row, RowSpace, Same
 from autopar.ir.slicing import hoist, needed_equations
 from autopar.passes.row_flow import RowFlow
 
@@ -178,8 +179,8 @@ class Families:
         """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of
         it."""
         reads = [r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
-        telling = ("inside a", "softmax", "product", "scatter")
-        return next((r for word in telling for r in reads if word in r.reason), None)
+        telling = [kind for kind in get_args(RefusalKind) if kind != "other"]
+        return next((r for kind in telling for r in reads if r.kind == kind), None)
 
     def _defined_at(self, atom: Atom) -> Source | None:
         for equation in reversed(self.program.block.equations):

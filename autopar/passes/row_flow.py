@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, Same, Value
 from autopar.ir.rules import ALIGNED, RULES, Mixes
+from autopar.ir.softmax import softmaxes
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class RowFlow:
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Top-level variables -> families whose committed leaves they depend on.
     after: dict[Atom, frozenset[int]] = field(default_factory=dict)
+    _block: Block | None = None
 
     def __post_init__(self) -> None:
         inputs = self.program.block.inputs
@@ -128,8 +130,10 @@ class RowFlow:
         return self.values.get(atom) if isinstance(atom, Var) else None
 
     def _equations(self, block: Block) -> None:
+        outer, self._block = self._block, block
         for equation in block.equations:
             self._equation(equation)
+        self._block = outer
 
     def _equation(self, equation: Equation) -> None:
         values = [self.value(a) for a in equation.inputs]
@@ -161,7 +165,7 @@ class RowFlow:
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
         """An equation that needs all rows: read them, or refuse the families it needs them of."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
-        refusal = Refusal(mixes.reason, equation.source, mixes.remedy)
+        refusal = self._refusal(equation, mixes)
         possible = all(a in self.whole for a, _ in rows) and not (
             self.path and any(self.whole[a] for a, _ in rows if isinstance(a, Var))
         )
@@ -169,6 +173,14 @@ class RowFlow:
             (self.dense_reads if possible else self.refusals).append((row.family, refusal))
         if possible:
             self.roles[equation] = "dense"
+
+    def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
+        if mixes.kind != "sum" or self._block is None or equation not in softmaxes(self._block):
+            return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
+        reason = f"{equation.op} over all rows of the table, for a full softmax"
+        return Refusal(
+            reason, equation.source, "use a sampled softmax, or accept that this table stays dense", "softmax"
+        )
 
     def _after(self, equation: Equation) -> None:
         """Which committed leaves the results depend on (top level only)."""

@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from autopar.ir.program import Block, Equation
-from autopar.ir.rowspace import Refusal, Row, Value
+from autopar.ir.rowspace import Refusal, RefusalKind, Row, Value
 
 
 class Mixes(Exception):
-    """A rule's refusal: the reason, and what would change it."""
+    """A rule's refusal: the reason, what would change it, and of which kind it is (`ir.rowspace.Refusal`)."""
 
-    def __init__(self, reason: str, remedy: str = "") -> None:
+    def __init__(self, reason: str, remedy: str = "", kind: RefusalKind = "other") -> None:
         super().__init__(reason)
         self.reason = reason
         self.remedy = remedy
+        self.kind: RefusalKind = kind
 
 
 class Analysis(Protocol):

@@ -25,7 +25,7 @@ def cond(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Seq
     refusal = analysis.refused_since(mark)
     if refusal is not None:  # the cond as a whole may still read all rows
         analysis.restore(mark)
-        raise Mixes(f"inside a cond: {refusal.reason}", refusal.remedy)
+        raise Mixes(f"inside a cond: {refusal.reason}", refusal.remedy, "body")
     results = returned[0]
     atoms = equation.bodies[0].outputs
     for body, others in zip(equation.bodies[1:], returned[1:], strict=True):
@@ -43,7 +43,7 @@ _NO_WHILE = (
 
 def while_loop(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     if any(isinstance(v, Row) for v in values):
-        raise Mixes("the table is used inside a while loop", _NO_WHILE)
+        raise Mixes("the table is used inside a while loop", _NO_WHILE, "body")
     return [None] * len(equation.outputs)
 
 

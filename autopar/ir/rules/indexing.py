@@ -47,7 +47,7 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     rows = [d for d in numbers.scatter_dims_to_operand_dims if d in single]
     if isinstance(operand, Row):
         if operand.axis not in rows or not is_known_scatter(equation):
-            raise Mixes(f"a {equation.op} that is not by rows")
+            raise Mixes(f"a {equation.op} that is not by rows", kind="scatter")
         family, axis, off = operand.family, operand.axis, operand.off
     elif isinstance(operand, Free) and is_known_scatter(equation):
         free = [d for d in rows if d in operand.axes]
@@ -76,13 +76,13 @@ def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Anal
     numbers, (operand, _, update) = equation.params["dimension_numbers"], values
     assert isinstance(update, Row), "the caller has looked"
     if update.axis not in numbers.update_window_dims:
-        raise Mixes("a scatter of rows of a table")
+        raise Mixes("a scatter of rows of a table", kind="scatter")
     axis = _window(equation, numbers.inserted_window_dims)[numbers.update_window_dims.index(update.axis)]
     free = isinstance(operand, Free) and axis in operand.axes
     if equation.inputs[0].shape[axis] != equation.inputs[2].shape[update.axis] or equation.op != "scatter-add":
-        raise Mixes("a scatter of rows of a table")
+        raise Mixes("a scatter of rows of a table", kind="scatter")
     if not free and not (isinstance(operand, Row) and operand.axis == axis):
-        raise Mixes("a scatter of rows of a table into something else")
+        raise Mixes("a scatter of rows of a table into something else", kind="scatter")
     offs = [off_of(equation.inputs[0], operand, axis), update.off]
     zero = all(isinstance(o, Const) and o.is_zero for o in offs)
     family = analysis.unite([v for v in (operand, update) if isinstance(v, Row)])

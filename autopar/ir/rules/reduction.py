@@ -16,6 +16,10 @@ from autopar.ir.rules import RULES, Analysis, Mixes
 
 #: Reductions that can be finished from a partial result and the constant of the untouched rows.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+#: What would change a sum over all rows.
+SUM_REMEDY = (
+    "compute it apart from the step (a metric), or of looked-up rows alone, or accept that the table stays dense"
+)
 _ARG = frozenset({"argmax", "argmin"})
 
 
@@ -27,10 +31,7 @@ def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         if equation.op in _ARG:
             raise Mixes(f"{equation.op} over all rows")
         if not isinstance(row.off, Const):
-            raise Mixes(
-                f"{equation.op} over all rows of the table (a full softmax does it)",
-                "use a sampled softmax, or accept that this table stays dense",
-            )
+            raise Mixes(f"{equation.op} over all rows of the table", SUM_REMEDY, "sum")
         analysis.role(equation, "reduce")
         return [None]
     axis = row.axis - sum(a < row.axis for a in axes)

@@ -11,6 +11,7 @@ from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
 from autopar.ir.rules import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
 from autopar.ir.rules.elementwise import off_of
+from autopar.ir.rules.reduction import SUM_REMEDY
 
 
 def _constant_or_unknown(off: Off) -> Off:
@@ -165,18 +166,15 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         positions = [c.index(v.axis) if v.axis in c else None for v, c in zip(rows, contract, strict=True)]
         zero = any(isinstance(v.off, Const) and v.off.is_zero for v in rows)
         if positions[0] is None or positions[0] != positions[1] or not zero:
-            raise Mixes("a product of two tables' rows")
+            raise Mixes("a product of two tables' rows", kind="product")
         analysis.unite(rows)
         analysis.role(equation, "contract")
         return [None]
     side, row = row_operand(values)
     if row.axis in contract[side]:
-        raise Mixes(
-            "a matrix product sums over all rows of the table (a full softmax does)",
-            "use a sampled softmax, or accept that this table stays dense",
-        )
+        raise Mixes("a matrix product sums over all rows of the table", SUM_REMEDY, "sum")
     if row.axis in batch[side]:
-        raise Mixes("a matrix product is batched over the rows")
+        raise Mixes("a matrix product is batched over the rows", kind="product")
     rank = len(equation.inputs[side].shape)
     free = [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
     axis = len(batch[side]) + free.index(row.axis)
