@@ -53,7 +53,8 @@ def is_jaxpr(value: Any) -> bool:
 def in_backward_pass(info: Any) -> bool:
     """Whether an equation with this source info was made by differentiating in reverse."""
     parts = getattr(getattr(info, "name_stack", None), "stack", ())
-    return any(isinstance(part, _source_info.Transform) and part.name == "transpose" for part in parts)
+    kind = getattr(_source_info, "Transform", object)
+    return any(isinstance(part, kind) and getattr(part, "name", "") == "transpose" for part in parts)
 
 
 def call_body(eqn: Any) -> Any | None:

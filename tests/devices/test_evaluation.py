@@ -70,6 +70,21 @@ def test_what_is_read_is_right(fun: Any, rows: int) -> None:
     assert {p.method for p in evaluate.plan.parameters if p.lifted} <= {"ps"}
 
 
+def test_tables_in_arithmetic_are_ordinary_arrays() -> None:
+    array, table = table_of(41)
+    for found, expected in (
+        (0.9 * table, 0.9 * array),
+        (array - table, array - array),
+        (np.float64(2) ** table, np.float64(2) ** array),
+        (table @ jnp.ones(WIDTH), array @ jnp.ones(WIDTH)),
+        (table > table, array > array),
+    ):
+        assert isinstance(found, jax.Array) and found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    mean = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, {"emb": array}, {"emb": table})
+    np.testing.assert_allclose(mean["emb"], array, rtol=1e-6)
+
+
 def test_lookups_take_memory_for_a_batch_not_for_a_table() -> None:
     _, table = table_of(100_001)
     params = {"emb": table, "w": jnp.eye(WIDTH)}
