@@ -152,7 +152,8 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "random bits": (lambda a: a + jax.random.bernoulli(jax.random.key(0), 0.5, (A, D)), [E], [x], E),
     "integers": (lambda a: (a > 0).sum(), [E], [x], P),
     # addends
-    "scaled": (lambda s, c: s * c / 2, [P, None], [v, v], P),
+    "scaled": (lambda s: 3 * s / 2, [P], [v], P),
+    "times a factor of the step, perhaps infinite": (lambda s, c: s * c, [P, None], [v, v], None),
     "added": (lambda s, t: s + t, [P, P], [v, v], P),
     "added to zeros": (lambda s: jnp.zeros((D,)) + s, [P], [v], P),
     "added to a weight": (lambda s, t: s + t, [P, None], [v, v], None),

@@ -174,3 +174,93 @@ def test_a_zero_divisor_that_the_padding_row_hides(name: str) -> None:
 
     count = (NUMBERS % 3).astype(jnp.int32)
     check_rows(update, small(count=count), (1.0, 0.0, 1.0))
+
+
+def of_rows_that_differ(state: Any, g: jax.Array, batch: Any) -> Any:
+    """What hides a gradient is known to each row alone, so the padding row stands for some of them only."""
+    hidden = (NUMBERS % 2 == 0)[:, None] | (state["emb"] < -0.5)
+    g = jnp.where(hidden, g, g * batch["factor"])
+    norm = jnp.sqrt(jnp.sum(g * g))
+    metrics = {"norm": norm, "max": jnp.max(g), "nans": jnp.sum(jnp.isnan(g)), "columns": jnp.sum(g, 0), "g": g}
+    last = jnp.where(state["last"] > 0, g, 2 * g)
+    return {"emb": state["emb"] - g * jnp.minimum(1.0, 0.1 / norm), "last": last}, metrics
+
+
+@pytest.mark.parametrize("factor", [np.inf, np.nan])
+def test_rows_that_differ(factor: float) -> None:
+    """Slots that are constant off the rows, reductions over all rows, and outputs that hold all of them."""
+    step, state = rows_step(of_rows_that_differ), small(last=jnp.zeros((SMALL, WIDTH)))
+    planned, plain = autopar.parallelize(step, strategy="ps", donate=False), jax.jit(step)
+    mine = theirs = state
+    for value in (1.0, factor):
+        batch = {"ids": jnp.array([[1, SMALL - 1], [3, 3]], jnp.int32), "weight": 1.0, "factor": jnp.float32(value)}
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), (mine, a), (theirs, b))
+    assert planned.plan is not None and planned.plan.lifts
+    assert 0 < np.isnan(b["g"]).sum() < b["g"].size
+
+
+def test_finite_steps_look_at_no_other_rows() -> None:
+    """What watches for it are loops of no round, and numbers of the step: nothing else has as many rows."""
+    step, state = rows_step(of_rows_that_differ), small(last=jnp.zeros((SMALL, WIDTH)))
+
+    def update(state: Any, g: jax.Array, batch: Any) -> Any:
+        new, metrics = of_rows_that_differ(state, g, batch)
+        return new, {k: metrics[k] for k in ("norm", "max", "nans", "columns")}
+
+    step = autopar.parallelize(rows_step(update), strategy="ps")
+    batch = {"ids": jnp.array([[1, SMALL - 1], [3, 3]], jnp.int32), "weight": 1.0, "factor": jnp.float32(1)}
+    text = step.lower(state, batch).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    large = [line for line in entry.splitlines() if f"= f32[{SMALL},{WIDTH}]" in line]
+    kinds = {line.split("= ")[1].split("} ")[1].split("(")[0] for line in large}
+    assert kinds <= {"parameter", "get-tuple-element", "scatter", "fusion", "bitcast", "broadcast"}, large
+
+
+ONE_HOT = {
+    "product": lambda t, ids: jax.nn.one_hot(ids, SMALL) @ t,
+    "einsum": lambda t, ids: jnp.einsum("...v,vd->...d", jax.nn.one_hot(ids, SMALL), t),
+    "in a checkpoint": lambda t, ids: jax.checkpoint(lambda t: jax.nn.one_hot(ids, SMALL) @ t)(t),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HOT)
+def test_one_hot_products_poison_columns(name: str) -> None:
+    """0 times a gradient that isn't finite is added to every row, as the product of the matrices does it."""
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def loss(t: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.tanh(ONE_HOT[name](t, batch["ids"]) + t[batch["ids"]]) * batch["weights"])
+
+        g = jax.grad(loss)(state["emb"])
+        return {"emb": state["emb"] - 0.1 * g, "last": jnp.where(state["last"] > 0, 2 * g, g)}, jnp.max(g)
+
+    planned, plain = autopar.parallelize(step, strategy="ps", donate=False), jax.jit(step)
+    mine = theirs = small(last=jnp.zeros((SMALL, WIDTH)))
+    for bad in (1.0, np.inf):
+        weights = jnp.ones((2, 2, WIDTH)).at[0, :, 1].set(bad)
+        batch = {"ids": jnp.array([[1, SMALL - 1], [3, 3]], jnp.int32), "weights": weights}
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), (mine, a), (theirs, b))
+    assert planned.plan is not None and planned.plan.lifts
+    assert np.isnan(theirs["emb"]).sum(0).tolist() == [0, SMALL, 0, 0]
+
+
+def test_a_row_that_is_not_finite_by_itself_is_left_alone() -> None:
+    """The exception of the README: plain JAX multiplies it by 0, and so its gradient is NaN."""
+
+    def step(state: Any, ids: jax.Array) -> tuple[Any, Any]:
+        params, opt = state
+        grads = jax.grad(lambda t: jnp.sum(jax.nn.softmax(t, axis=1)[ids] ** 2))(params)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), jnp.sum(jnp.isnan(grads))
+
+    tx = optax.apply_if_finite(optax.sgd(0.1), 5)
+    params = small()["emb"].at[20].set(np.nan)
+    ids = jnp.array([1, 2, 3])
+    (mine, my_opt), nans = autopar.parallelize(step, strategy="ps", donate=False)((params, tx.init(params)), ids)
+    (theirs, opt), their_nans = jax.jit(step)((params, tx.init(params)), ids)
+    assert (int(nans), int(their_nans)) == (0, WIDTH)
+    assert (int(my_opt.total_notfinite), int(opt.total_notfinite)) == (0, 1)
+    assert np.array_equal(theirs, params, equal_nan=True) and not np.array_equal(mine[:4], params[:4])
+    assert np.isnan(mine[20]).all() and np.isfinite(np.delete(mine, 20, 0)).all()

@@ -6,6 +6,7 @@ its source line. What comes out is checked against the program's types: a plan t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
-from autopar.backends.indices import along
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
+from autopar.backends.reductions import Others
 from autopar.backends.row_ops import ROW_OPS
 from autopar.backends.single import SingleDevice
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
@@ -174,11 +175,12 @@ class _Emitter:
 
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
-        n, m = len(p["axes"]), p["frontier"]
-        leaves, frontier = operands[2 * n : 3 * n], operands[3 * n : 3 * n + m]
-        needed = self._needed(equation, [*operands[: 2 * n], *operands[3 * n :]])
+        needed, *operands = operands
+        n, m = len(p["axes"]), len(p["read_axes"])
+        leaves, others = operands[:n], operands[n:]
         backend = self._backend(equation)
-        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *frontier]), leaves, needed, p)
+        assert m <= len(others), "leaves that are only read come before the frontier"
+        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed, p)
 
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -224,26 +226,33 @@ class _Emitter:
             return run(*operands)
         return self._devices.local(run, given, tuple(returned), *operands)
 
-    def _padding(self, rows: Array, axis: int, equation: Equation) -> Array:
-        if equation.op == "ap.changes":  # of one rank's own rows
-            return rows[along(axis, slice(-1, None))]
-        return self._backend(equation).padding(rows, axis)
+    def _reduce_rows(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        found = self._backend(equation).reduce_rows(equation.params, *operands[:2], self._others(equation, operands))
+        return [found.astype(equation.params["dtype"])]
+
+    def _reduce_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        found = self._backend(equation).reduce_part(equation.params, *operands[:2], self._others(equation, operands))
+        return [found.astype(equation.params["dtype"])]
+
+    def _others(self, equation: Equation, operands: Sequence[Array]) -> Others | None:
+        """The rows that the step doesn't touch, where a reduction may have to look at them."""
+        if not equation.bodies:
+            return None
+        body, (needed, *read) = equation.bodies[0], operands[2:]
+        return Others(needed, lambda route: self.block(body, [route, *read])[0], equation.params["rows"])
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._needed(equation, operands)]
-
-    def _needed(self, equation: Equation, operands: list[Array]) -> Array:
         """Whether rows change that the step doesn't touch."""
         p = equation.params
-        n, m = len(p["axes"]), p["frontier"]
-        old, new, rest = operands[:n], operands[n : 2 * n], operands[2 * n :]
-        frontier, rest = rest[:m], rest[m:]
-        finite, rest = rest[: p["finite"]], rest[p["finite"] :]
-        nonzero, rest = rest[: p["nonzero"]], rest[p["nonzero"] :]
-        guard, first = (rest[0], rest[1:]) if p.get("guarded") else (None, rest)
+        backend = self._backends.get(p["family"], self._single)
+        counts = (len(p["axes"]), len(p["axes"]), len(p["constants"]), p["frontier"], p["finite"], p["nonzero"])
+        counts = (*counts, 1 if p.get("guarded") else 0)
+        old, new, constant, frontier, finite, nonzero, guard, first = _split(operands, counts)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(old, new, p["axes"], strict=True):
-            needed = needed | jnp.any(self._padding(a, axis, equation) != self._padding(b, axis, equation))
+            needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
+        for value, (known, axis) in zip(constant, p["constants"], strict=True):
+            needed = needed | ~jnp.all(_is(backend.padding(value, axis), known))
         for value in (*frontier, *finite):  # where the padding row may hide what they do by a predicate of its own
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
@@ -251,9 +260,20 @@ class _Emitter:
             needed = needed | jnp.any(value == 0)
         for value in first:
             needed = needed | _rarely(value)
-        if guard is not None:
-            needed = needed & ~guard
-        return needed
+        for exceeded in guard:
+            needed = needed & ~exceeded
+        return [needed]
+
+
+def _split(operands: Sequence[Array], counts: Sequence[int]) -> list[Sequence[Array]]:
+    """Operands in groups of these sizes, and what is left."""
+    ends = [0, *itertools.accumulate(counts)]
+    return [operands[a:b] for a, b in itertools.pairwise([*ends, len(operands)])]
+
+
+def _is(value: Array, known: Any) -> Array:
+    """Elementwise, NaN being NaN."""
+    return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
 
 #: Operations that need more than their operands and parameters.
@@ -265,6 +285,8 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.record": _Emitter._record,
     "ap.flush": _Emitter._flush,
     "ap.changes": _Emitter._changes,
+    "ap.reduce_rows": _Emitter._reduce_rows,
+    "ap.reduce_part": _Emitter._reduce_part,
     "ap.replicate": _Emitter._replicate,
     "ap.spread": _Emitter._spread,
     "ap.store": _Emitter._store,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from autopar.backends.reductions import Others
+
 Array = Any
 Route = Any
 
@@ -72,11 +74,14 @@ class RowBackend(Protocol):
         """int32[U]: which row of the table each routed row is, the last padding row included."""
         ...
 
-    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
-        """A reduction over all rows, from the routed ones. `params`: `op`, `axes`, `axis`, `extent`."""
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
+        """A reduction over all rows, from the routed ones, and from `others` if need be.
+
+        `params`: `op`, `axes`, `axis`, `extent`.
+        """
         ...
 
-    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
         """The same of an owner's own rows, in the program of one device."""
         ...
 
@@ -94,6 +99,10 @@ class RowBackend(Protocol):
 
     def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
         """All rows: the routed ones where they belong, the padding row's value everywhere else."""
+        ...
+
+    def fill(self, leaf: Array, rows: Array, axis: int) -> Array:
+        """The leaf with all rows what the padding row is."""
         ...
 
     def sweep(

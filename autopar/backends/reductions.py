@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,6 +25,16 @@ _FINISH: Mapping[str, Callable[[Array, Array, Array], Array]] = {
     "reduce_prod": lambda part, other, count: part * other ** count.astype(part.dtype),
 }
 
+#: Two results joined.
+_JOIN: Mapping[str, Callable[[Array, Array], Array]] = {
+    "reduce_max": jnp.maximum,
+    "reduce_min": jnp.minimum,
+    "reduce_and": lambda a, b: a & b,
+    "reduce_or": lambda a, b: a | b,
+    "reduce_sum": lambda a, b: a + b,
+    "reduce_prod": lambda a, b: a * b,
+}
+
 _REDUCE: Mapping[str, Callable[[Array, Any], Array]] = {
     "reduce_sum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
     "reduce_prod": lambda x, axes: jnp.prod(x, axes, dtype=x.dtype),
@@ -33,14 +44,51 @@ _REDUCE: Mapping[str, Callable[[Array, Any], Array]] = {
     "reduce_or": jax.lax.reduce_or,
 }
 
-_ACROSS: Mapping[str, Callable[[Array, str], Array]] = {
-    "reduce_sum": jax.lax.psum,
-    "reduce_max": jax.lax.pmax,
-    "reduce_min": jax.lax.pmin,
-}
+
+@dataclass(frozen=True)
+class Others:
+    """Rows that the step doesn't touch, where they may differ from the padding row.
+
+    Attributes:
+      needed: Whether they do.
+      rows: Route to some rows -> what is reduced, of these, as if none were touched.
+      block: How many are taken at a time.
+    """
+
+    needed: Array
+    rows: Callable[[Any], Array]
+    block: int
 
 
-def reduce_routed(params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int) -> Array:
+def join_blocks(op: str, part: Array, others: Others, blocks: int, reduced: Callable[[Array], Array]) -> Array:
+    """A reduction of the routed rows joined with that of all others, block by block; itself if they aren't needed.
+
+    Args:
+      op: Which reduction.
+      part: That of the routed rows; of all rows if the others aren't needed.
+      others: The others.
+      blocks: How many there are.
+      reduced: Number of a block -> the reduction of those of its rows that are others.
+    """
+
+    def step(k: Array, total: Array) -> Array:
+        return _JOIN[op](total, reduced(k).astype(total.dtype))
+
+    return jax.lax.fori_loop(0, jnp.where(others.needed, blocks, 0), step, part)
+
+
+def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
+    """A reduction of some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
+    op, axis = params["op"], params["axis"]
+    shape = [1] * rows.ndim
+    shape[axis] = rows.shape[axis]
+    neutral = jnp.asarray(_neutral(op, rows.dtype), rows.dtype)
+    return _REDUCE[op](jnp.where(which.reshape(shape), rows, neutral), params["axes"])
+
+
+def reduce_routed(
+    params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
+) -> Array:
     """A reduction over all `extent` rows.
 
     Args:
@@ -48,22 +96,23 @@ def reduce_routed(params: Mapping[str, Any], rows: Array, is_row: Array, extent:
       rows: The routed rows, padding included.
       is_row: bool[U], False for padding.
       extent: Rows that the routed ones are of.
+      alone: Whether the others are left out.
     """
     op, axes, axis = params["op"], params["axes"], params["axis"]
     reduce = _REDUCE[op]
-    shape = [1] * rows.ndim
-    shape[axis] = rows.shape[axis]
-    neutral = jnp.asarray(_neutral(op, rows.dtype), rows.dtype)
-    part = reduce(jnp.where(is_row.reshape(shape), rows, neutral), axes)
+    part = reduce_some(params, rows, is_row)
     padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
-    untouched = extent - jnp.sum(is_row, dtype=jnp.int32)
+    untouched = jnp.where(alone, 0, extent - jnp.sum(is_row, dtype=jnp.int32))
     return jnp.where(untouched > 0, _FINISH[op](part, reduce(padding, axes), untouched), part)
 
 
 def reduce_across(op: str, part: Array, name: str) -> Array:
-    """The devices' results reduced over a mesh axis, in `shard_map`."""
-    if op in _ACROSS and part.dtype != jnp.bool_:
-        return _ACROSS[op](part, name)
+    """The devices' results reduced over a mesh axis, in `shard_map`.
+
+    All but sums are gathered first: XLA's own AllReduce of a maximum loses a NaN on CPUs.
+    """
+    if op == "reduce_sum" and part.dtype != jnp.bool_:
+        return jax.lax.psum(part, name)
     return _REDUCE[op](jax.lax.all_gather(part, name), (0,))
 
 

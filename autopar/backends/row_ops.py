@@ -88,6 +88,12 @@ def _densify(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any)
     return backend.densify(rows, route, p["axis"], p["extent"])
 
 
+def _fill(backend: RowBackend, p: Mapping[str, Any], leaf: Array, rows: Array, route: Any, *unless: Array) -> Array:
+    """All rows what the padding row is, in place, unless one of some conditions holds: a loop of at most one round."""
+    wanted = ~jnp.any(jnp.stack(unless))
+    return jax.lax.fori_loop(0, jnp.where(wanted, 1, 0), lambda _, leaf: backend.fill(leaf, rows, p["axis"]), leaf)
+
+
 def _commit(backend: RowBackend, p: Mapping[str, Any], leaf: Array, rows: Array, route: Any, *rest: Array) -> Array:
     guard, first = (rest[0], rest[1:]) if p.get("guarded") else (None, rest)
     if first:
@@ -111,14 +117,6 @@ def _select(backend: RowBackend, p: Mapping[str, Any], which: Array, new: Array,
     return jnp.where(which, old, new)
 
 
-def _reduce_part(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
-    return backend.reduce_part(p, rows, route).astype(p["dtype"])
-
-
-def _reduce_rows(backend: RowBackend, p: Mapping[str, Any], rows: Array, route: Any) -> Array:
-    return backend.reduce_rows(p, rows, route).astype(p["dtype"])
-
-
 #: Operation -> what carries it out: (backend, the equation's parameters, operands) -> its result.
 ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "ap.row_ids": _row_ids,
@@ -133,9 +131,8 @@ ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "ap.push_ids": _push_ids,
     "ap.deliver": _deliver,
     "ap.plus": _plus,
-    "ap.reduce_rows": _reduce_rows,
-    "ap.reduce_part": _reduce_part,
     "ap.densify": _densify,
+    "ap.fill": _fill,
     "ap.commit": _commit,
     "ap.exceeded": _exceeded,
     "ap.any": _any,

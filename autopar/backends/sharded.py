@@ -31,7 +31,7 @@ from autopar.backends.indices import (
     spread_last_row,
     untouched,
 )
-from autopar.backends.reductions import reduce_across, reduce_routed
+from autopar.backends.reductions import Others, join_blocks, reduce_across, reduce_routed, reduce_some
 from autopar.ir.layout import RowLayout
 
 Array = Any
@@ -204,20 +204,56 @@ class ShardedRows:
 
         return self._devices.local(numbers, (0, 0), 0, route.rows, route.spare)
 
-    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
-        def reduce(rows: Array, numbers: Array) -> Array:
-            part = self._reduce_part(params, rows, numbers)
-            return reduce_across(params["op"], part, self._devices.axis)
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
+        return self._reduce(
+            params, rows, route, others, lambda part: reduce_across(params["op"], part, self._devices.axis)
+        )
 
-        return self._devices.local(reduce, (params["axis"], 0), None, rows, route.rows)
-
-    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
         assert self._devices.parts == 1, "an owner's part is the owner's"
-        return self._reduce_part(params, rows, route.rows)
+        return self._reduce(params, rows, route, others, lambda part: part)
 
-    def _reduce_part(self, params: Mapping[str, Any], rows: Array, numbers: Array) -> Array:
-        mine = self._layout.rows_on(self._devices.position())
-        return reduce_routed(params, rows, numbers < self._share, mine)
+    def _reduce(
+        self,
+        params: Mapping[str, Any],
+        rows: Array,
+        route: Route,
+        others: Others | None,
+        across: Callable[[Array], Array],
+    ) -> Array:
+        """A reduction over an owner's rows; `across` makes it that over all owners'."""
+        axis = params["axis"]
+
+        def routed(rows: Array, numbers: Array, *alone: Array) -> Array:
+            mine = self._layout.rows_on(self._devices.position())
+            return across(reduce_routed(params, rows, numbers < self._share, mine, *alone))
+
+        if others is None:
+            return self._devices.local(routed, (axis, 0), None, rows, route.rows)
+        part = self._devices.local(routed, (axis, 0, None), None, rows, route.rows, others.needed)
+        size = others.block // self._devices.count
+
+        def untouched(rows: Array, some: Array, touched: Array) -> Array:
+            mine = self._layout.rows_on(self._devices.position())
+            which = (some < mine) & (find_own(touched, some) == touched.shape[0])
+            return across(reduce_some(params, rows, which))
+
+        def reduced(k: Array) -> Array:
+            some = k * size + self._numbers(size)
+            rows = others.rows(self._some(jnp.minimum(some, self._share), size))
+            return self._devices.local(untouched, (axis, 0, 0), None, rows, some, route.rows)
+
+        return join_blocks(params["op"], part, others, -(-self._share // size), reduced)
+
+    def _numbers(self, size: int) -> Array:
+        """0 to `size` on each device."""
+        return self._devices.constrain(jnp.arange(self._devices.parts * size, dtype=jnp.int32) % size, 0)
+
+    def _some(self, numbers: Array, size: int) -> Route:
+        """A route to some of each owner's rows, whether the step touches them or not."""
+        nothing = jnp.zeros((0,), jnp.int32)
+        spare = jnp.minimum(numbers[size - 1 :: size], self._share - 1)
+        return Route(numbers, spare, nothing, nothing, nothing, nothing)
 
     def padding(self, rows: Array, axis: int) -> Array:
         return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)
@@ -238,6 +274,12 @@ class ShardedRows:
 
         return self._devices.local(densify, (axis, 0), axis, rows, route.rows)
 
+    def fill(self, leaf: Array, rows: Array, axis: int) -> Array:
+        def fill(leaf: Array, rows: Array) -> Array:
+            return jnp.broadcast_to(rows[along(axis, slice(-1, None))], leaf.shape)
+
+        return self._devices.local(fill, (axis, axis), axis, leaf, rows)
+
     def sweep(
         self,
         update: Callable[[Route, Sequence[Array]], Sequence[Array]],
@@ -246,13 +288,10 @@ class ShardedRows:
         params: Mapping[str, Any],
     ) -> Sequence[Array]:
         size = params["rows"] // self._devices.count
-        numbers = self._devices.constrain(jnp.arange(self._devices.parts * size, dtype=jnp.int32) % size, 0)
-        nothing = jnp.zeros((0,), jnp.int32)
+        numbers = self._numbers(size)
 
         def block(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
-            some = jnp.minimum(k * size + numbers, self._share)
-            spare = jnp.minimum(some[size - 1 :: size], self._share - 1)
-            route = Route(some, spare, nothing, nothing, nothing, nothing)
+            route = self._some(jnp.minimum(k * size + numbers, self._share), size)
             new = zip(leaves, update(route, leaves), params["axes"], strict=True)
             return tuple(self.commit(leaf, value, route, axis) for leaf, value, axis in new)
 

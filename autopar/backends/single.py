@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from autopar.backends.indices import (
     along,
     find,
+    find_own,
     gather_rows,
     local_index,
     pull_rows,
@@ -29,7 +30,7 @@ from autopar.backends.indices import (
     spread_last_row,
     untouched,
 )
-from autopar.backends.reductions import reduce_routed
+from autopar.backends.reductions import Others, join_blocks, reduce_routed, reduce_some
 
 Array = Any
 
@@ -89,10 +90,21 @@ class SingleDevice:
     def row_numbers(self, route: Route, extent: int) -> Array:
         return jnp.where(route.rows < extent, route.rows, route.spare)
 
-    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
-        return reduce_routed(params, rows, route.rows < params["extent"], params["extent"])
+    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
+        extent, is_row = params["extent"], route.rows < params["extent"]
+        if others is None:
+            return reduce_routed(params, rows, is_row, extent)
 
-    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route) -> Array:
+        def reduced(k: Array) -> Array:
+            some = k * others.block + jax.lax.iota(jnp.int32, others.block)
+            inside = jnp.minimum(some, extent)
+            which = (some < extent) & (find_own(route.rows, some) == route.rows.shape[0])
+            return reduce_some(params, others.rows(Route(inside, jnp.minimum(inside[-1], extent - 1))), which)
+
+        part = reduce_routed(params, rows, is_row, extent, others.needed)
+        return join_blocks(params["op"], part, others, -(-extent // others.block), reduced)
+
+    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
         raise AssertionError("every device has all rows")
 
     def padding(self, rows: Array, axis: int) -> Array:
@@ -107,6 +119,9 @@ class SingleDevice:
 
     def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
         return spread_last_row(rows, route.rows, axis, extent)
+
+    def fill(self, leaf: Array, rows: Array, axis: int) -> Array:
+        return jnp.broadcast_to(self.padding(rows, axis), leaf.shape)
 
     def sweep(
         self,

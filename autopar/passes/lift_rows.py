@@ -7,7 +7,7 @@ Order matters: pull, compute, commit last. With it a donated table is updated in
 Lifting rests on 0 * x = 0, which holds for finite x. A route always has a padding row: a real row of the table that
 gets no gradient. If its new value differs from its old one, the untouched rows change as well (a NaN in a clip
 factor does this in plain JAX, too), and `sweep` runs the off-row equations over all rows, in place, block by block.
-Otherwise it does nothing.
+Otherwise it does nothing (see `lifting.sweeping`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
 from autopar.passes.lifting.deferral import read_phi
 from autopar.passes.lifting.journal import Journal
-from autopar.passes.lifting.off_rows import OffScope
+from autopar.passes.lifting.off_rows import off_scope
 from autopar.passes.lifting.scope import Lifting, Scope
-from autopar.passes.lifting.suspects import find_suspects
+from autopar.passes.lifting.sweeping import Exact, sweep
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
@@ -95,6 +95,8 @@ class _Lift:
             leaf_atoms={inputs[k] for k in lifting.leaves.values()},
             stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
         )
+        in_blocks = {f.family for f in plan.families if not (f.journal or f.lazy or f.on_hosts)}
+        scope.untouched = Exact({f: s for f, s in spaces.items() if f in in_blocks}, inputs)
         return _Lift(program, plan, facts, scope, spaces, ids, tuple(inputs), known=set(block.inputs))
 
     def run(self) -> Block:
@@ -234,14 +236,16 @@ class _Lift:
         self._route(family)
         route = scope.route(family)
         inputs = self.inputs
+        self._write_whole(space)
         axes = dict(zip(space.leaves, space.axes, strict=True))
         changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in self._updates(space)}
-        kept = self._kept(space)
-        leaves = {k: inputs[k] for k in kept}
         first = [v for k in space.leaves for v in self._old_readers(inputs[k])]
         journal = self.journals.get(family)
-        if kept and journal is None and not self.plan.families[self._position(family)].lazy:
-            leaves = self._sweep(space, kept, changed, first)
+        kept = self._kept(space)
+        leaves = {k: inputs[k] for k in kept}
+        if changed and journal is None and not self.plan.families[self._position(family)].lazy:
+            updates = {k: (atom, self._off(atom)) for k, atom in self._updates(space)}
+            leaves = sweep(scope, space, inputs, updates, self.exceeded, first)
             first = []
         for k, rows in changed.items():
             if k in leaves:
@@ -260,6 +264,14 @@ class _Lift:
             self._defer(space, journal, kept)
         self.committed.add(family)
 
+    def _write_whole(self, space: RowSpace) -> None:
+        """Outputs with all rows that are no leaves: what they read of the old leaves is read before these change."""
+        updates = dict(self._updates(space)).values()
+        for atom in self.program.block.outputs:
+            row = self.scope.lifting.row(atom)
+            if row is not None and row.family == space.family and atom in self.known and atom not in updates:
+                self.scope.get(atom)
+
     def _name(self, atom: Atom, leaf: int, new: Atom) -> None:
         """The new value of a leaf, as it is stored."""
         if isinstance(atom, Var) and leaf in self.plan.layouts:
@@ -276,7 +288,7 @@ class _Lift:
     def _defer(self, space: RowSpace, journal: Journal, kept: list[int]) -> None:
         """Write down what the step does to the other rows."""
         scope, inputs = self.scope, self.inputs
-        off, inner = self._off_scope(space, space.leaves)
+        off, inner = off_scope(scope, space, self.inputs, space.leaves)
         updates = dict(self._updates(space))
         off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
         axes = dict(zip(space.leaves, space.axes, strict=True))
@@ -294,66 +306,14 @@ class _Lift:
         value = self.facts.value(atom)
         return value.off if isinstance(value, Row) else None
 
-    def _sweep(self, space: RowSpace, kept: list[int], changed: dict[int, Atom], first: list[Atom]) -> dict[int, Atom]:
-        """The leaves after the off-row equations have run over all rows, if the padding row says that they must."""
-        scope, family, inputs = self.scope, space.family, self.inputs
-        off, inner = self._off_scope(space, kept)
-        chunk = off.routes[family]
-        assert isinstance(chunk, Var), "the rows of a round are an input"
-        updates = dict(self._updates(space))
-        ran = off.run([a for k in kept if isinstance(a := updates[k], Var)], family)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
-        new = [off.at_rows(updates[k], axes[k], family) for k in kept]
-        frontier = [key[1] for key in off.imports]
-        assert all(key[0] == "new" for key in off.imports), "the outermost off-row form reads the first rewriting only"
-        body = Block((chunk, *inner.values(), *off.imports.values()), tuple(off.equations), tuple(new))
-        body, _ = eliminate_dead(body)
-        old = [scope.at_rows(self.program.block.inputs[k], axes[k], family) for k in kept]
-        finite, nonzero = find_suspects(scope, ran, family)
-        operands = (
-            *old,
-            *(changed[k] for k in kept),
-            *(inputs[k] for k in kept),
-            *frontier,
-            *finite,
-            *nonzero,
-            *(() if self.exceeded is None else (self.exceeded,)),
-            *first,
-        )
-        params = {
-            "axes": tuple(axes[k] for k in kept),
-            "frontier": len(frontier),
-            "finite": len(finite),
-            "nonzero": len(nonzero),
-            "guarded": self.exceeded is not None or None,
-            "rows": scope.lifting.block_rows[family],
-            "extent": space.extent,
-        }
-        outputs = tuple(Var(inputs[k].type) for k in kept)
-        scope.equations.append(Equation("ap.sweep", operands, outputs, params, (body,)))
-        return dict(zip(kept, outputs, strict=True))
-
-    def _off_scope(self, space: RowSpace, leaves: Iterable[int]) -> tuple[OffScope, dict[int, Var]]:
-        """A scope for the family's off-row form, and the leaves' names in it; its route is its first input."""
-        scope = self.scope
-        inner = {k: Var(self.inputs[k].type) for k in leaves}
-        chunk = Var(RouteType(space.family, space.extent, scope.lifting.block_rows[space.family]))
-        off = OffScope(
-            scope.lifting,
-            self.program.block,
-            routes={space.family: chunk},
-            primary=scope,
-            dense={self.program.block.inputs[k]: v for k, v in inner.items()},
-            leaf_atoms=set(inner.values()),
-        )
-        return off, inner
-
     def _old_readers(self, leaf: Var) -> list[Atom]:
         """Results of what has read the whole old leaf so far: the commit waits for them, and so needs no copy."""
         tainted: set[Atom] = {leaf}
         found: list[Atom] = []
         for equation in self.scope.equations:
-            if equation.op in ("ap.pull", "ap.sweep", "ap.commit") or not tainted.intersection(equation.inputs):
+            if equation.op in ("ap.pull", "ap.sweep", "ap.fill", "ap.commit") or not tainted.intersection(
+                equation.inputs
+            ):
                 continue
             big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and 2 * v.type.size >= leaf.type.size]
             tainted.update(big)

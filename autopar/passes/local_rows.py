@@ -7,7 +7,7 @@ itself what it asked for (`fetch`), what its examples look up, and the sums of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from autopar.ir.local import PARTIAL, NotLocal, Partial, Spread, State
@@ -170,9 +170,14 @@ def _row_iota(walk: Walk, equation: Equation) -> None:
 
 def _reduce_rows(walk: Walk, equation: Equation) -> None:
     """An owner's rows by themselves, then all owners'."""
-    rows, route = equation.inputs
+    rows, route, *more = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
+    if more:
+        given, inner = _off_form(walk, equation, (), more)
+        (result,) = equation.bodies[0].outputs
+        inputs += given
+        equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
         _write(walk, equation, inputs, None)
         return
@@ -217,28 +222,55 @@ def _densify(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, [walk.as_state(rows, state, equation), *map(walk.read, rest)], state)
 
 
-def _sweep(walk: Walk, equation: Equation) -> None:
+def _changes(walk: Walk, equation: Equation) -> None:
     """Each owner finds out by itself whether its other rows change."""
     p = equation.params
-    axes, count = p["axes"], len(p["axes"])
+    family = walk.shared.plan.family(p["family"])
+    assert family is not None, "untouched rows belong to a family of the plan"
+    axes = (*p["axes"], *p["axes"], *(axis for _, axis in p["constants"]))
+    states: list[State] = [None if family.layout is None else Spread(axis, owner=True) for axis in axes]
+    inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, states, strict=False)]
+    end = len(axes) + p["frontier"]
+    inputs += [walk.whole(a, equation) for a in equation.inputs[len(axes) : end]]
+    _write(walk, equation, [*inputs, *map(walk.read, equation.inputs[end:])], None)
+
+
+def _sweep(walk: Walk, equation: Equation) -> None:
+    axes = equation.params["axes"]
     rows = _family(walk, equation).layout is not None
-    states = [Spread(axis, owner=True) if rows else None for axis in axes]
-    inputs = []
-    for k, atom in enumerate(equation.inputs):
-        if k < 3 * count:
-            inputs.append(walk.as_state(atom, states[k % count], equation))
-        elif k < 3 * count + p["frontier"]:
-            inputs.append(walk.whole(atom, equation))
-        else:
-            inputs.append(walk.read(atom))
-    (body,) = equation.bodies
-    frontier = equation.inputs[3 * count : 3 * count + p["frontier"]]
-    operands = (equation.inputs[0], *equation.inputs[2 * count : 3 * count], *frontier)
-    inner, inner_inputs = walk.body(body, operands, [None, *states, *(None for _ in frontier)])
-    results = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, states, strict=True))
-    block = Block(tuple(inner_inputs), tuple(inner.equations), results)
+    states: list[State] = [Spread(axis, owner=True) if rows else None for axis in axes]
+    inputs, inner = _off_form(walk, equation, axes, equation.inputs)
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
-    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(block,)))
+    body = inner(states, equation.bodies[0].outputs)
+    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
+
+
+def _off_form(
+    walk: Walk, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
+) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
+    """Operands of an off-row form (whether it is needed, rows, values of the step), and what makes its body of the
+    states of its results."""
+    needed, *read = operands
+    rows = _family(walk, equation).layout is not None
+    along = (*axes, *equation.params["read_axes"])
+    states: list[State] = [Spread(axis, owner=True) if rows else None for axis in along]
+    states += [None] * (len(read) - len(states))
+    inputs = [walk.read(needed), *(walk.as_state(a, s, equation) for a, s in zip(read, states, strict=True))]
+    (body,) = equation.bodies
+    inner, names = walk.body(body, (needed, *read), [None, *states])
+
+    def block(states: Sequence[State], outputs: Sequence[Atom]) -> Block:
+        results = tuple(inner.as_state(a, s, equation) for a, s in zip(outputs, states, strict=True))
+        return Block(tuple(names), tuple(inner.equations), results)
+
+    return inputs, block
+
+
+def _fill(walk: Walk, equation: Equation) -> None:
+    leaf, rows, *rest = equation.inputs
+    state = _rows(walk, equation, equation.params["axis"])
+    inputs = [walk.as_state(leaf, state, equation), walk.as_state(rows, state, equation), *map(walk.read, rest)]
+    _write(walk, equation, inputs, state)
 
 
 def _catch_up(walk: Walk, equation: Equation) -> None:
@@ -330,7 +362,9 @@ ROW_OPS: Mapping[str, Callable[[Walk, Equation], None]] = {
     "ap.reduce_table": _reduce_table,
     "ap.densify": _densify,
     "ap.commit": _commit,
+    "ap.changes": _changes,
     "ap.sweep": _sweep,
+    "ap.fill": _fill,
     "ap.catch_up": _catch_up,
     "ap.record": _whole_operands,
     "ap.flush": _flush,

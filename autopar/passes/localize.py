@@ -153,10 +153,16 @@ class Walk(Forms):
         top = not self.nested
         if top and any(a.shape and not self.is_zero(a) for a in rest):  # of gradient + decay the gradient is reduced
             return False
+        if top and equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
+            return False
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
         return True
+
+    def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
+        """Whether addends meet a factor of the step: where a device's addend is 0, infinity times it would be NaN."""
+        return any(isinstance(a, Var) for a, addend in zip(equation.inputs, partial, strict=True) if not addend)
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
         """An equation without bodies on a device's part of its operands."""

@@ -24,10 +24,10 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.table_body import Body, Rows, Source
 
-#: Equations that update tables in place -> their operands that are read by rows; the rest says what to wait for.
-_WRITES = ("ap.sweep", "ap.commit", "ap.densify")
+#: Equations that update tables in place.
+_WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
 #: Equations of lookups and updates, which take a stored table as it is.
-_TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.sweep", "ap.commit"})
+_TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush"})
 _REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 
 
@@ -102,6 +102,8 @@ class _Walk:
         """Rewrite an equation."""
         if equation.op in _WRITES:
             self._write(equation)
+        elif equation.op == "ap.changes":
+            self._watch(equation)
         elif equation.op == "ap.whole" and equation.inputs[0] in self.sources:
             (stored,), (out,) = equation.inputs, equation.outputs
             self.rows[out], self.sources[out] = self.rows[stored], self.sources[stored]
@@ -121,12 +123,24 @@ class _Walk:
                 raise self.refusal(self.rows[atom], "its update needs them", equation)
         self.equations.append(equation)
 
+    def _watch(self, equation: Equation) -> None:
+        """What tells whether a sweep is needed, which waits for what reads the rows before it."""
+        p = equation.params
+        kept = 2 * len(p["axes"]) + len(p["constants"]) + p["frontier"] + p["finite"] + p["nonzero"]
+        kept += 1 if p["guarded"] else 0
+        space = next(s for s in self.program.rows.spaces if s.family == p["family"])
+        self._take(self._waiting_for(equation, kept, [self.program.block.inputs[k] for k in space.leaves]))
+
+    def _waiting_for(self, equation: Equation, kept: int, leaves: Sequence[Var]) -> Equation:
+        """An equation whose operands from `kept` on say what it waits for: with the reductions of some tables."""
+        first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
+        rest = [a for a in equation.inputs[kept:] if a not in self.rows and a not in first]
+        return dataclasses.replace(equation, inputs=(*equation.inputs[:kept], *rest, *first))
+
     def _write(self, equation: Equation) -> None:
         """An update in place, which waits for what reads the rows before it."""
         leaves, kept = self._written_leaves(equation)
-        first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
-        rest = [a for a in equation.inputs[kept:] if a not in self.rows and a not in first]
-        fixed = dataclasses.replace(equation, inputs=(*equation.inputs[:kept], *rest, *first))
+        fixed = equation if kept is None else self._waiting_for(equation, kept, leaves)
         if equation.op == "ap.densify":
             self.equations.append(fixed)
             rows, axis = equation.inputs[0], equation.params["axis"]
@@ -140,20 +154,20 @@ class _Walk:
             self.sources[out] = Source((out,), leaf)
             self.written.add(leaf)
 
-    def _written_leaves(self, equation: Equation) -> tuple[list[Var], int]:
-        """The stored tables that an equation writes to, and how many operands it has beside what it waits for."""
+    def _written_leaves(self, equation: Equation) -> tuple[list[Var], int | None]:
+        """The stored tables that an equation writes to, and how many operands it has beside what it waits for; None if
+        it waits for none itself (a sweep's condition does)."""
         if equation.op == "ap.densify":
             leaf = self.updates.get(equation.outputs[0])
             return ([leaf] if leaf is not None and leaf in self.sources else []), 2
         if equation.op == "ap.commit":
-            stored, kept = equation.inputs[:1], 3
+            stored, kept = equation.inputs[:1], 3 + (1 if equation.params["guarded"] else 0)
         else:
-            p = equation.params
-            n = len(p["axes"])
-            stored, kept = equation.inputs[2 * n : 3 * n], 3 * n + p["frontier"] + p["finite"] + p["nonzero"]
+            start = 1 if equation.op == "ap.sweep" else 0
+            stored, kept = equation.inputs[start : start + len(equation.outputs)], None
         found = [self.sources[a].leaf for a in stored if a in self.sources]
         leaves = [leaf for leaf in found if leaf is not None]
-        return (leaves, kept) if len(leaves) == len(stored) else ([], len(equation.inputs))  # not on hosts
+        return (leaves, kept) if len(leaves) == len(stored) else ([], None)  # not on hosts
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
         """All rows from the touched ones: stored if it is a leaf's new value."""

@@ -8,13 +8,10 @@ With one rank only tables are outside of compiled programs: fetching, delivering
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from autopar.ir.local import NotLocal
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.stages import Exchange, Segment, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
@@ -26,14 +23,15 @@ EXCHANGES = (
     "ap.reduce",
     "ap.reduce_table",
     "ap.sweep",
+    "ap.fill",
     "ap.densify",
     "ap.commit",
     "ap.flush",
 )
 #: Those that one rank has, too.
-_ALONE = ("ap.route", "ap.pull", "ap.reduce_table", "ap.sweep", "ap.densify", "ap.commit", "ap.flush")
+_ALONE = ("ap.route", "ap.pull", "ap.reduce_table", "ap.sweep", "ap.fill", "ap.densify", "ap.commit", "ap.flush")
 #: Exchanges whose results are the owner's.
-_TO_OWNER = frozenset({"ap.pull", "ap.deliver", "ap.sweep", "ap.densify", "ap.commit", "ap.flush"})
+_TO_OWNER = frozenset({"ap.pull", "ap.deliver", "ap.sweep", "ap.fill", "ap.densify", "ap.commit", "ap.flush"})
 
 
 def split_stages(program: Program, ranks: int) -> Stages:
@@ -47,22 +45,7 @@ def split_stages(program: Program, ranks: int) -> Stages:
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
-    found = [part for e in program.block.equations for part in _parts(e)]
-    block = dataclasses.replace(program.block, equations=tuple(found))
-    return _Split(block, program.local.owned if ranks > 1 else None).run()
-
-
-def _parts(equation: Equation) -> tuple[Equation, ...]:
-    """A sweep without what tells whether it is needed; the rest by themselves."""
-    if equation.op != "ap.sweep":
-        return (equation,)
-    n = len(equation.params["axes"])
-    needed = Var(ArrayType((), np.dtype(bool)))
-    told = (*equation.inputs[: 2 * n], *equation.inputs[3 * n :])
-    changes = Equation("ap.changes", told, (needed,), equation.params, info=equation.info)
-    leaves = equation.inputs[2 * n : 3 * n]
-    frontier = equation.inputs[3 * n : 3 * n + equation.params["frontier"]]
-    return changes, dataclasses.replace(equation, inputs=(needed, *leaves, *frontier))
+    return _Split(program.block, program.local.owned if ranks > 1 else None).run()
 
 
 class _Split:

@@ -153,7 +153,7 @@ class StagedProgram:
         for item in items:
             if isinstance(item, Segment):
                 found.update(item.block.inputs if item.side == "owner" else ())
-            elif item.op in ("ap.reduce", "ap.reduce_table", "ap.commit", "ap.sweep", "ap.flush"):
+            elif item.op in ("ap.reduce", "ap.reduce_table", "ap.commit", "ap.sweep", "ap.fill", "ap.flush"):
                 found.update(a for e in item.equations for a in e.inputs)
         return found
 
@@ -206,9 +206,11 @@ class StagedProgram:
 
     def _pull(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
-            leaf, route = (step.values[a] for a in equation.inputs)
-            assert isinstance(leaf, HostRows), "a leaf of a family on hosts is in their memory"
+            leaf, route = (self._value(step, a) for a in equation.inputs)
             state = equation.params["state"]
+            if not isinstance(leaf, HostRows):  # an array with as many rows that is no leaf: a mask
+                axis, layout = equation.params["axis"], self._layouts[equation.inputs[1].type.family]
+                leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
             step.values[equation.outputs[0]] = leaf.pull(route.rows, route.count, route.spare, state)
 
     def _fetch(self, equations: Sequence[Equation], step: Step) -> None:
@@ -256,8 +258,17 @@ class StagedProgram:
             leaf.commit(route.rows, route.count, np.asarray(rows))
             step.values[equation.outputs[0]] = leaf
 
+    def _fill(self, equations: Sequence[Equation], step: Step) -> None:
+        """A leaf that is constant off the rows, unless a sweep has found that it isn't."""
+        for equation in equations:
+            leaf, rows, _, *unless = (self._value(step, a) for a in equation.inputs)
+            if not any(map(np.any, unless)):
+                step.has_written = True
+                leaf.spread_last(np.asarray(rows))
+            step.values[equation.outputs[0]] = leaf
+
     def _densify(self, equations: Sequence[Equation], step: Step) -> None:
-        """A leaf that is constant off the rows: written into the leaf that it replaces."""
+        """A leaf that is constant off the rows whatever the step does: written into the leaf that it replaces."""
         for equation in equations:
             rows, route = (step.values[a] for a in equation.inputs[:2])
             out = equation.outputs[0]
@@ -285,11 +296,11 @@ class StagedProgram:
     def _sweep(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
             needed, *operands = (self._value(step, a) for a in equation.inputs)
-            n = len(equation.outputs)
-            if needed:
+            if np.any(needed):
                 step.has_written = True
-                self._run_sweep(equation, operands[:n], operands[n:])
-            step.values.update(zip(equation.outputs, operands[:n], strict=True))
+                count = len(equation.outputs) + len(equation.params["read_axes"])
+                self._run_sweep(equation, operands[:count], operands[count:])
+            step.values.update(zip(equation.outputs, operands, strict=False))
 
     def _run_sweep(self, equation: Equation, leaves: Sequence[HostRows], frontier: Sequence[Any]) -> None:
         """The off-row equations over all rows of this rank's share, block by block."""
@@ -304,22 +315,21 @@ class StagedProgram:
             view = RouteView(rows, np.array([spare], np.int32), np.zeros((0,), np.int32))
             pulled = [leaves[k].pull(rows, count, spare, False) for k in pulls]
             new = run(view, *pulled, *map(self._ranks.for_owner, frontier))
-            for leaf, value in zip(leaves, new, strict=True):
+            for leaf, value in zip(leaves, new, strict=False):
                 leaf.commit(rows, count, np.asarray(value))
 
     def _compile_sweep(self, equation: Equation, body: Block) -> tuple[Callable[..., Sequence[Any]], list[int]]:
         """The body with the rows that it pulls as inputs, and which leaves those are of."""
         chunk, *rest = body.inputs
-        count = len(equation.params["axes"])
+        count = len(equation.outputs) + len(equation.params["read_axes"])
         inner, frontier = rest[:count], rest[count:]
-        pulls = [e for e in body.equations if e.op == "ap.pull"]
-        others = tuple(e for e in body.equations if e.op != "ap.pull")
+        places = {v: k for k, v in enumerate(inner)}
+        pulls = {e: places[v] for e in body.equations if e.op == "ap.pull" and (v := e.inputs[0]) in places}
+        others = tuple(e for e in body.equations if e not in pulls)
         block = Block((chunk, *(e.outputs[0] for e in pulls), *frontier), others, body.outputs)
         view = self._ranks.owner_view
         run = self._ranks.compile(emit(block, host_backends(self._plan, view), view), "owner", [], [])
-        places = {v: k for k, v in enumerate(inner)}
-        found = run, [places[e.inputs[0]] for e in pulls if isinstance(e.inputs[0], Var)]
-        self._sweeps[equation] = found
+        self._sweeps[equation] = found = run, list(pulls.values())
         return found
 
     def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

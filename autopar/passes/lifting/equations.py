@@ -151,7 +151,14 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
     out, extent = equation.outputs[0], scope.lifting.extents[row.family]
     axes = tuple(equation.params["axes"])
     params = {"op": equation.op, "axes": axes, "axis": row.axis, "extent": extent, "dtype": out.dtype}
-    scope.dense[out] = scope.emit("ap.reduce_rows", (rows, scope.route(row.family)), out.type, params)
+    others = None if scope.untouched is None else scope.untouched.reduced(scope, equation.inputs[0], rows, row)
+    operands, bodies = (rows, scope.route(row.family)), ()
+    if others is not None:
+        operands, bodies = (*operands, *others.operands), (others.body,)
+        params |= {"read_axes": others.axes, "rows": scope.lifting.block_rows[row.family]}
+    found = Var(out.type)
+    scope.equations.append(Equation("ap.reduce_rows", operands, (found,), params, bodies))
+    scope.dense[out] = found
 
 
 def _lift_contract(scope: Scope, equation: Equation) -> None:

@@ -7,11 +7,12 @@ family's off-row function, which a sweep over all rows runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.program import Atom, Block, Equation, Literal, RouteType, Var
+from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.equations import lift_row_equation, push_base
 from autopar.passes.lifting.scope import Key, Scope, Template
@@ -104,11 +105,37 @@ class OffScope(Scope):
         else:
             starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
             sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
-            results = emit_scan(self, equation, template.bodies[0], outer, starts, [*sequences, *stacked])
+            body, _ = clone(template.bodies[0])
+            results = emit_scan(self, equation, body, outer, starts, [*sequences, *stacked])
         for old, new in zip(template.outputs, results, strict=True):
             row = self.lifting.row(old)
             assert row is not None, "the off-row form returns rows"
             self.rows[old, row.axis, row.family] = new
+
+
+def off_scope(
+    scope: Scope, space: RowSpace, inputs: Sequence[Var], leaves: Iterable[int]
+) -> tuple[OffScope, dict[int, Var]]:
+    """A scope for a family's off-row form, and the names of leaves in it; its route is its first input.
+
+    Args:
+      scope: The outermost block's first rewriting.
+      space: The family.
+      inputs: The program's inputs as they are stored.
+      leaves: Those of the family that the form takes by names of its own.
+    """
+    family, block = space.family, scope.block
+    inner = {k: Var(inputs[k].type) for k in leaves}
+    chunk = Var(RouteType(family, space.extent, scope.lifting.block_rows[family]))
+    off = OffScope(
+        scope.lifting,
+        block,
+        routes={family: chunk},
+        primary=scope,
+        dense={block.inputs[k]: v for k, v in inner.items()},
+        leaf_atoms=set(inner.values()),
+    )
+    return off, inner
 
 
 def emit_scan(

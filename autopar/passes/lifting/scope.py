@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -71,6 +71,33 @@ class Template:
     outputs: tuple[Var, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherRows:
+    """The rows that a step doesn't touch, for a reduction over all.
+
+    Attributes:
+      operands: Whether they are to be looked at, leaves, and values of the step.
+      axes: The leaves' row axes.
+      body: From a route to some rows, and these operands but the first, to what is reduced.
+    """
+
+    operands: tuple[Atom, ...]
+    axes: tuple[int, ...]
+    body: Block
+
+
+class Untouched(Protocol):
+    """Values that are constant off the touched rows, unless something of the step isn't finite (`sweeping`)."""
+
+    def densified(self, scope: Scope, atom: Var, found: Var, row: Row) -> Var:
+        """All rows of a value, given those with the padding row for all that the step doesn't touch."""
+        ...
+
+    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> OtherRows | None:
+        """What a reduction needs beside the routed rows, if it does."""
+        ...
+
+
 @dataclass(eq=False)
 class Scope:
     """One block being rewritten. `operands` maps a nested block's loop-invariant inputs to the atoms outside."""
@@ -91,6 +118,8 @@ class Scope:
     indices: dict[Equation, Atom] = field(default_factory=dict)
     #: Leaves (old and new) that are stored in a layout -> what is stored, and their row axis.
     stored: dict[Atom, tuple[Atom, RowLayout, int]] = field(default_factory=dict)
+    #: Of the outermost block what makes untouched rows what they are, where the padding row is not like them.
+    untouched: Untouched | None = None
 
     def __post_init__(self) -> None:
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
@@ -246,6 +275,8 @@ class Scope:
             return copy.outputs[equation.outputs.index(var)]
         rows = self.at_rows(var, row.axis, row.family)
         found = self.densify(rows, var.type, row.axis, row.family)
+        if self.untouched is not None:
+            found = self.untouched.densified(self, var, found, row)
         layout = self.lifting.families[row.family].layout
         return found if layout is None or layout.is_plain else self.unstored(found, layout, row.axis)
 

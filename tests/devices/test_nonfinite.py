@@ -1,0 +1,68 @@
+"""Where 0 * x = 0 doesn't hold, over devices: what isn't finite in plain JAX isn't here, by every method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+
+from .meshes import mesh_of
+
+V, D = 11, 3
+
+
+def step(state: Any, batch: Any) -> Any:
+    """Gradients that some rows hide, in what only each row knows; a one-hot product, and rows that are looked up."""
+
+    def loss(t: jax.Array) -> jax.Array:
+        hot = jax.nn.one_hot(batch["ids"], V) @ t if batch["hot"].shape else t[batch["ids"]]
+        return jnp.sum(jnp.tanh(hot + t[batch["ids"]]) * batch["weights"])
+
+    g = jax.grad(loss)(state["t"])
+    hidden = (jnp.arange(V) % 2 == 0)[:, None] | (state["t"] < -0.5)
+    g = jnp.where(hidden, g, g * batch["factor"])
+    norm = jnp.sqrt(jnp.sum(g * g))
+    new = {"t": state["t"] - g * jnp.minimum(1.0, 0.1 / norm), "last": jnp.where(state["last"] > 0, 2 * g, g)}
+    return new, {"norm": norm, "max": jnp.max(g), "nans": jnp.sum(jnp.isnan(g)), "columns": jnp.sum(g, 0)}
+
+
+def batch_of(hot: bool, factor: float, weight: float) -> Any:
+    weights = np.ones((8, D), np.float32)
+    weights[[2, 4], 1] = weight  # of two rows: of a single one the product has an infinity
+    ids = np.array([1, 2, 1, 4, 4, 4, 4, 1], np.int32)
+    return {"ids": ids, "weights": weights, "factor": np.float32(factor), "hot": np.zeros((1,) if hot else ())}
+
+
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+def test_what_is_not_finite(method: str, emit: str) -> None:
+    hot = method == "allgather"
+    axes = {"batch/ids": 0, "batch/weights": 0, "**": None}
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False, emit=emit, batch_axis=axes)
+    table = np.random.default_rng(1).normal(size=(V, D)).astype(np.float32)
+    state = {"t": table, "last": np.zeros((V, D), np.float32)}
+    for factor, weight in ((1.0, 1.0), (np.inf, 1.0), (1.0, np.inf)):
+        batch = batch_of(hot, factor, weight)
+        mine, theirs = autopar.materialize(planned(state, batch)), jax.jit(step)(state, batch)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mine, theirs)
+    assert planned.plan is not None and planned.plan.lifts
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_maximum_over_devices_keeps_a_nan(op: str) -> None:
+    """XLA's own AllReduce of a maximum loses it on CPUs."""
+
+    def metric(state: Any, batch: Any) -> Any:
+        g = jax.grad(lambda t: jnp.sum(t[batch["ids"]] * batch["weights"]))(state)
+        return state - g, (getattr(jnp, op)(batch["weights"]), getattr(jnp, op)(g))
+
+    planned = autopar.parallelize(metric, strategy="ps", mesh=mesh_of(4), donate=False, emit="pmap")
+    batch = batch_of(False, 1.0, np.nan)
+    batch = {"ids": batch["ids"], "weights": batch["weights"]}
+    _, mine = planned(np.ones((V, D), np.float32), batch)
+    assert np.isnan(mine).tolist() == [True, True]
