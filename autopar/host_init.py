@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.backends.across import place
+from autopar import jax_compat
+from autopar.backends.across import local, place
 from autopar.backends.devices import Devices
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
@@ -40,7 +41,7 @@ class HostMaker:
     """Makes the leaves of a state.
 
     A table is made in equal shares of adjacent rows, one on each rank's devices, and dealt out from there: it is never
-    whole on a device or in a process, but of a single one.
+    whole on a device or in a process, but of a single one (and where a share would be rounded otherwise: `init`).
 
     Attributes:
       make: From flat arrays, as JAX traced it.
@@ -75,9 +76,14 @@ class HostMaker:
         return self.ranks.device_view
 
     @functools.cached_property
+    def _by_itself(self) -> bool:
+        """Whether a rank makes all leaves whole, and keeps what is its own."""
+        return self.ranks.exchange.size == 1 or jax_compat.rounds_by_shape()
+
+    @functools.cached_property
     def run(self) -> Any:
         """The jitted function of flat arrays."""
-        if self.ranks.exchange.size == 1:
+        if self._by_itself:
             return jax.jit(self.make)
 
         def make(*flat: Any) -> list[Any]:
@@ -89,8 +95,10 @@ class HostMaker:
 
     def everywhere(self, leaf: Any) -> Any:
         """An argument on all devices."""
-        if self.ranks.exchange.size == 1 or not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array):
             return leaf
+        if self._by_itself:
+            return leaf if self.ranks.exchange.size == 1 else local(leaf)
         return place(leaf, self._devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
@@ -109,8 +117,8 @@ class HostMaker:
 
     def _stored(self, leaf: Any, table: HostLeaf) -> HostRows:
         ranks = self.ranks.exchange
-        if ranks.size == 1:
-            return HostRows.of(leaf, table.axis, table.layout, 0, table.path)
+        if self._by_itself:
+            return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
         others = _others(leaf.shape, table.axis)
         shape = (*others[: table.axis], table.layout.extent, *others[table.axis :])
         found = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)

@@ -11,9 +11,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.agreement import check_same_maker
-from autopar.backends.across import place
+from autopar.backends.across import local, place
 from autopar.backends.devices import Devices
-from autopar.backends.layouts import arranger, even_shares
+from autopar.backends.layouts import arranger, even_shares, placed
 from autopar.bound_step import BoundStep
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.host_init import HostMaker
@@ -40,6 +40,9 @@ def init(
     call of the step takes it as it is, without a copy. The numbers are those of `jax.jit(make_state)(*args)`, to the
     bit; of an initializer that sums over a table's rows, up to the order of the sum. Across processes all of them call
     it, with the same arguments.
+
+    (On CPUs under jax 0.11 and later XLA rounds a share otherwise than a whole array. There the state is made whole, in
+    the memory of each process, and then spread, so that its bits are the same.)
 
     Args:
       make_state: Makes the state of the step's first argument (of the one that its `state_argnums` names, if it names
@@ -104,12 +107,14 @@ class Maker:
       make: From flat arrays, as JAX traced it.
       shardings: Where each leaf is made; None on one device.
       layouts: (layout, row axis) of each leaf that has one.
+      whole: Whether all is made on one device first, and spread from there, for the sake of the bits.
     """
 
     make: Callable[..., Sequence[Any]]
     devices: Devices | None
     shardings: Sequence[Any] | None
     layouts: Sequence[tuple[RowLayout, int] | None]
+    whole: bool = False
 
     @staticmethod
     def of(
@@ -134,14 +139,15 @@ class Maker:
         if devices is None:
             return Maker(make, None, None, [None] * len(found))
         shardings = [devices.sharding(None if k is None else plan.placements[k]) for k in found]
-        return Maker(make, devices, shardings, [None if k is None else plan.layouts.get(k) for k in found])
+        layouts = [None if k is None else plan.layouts.get(k) for k in found]
+        return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
 
     @functools.cached_property
     def run(self) -> Any:
         """The jitted function of flat arrays. Tables in a layout it makes in even shares: XLA may round otherwise
         where it fuses the initializer with what deals rows out, so that is left to a program of its own."""
         devices = self.devices
-        if devices is None:
+        if devices is None or self.whole:
             return jax.jit(self.make)
 
         def make(*flat: Any) -> list[Any]:
@@ -151,18 +157,31 @@ class Maker:
         return jax.jit(make, out_shardings=self.shardings)
 
     def everywhere(self, leaf: Any) -> Any:
-        """An argument on all devices."""
+        """An argument on all devices; on one of this process where all is made there."""
         if self.devices is None or not isinstance(leaf, jax.Array):
             return leaf
+        if self.whole:
+            return jax.device_put(local(leaf), jax.local_devices()[0])
         return place(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with Tables in place of even shares."""
         devices, found = self.devices, list(leaves)
+        if self.whole and devices is not None:
+            return self._spread(devices, found)
         for k, layout in enumerate(self.layouts):
             if devices is not None and layout is not None:
                 found[k] = Table(arranger(*layout, devices)(found[k]), *layout)
         return found
+
+    def _spread(self, devices: Devices, leaves: list[Any]) -> list[Any]:
+        """Leaves that are whole, each where its plan has it; they are given up one by one."""
+        assert self.shardings is not None, "several devices have shardings"
+        for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
+            leaf, leaves[k] = leaves[k], None
+            table = None if layout is None else Table(placed(leaf, *layout, devices), *layout)
+            leaves[k] = place(leaf, sharding, own=True) if table is None else table
+        return leaves
 
 
 def unbound(step: ParallelStep | BoundStep, batch: Any, call: Call | None) -> tuple[ParallelStep, Any, Call | None]:
