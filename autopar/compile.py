@@ -39,6 +39,7 @@ from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
+from autopar.passes.shield import shield
 from autopar.passes.split_stages import split_stages
 
 
@@ -229,6 +230,18 @@ def _once_per_row(program: Program, plan: Plan | None, options: Options) -> tupl
     return _keep(plan, once_per_row(program, plan, options.rank_devices))
 
 
+def _shield(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    """Of what XLA partitions: over all devices, or over those of a rank."""
+    assert plan is not None, "the plan is made before it is followed"
+    by_rank = plan.on_hosts and plan.road[0] != "xla"
+    devices = (1 if by_rank else plan.devices) * options.rank_devices
+    if devices == 1 or (plan.emit == "pmap" and not plan.on_hosts):
+        return program, plan, "XLA partitions nothing"
+    program, isolated = shield(program, plan, devices)
+    note = f"{len(isolated)} lines are kept from XLA's partitioner"
+    return program, dataclasses.replace(plan, isolated=isolated), note
+
+
 def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
     if plan is None or not plan.on_hosts:
         return program, plan, "one program"
@@ -248,6 +261,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("reduce_tables", _reduce_tables),
     ("localize", _localize),
     ("once_per_row", _once_per_row),
+    ("shield", _shield),
     ("split_stages", _split),
 )
 

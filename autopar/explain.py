@@ -28,6 +28,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.plan import ParameterPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
+from autopar.passes.shield import shield
 from autopar.planned import Entry
 from autopar.step_plan import StepPlan, plan_of
 from autopar.wrapped_step import AnyStep, require_step, unwrapped
@@ -112,7 +113,7 @@ class Explanation:
                 "no argument comes back with something added to it, so there is no state to update: it runs as under "
                 "jax.jit. If an argument is state, name it with parallelize(step, state_argnums=...)"
             )
-            return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}")]
+            return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}"), *map(Text, self.told)]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r, "rank" if self.hosted else "device") for r in self.rows if r.reason]
         parts += map(Text, self.told)
@@ -235,8 +236,23 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     hosted = _hosted(entry, leaves, 1 if cluster is not None else jax.local_device_count()) if plan.on_hosts else ""
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
     there = () if cluster is None or plan.devices == 1 else (_predicted(plan_of(entry, name, leaves, cluster)),)
+    there += _isolated(entry, 1 if cluster is not None else jax.local_device_count())
     there += tuple(f"All devices do the same: {note}." for _, note, _ in passes if note.startswith("nothing is spread"))
     return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
+
+
+def _isolated(entry: Entry, devices: int) -> tuple[str, ...]:
+    """What is kept from XLA's partitioner; `devices`: of each rank, where tables are on hosts."""
+    plan = entry.compiled.plan
+    isolated = plan.isolated
+    if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
+        isolated = shield(entry.compiled.program, plan, devices)[1]
+    if not isolated:
+        return ()
+    shown = [f"  {text}" for text in isolated[:_SHOWN_DENSE]]
+    rest = len(isolated) - len(shown)
+    more = [f"  {rest} more"] if rest else []
+    return "XLA's partitioner gets wrong what follows, so it is kept from it:", *shown, *more
 
 
 def _predicted(made: StepPlan) -> str:

@@ -270,3 +270,14 @@ def test_a_table_that_goes_through_a_cond_in_a_loop() -> None:
         return t - 0.1 * g, value
 
     agree(step, table(), IDS)
+
+
+def test_a_reshape_that_transposes() -> None:
+    """`lax.reshape` with `dimensions` (and `order="F"`): rows become columns, though the shape says nothing of it."""
+
+    def step(t: jax.Array, ids: jax.Array) -> Any:
+        return t - 0.1 * jax.lax.reshape(grad(t, ids), t.shape, (1, 0)), t[ids].sum()
+
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    square = table(ROWS, ROWS)
+    np.testing.assert_allclose(planned(square, IDS)[0], step(square, IDS)[0], rtol=1e-5, atol=1e-6)

@@ -58,6 +58,11 @@ class Devices:
         """How many devices' shares a spread array is seen to have: N of a global one."""
         return self.count
 
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The mesh's axes over which examples are spread."""
+        return (self.axis,)
+
     def position(self) -> Array:
         """In the program of one device its number, int32[]."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)

@@ -17,6 +17,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.isolated import isolated
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others
@@ -138,6 +139,10 @@ class _Emitter:
     def _spread(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "one device has everything"
         return [self._devices.constrain(operands[0], equation.params["axis"])]
+
+    def _isolated(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        assert self._devices is not None, "one device has no partitioner"
+        return isolated(emit(equation.bodies[0]), self._devices, operands, **equation.params)
 
     def _reduce(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         return [self._own.reduce(jnp.asarray(operands[0]), equation.params["op"])]
@@ -294,6 +299,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.reduce": _Emitter._reduce,
     "ap.share": _Emitter._share,
     "ap.once": _Emitter._once,
+    "ap.isolated": _Emitter._isolated,
 }
 #: Control flow whose bodies were rewritten.
 _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

@@ -44,6 +44,12 @@ _REDUCE: Mapping[str, Callable[[Array, Any], Array]] = {
     "reduce_or": jax.lax.reduce_or,
 }
 
+_ACROSS: Mapping[str, Callable[[Array, Any], Array]] = {
+    "reduce_sum": jax.lax.psum,
+    "reduce_max": jax.lax.pmax,
+    "reduce_min": jax.lax.pmin,
+}
+
 
 @dataclass(frozen=True)
 class Others:
@@ -106,13 +112,14 @@ def reduce_routed(
     return jnp.where(untouched > 0, _FINISH[op](part, reduce(padding, axes), untouched), part)
 
 
-def reduce_across(op: str, part: Array, name: str) -> Array:
-    """The devices' results reduced over a mesh axis, in `shard_map`.
-
-    All but sums are gathered first: XLA's own AllReduce of a maximum loses a NaN on CPUs.
-    """
-    if op == "reduce_sum" and part.dtype != jnp.bool_:
-        return jax.lax.psum(part, name)
+def reduce_across(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
+    """The devices' results reduced over axes of the mesh, in `shard_map`."""
+    if op in _ACROSS and part.dtype != jnp.bool_:
+        found = _ACROSS[op](part, name)
+        if op == "reduce_sum" or not jax_compat.is_float(part.dtype):
+            return found
+        is_nan = jax.lax.pmax(jnp.isnan(part).astype(jnp.int32), name)  # the collectives may lose a NaN
+        return jnp.where(is_nan > 0, jnp.asarray(jnp.nan, part.dtype), found)
     return _REDUCE[op](jax.lax.all_gather(part, name), (0,))
 
 

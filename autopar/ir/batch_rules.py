@@ -17,7 +17,7 @@ SUMMED = -1
 _WORKS_ALONG = frozenset({"concatenate", "sort"})
 _ELEMENTWISE = frozenset(ALIGNED - _WORKS_ALONG)
 #: Operands of one rank lie along each other.
-_ALONGSIDE = _ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice"}
+_ALONGSIDE = _ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
 
 
 def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
@@ -147,9 +147,35 @@ def _dot_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
 
 
 def _convolve(equation: Equation, k: int, axis: int) -> int | None:
+    """Along with the left operand's batch, or with the groups (those of a convolution with a kernel by example)."""
     numbers = equation.params["dimension_numbers"]
-    examples = k == 0 and axis == numbers.lhs_spec[0] and equation.params["batch_group_count"] == 1
-    return numbers.out_spec[0] if examples else None
+    if any(dims[k] == axis for dims in _group_pairs(equation)):
+        return numbers.out_spec[1]
+    return numbers.out_spec[0] if k == 0 and axis == numbers.lhs_spec[0] else None
+
+
+def _group_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
+    """Axes of both operands that are taken apart into a convolution's groups; shares hold whole groups or none."""
+    p, numbers = equation.params, equation.params["dimension_numbers"]
+    by_feature, by_batch = (p[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
+    return [(numbers.lhs_spec[0 if by_batch else 1], numbers.rhs_spec[0])] if by_feature or by_batch else []
+
+
+#: Of an array that is read in windows; the second operand of some has the windows' own axes.
+_WINDOWED = frozenset(
+    "reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add".split()
+)
+
+
+def _windowed(equation: Equation, k: int, axis: int) -> int | None:
+    """Windows of one element, each in its place."""
+    p, names = equation.params, ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    sizes = (p[name][axis] for name in names if name in p)
+    return axis if all(size == 1 for size in sizes) and tuple(p["padding"][axis]) == (0, 0) else None
+
+
+def _transform(equation: Equation, k: int, axis: int) -> int | None:
+    return axis if axis < len(equation.inputs[0].shape) - len(equation.params["fft_lengths"]) else None
 
 
 _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
@@ -162,6 +188,8 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "conv_general_dilated": _convolve,
     "stack": _stack,
     "unstack": _unstack,
+    **{op: _windowed for op in _WINDOWED},
+    "fft": _transform,
     **{f"reduce_{op}": _reduce for op in ("sum", "max", "min", "prod", "and", "or")},
     **{op: _reduce for op in ("argmax", "argmin")},
     **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},
@@ -171,4 +199,5 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
 _PAIRED: Mapping[str, Callable[[Equation], Sequence[tuple[int, int]]]] = {
     "dot_general": _dot_pairs,
     "gather": _gather_pairs,
+    "conv_general_dilated": _group_pairs,
 }

@@ -133,6 +133,8 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
         contracted = _contracting_convolution(equation)
         if contracted is not None and any(contracted[k] == axis for k, axis in spread.items()):
             return _agreed(equation, spread, {0: contracted[0], 1: contracted[1]}, SUMMED)
+        if _takes_groups_apart(equation, spread, devices):
+            raise NotLocal(f"{op} in groups of examples of several devices", equation.source)
     needed: dict[int, int] = {}
     places: set[int] = set()
     for k, axis in spread.items():
@@ -141,7 +143,8 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
             raise NotLocal(f"{op} works along the examples", equation.source)
         places.add(at)
         for j, along in partners(equation, k, axis):
-            if equation.inputs[j].shape[along] == equation.inputs[k].shape[axis]:
+            is_same = equation.inputs[j].shape[along] == equation.inputs[k].shape[axis]
+            if is_same or op == "conv_general_dilated":  # groups, of any number of features each
                 needed[j] = along
             elif equation.inputs[j].shape[along] != 1 or op not in ALIGNED:  # one for all examples
                 raise NotLocal(f"{op} works along the examples", equation.source)
@@ -185,12 +188,19 @@ def _equal_shares(equation: Equation, axis: int, to: int) -> bool:
 
 
 def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
-    """The axes of both operands over which a convolution sums; None of one with groups."""
+    """The axes of both operands over which a convolution sums; None of one whose features are in groups."""
     p = equation.params
-    if p["feature_group_count"] != 1 or p["batch_group_count"] != 1:
+    if p["feature_group_count"] != 1:
         return None
     numbers = p["dimension_numbers"]
     return numbers.lhs_spec[1], numbers.rhs_spec[1]
+
+
+def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], devices: int) -> bool:
+    """Whether shares along the groups of a convolution aren't whole groups."""
+    p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
+    groups = max(p["feature_group_count"], p["batch_group_count"])
+    return groups % devices != 0 and any(place(equation, k, axis) == out for k, axis in spread.items())
 
 
 def _scatter(equation: Equation, spread: Mapping[int, int]) -> Placed:

@@ -144,6 +144,7 @@ class Plan:
       road: Of a step with tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
         "xla" within them; and why.
       stages: The same step's compiled programs and exchanges, in order.
+      isolated: What is kept from XLA's partitioner, which gets it wrong (`passes.shield`), in words.
     """
 
     families: tuple[FamilyPlan, ...]
@@ -157,6 +158,7 @@ class Plan:
     emit: Emit = "pjit"
     road: tuple[str, str] = ("", "")
     stages: tuple[str, ...] = ()
+    isolated: tuple[str, ...] = ()
 
     @property
     def on_hosts(self) -> bool:
@@ -171,7 +173,7 @@ class Plan:
     @property
     def rewrites(self) -> bool:
         """Whether the step is run otherwise than as JAX traced it."""
-        return self.lifts or bool(self.shares) or self.emit == "pmap"
+        return self.lifts or bool(self.shares) or self.emit == "pmap" or bool(self.isolated)
 
     @property
     def lifts(self) -> bool:

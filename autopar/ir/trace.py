@@ -1,11 +1,13 @@
 """jaxpr -> Block: the only module above `jax_compat` that reads JAX's own program.
 
 Calls (`jit`, `custom_jvp`, `custom_vjp`) are inlined; scan, while, cond and remat keep nested blocks (inlining a
-remat would let XLA merge the recomputation away); everything else is copied as it is, whatever its primitive.
+remat would let XLA merge the recomputation away); a reshape that transposes as well becomes two equations; everything
+else is copied as it is, whatever its primitive.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sysconfig
@@ -94,9 +96,9 @@ class _Reader:
             if body is not None:
                 results = self._inline(body, operands, eqn, equations, outer)
             else:
-                equation = self._equation(eqn, operands, outer)
-                equations.append(equation)
-                results = equation.outputs
+                found = _transposed_first(self._equation(eqn, operands, outer))
+                equations += found
+                results = found[-1].outputs
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
@@ -148,6 +150,19 @@ class _Reader:
             info=eqn.source_info,
             origin=Origin(infos),
         )
+
+
+def _transposed_first(equation: Equation) -> Sequence[Equation]:
+    """JAX's reshape may transpose its operand (that of `vmap`'s convolutions does): that becomes an equation."""
+    order = equation.params.get("dimensions") if equation.op == "reshape" else None
+    if order is None:
+        return (equation,)
+    (operand,) = equation.inputs
+    shape = tuple(operand.shape[d] for d in order)
+    moved = Var(dataclasses.replace(operand.type, shape=shape))
+    params, primitive = {"permutation": tuple(order)}, jax_compat.transpose_p
+    first = dataclasses.replace(equation, op="transpose", outputs=(moved,), params=params, primitive=primitive)
+    return first, dataclasses.replace(equation, inputs=(moved,), params={**equation.params, "dimensions": None})
 
 
 @functools.lru_cache(maxsize=4096)

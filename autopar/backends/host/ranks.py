@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.backends.across import local
 from autopar.backends.devices import Devices
-from autopar.backends.host.view import RankView
+from autopar.backends.host.view import AllRanks, RankView
 from autopar.backends.protocol import RowBackend
 from autopar.backends.spread import backends
 from autopar.backends.watched import watched
@@ -49,7 +49,7 @@ class Ranks:
         if self.is_global:
             grid = np.array(jax.devices()).reshape(exchange.size, -1)
             self.mesh = Mesh(grid, ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
-            self.device_view: Devices = Devices(self.mesh, "ranks")
+            self.device_view: Devices = AllRanks(self.mesh, "ranks")
         else:
             self.mesh = Mesh(np.array(mine).reshape(1, -1), ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
             self.device_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)

@@ -45,6 +45,10 @@ class RankView(OwnPart):
     def count(self) -> int:
         return self.ranks
 
+    @property
+    def examples(self) -> tuple[str, ...]:
+        return self.mesh.axis_names
+
     def position(self) -> Array:
         return jnp.int32(self.rank)
 
@@ -54,6 +58,14 @@ class RankView(OwnPart):
 
     def gathered(self, value: Array, along: int) -> Array:
         raise AssertionError("what is gathered from other ranks comes from outside")
+
+
+class AllRanks(Devices):
+    """The devices of all ranks, in a program of all: rows are spread over the ranks, examples over the devices."""
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        return self.mesh.axis_names
 
 
 class RankRows(ShardedRows):

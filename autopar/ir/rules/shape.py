@@ -224,7 +224,17 @@ def _resize_shape(name: str) -> Any:
     return resize
 
 
+def _resize_convolution(equation: Equation, axis: int, size: int) -> Mapping[str, Any]:
+    """Of fewer output features there are fewer groups; fewer examples change nothing."""
+    p, numbers, features = equation.params, equation.params["dimension_numbers"], equation.outputs[0].shape
+    if axis != numbers.out_spec[1]:
+        return p
+    kind = "feature_group_count" if p["feature_group_count"] > 1 else "batch_group_count"
+    return {**p, kind: p[kind] * size // features[axis]}
+
+
 RESIZE |= {
+    "conv_general_dilated": _resize_convolution,
     "broadcast_in_dim": _resize_shape("shape"),
     "reshape": _resize_shape("new_sizes"),
     "iota": _resize_shape("shape"),

@@ -1,0 +1,109 @@
+"""What XLA's partitioner gets wrong, by primitive: found by brute force (`tests/devices/test_partitioner.py`).
+
+Where operands or results are spread over devices, XLA splits each operation into what each device does. For the
+operations named here the result is then another one than on one device, or the process is aborted, on some version of
+JAX that autopar supports (0.10.2 and 0.12.0 on CPUs were tried). How a value is spread is XLA's own decision, so each
+counts as spread in a step on several devices. `passes.shield` keeps them from the partitioner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.program import Equation, Literal
+
+_Params = Mapping[str, Any]
+#: Whether an equation with these parameters and operands (of which `shape` and `dtype` are known) is got wrong.
+_Test = Callable[[_Params, Sequence[Any]], bool]
+
+
+def _always(params: _Params, operands: Sequence[Any]) -> bool:
+    return True
+
+
+def _has_groups(params: _Params, operands: Sequence[Any]) -> bool:
+    return params["feature_group_count"] > 1 or params["batch_group_count"] > 1
+
+
+def _has_windows(params: _Params, operands: Sequence[Any]) -> bool:
+    return any(size > 1 for size in params["window_dimensions"])
+
+
+def _cuts(params: _Params, operands: Sequence[Any]) -> bool:
+    return any(low < 0 or high < 0 for low, high, _ in params["padding_config"])
+
+
+def _is_integer(params: _Params, operands: Sequence[Any]) -> bool:
+    return not jax_compat.is_key(operands[0].dtype) and np.dtype(operands[0].dtype).kind in "iu"
+
+
+def _starts_anywhere(skipped: int) -> _Test:
+    """Whether a start, after the arrays, is no number that is known to be in range."""
+
+    def test(params: _Params, operands: Sequence[Any]) -> bool:
+        sizes = operands[1].shape if skipped == 2 else params["slice_sizes"]
+        rooms = [n - size for n, size in zip(operands[0].shape, sizes, strict=True)]
+        return any(room and not _in_range(x, room) for x, room in zip(operands[skipped:], rooms, strict=False))
+
+    return test
+
+
+def _in_range(start: Any, room: int) -> bool:
+    return isinstance(start, Literal) and 0 <= int(start.value) <= room
+
+
+_SPREAD_WINDOWS = "a reduction of windows"
+#: Primitive -> (which equations are got wrong, what they are in words).
+MISPARTITIONED: Mapping[str, tuple[_Test, str]] = {
+    # Wrong with one input feature a group (gradients by example of a convolution's weights: silently); the process is
+    # aborted with others.
+    "conv_general_dilated": (_has_groups, "a convolution in groups"),
+    # A start out of range isn't moved into it.
+    "dynamic_slice": (_starts_anywhere(1), "a slice from a computed place"),
+    "dynamic_update_slice": (_starts_anywhere(2), "an update at a computed place"),
+    # Wrong where one end is cut and the other one padded; an abort with an interior padding.
+    "pad": (_cuts, "a pad by less than nothing"),
+    # Gradients of a maximum are wrong where windows overlap and reach into the padding; an abort where windows are
+    # along a spread axis; an initial value is taken in once by each device.
+    **dict.fromkeys(
+        ("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window"),
+        (_has_windows, _SPREAD_WINDOWS),
+    ),
+    **dict.fromkeys(("select_and_gather_add", "select_and_scatter_add"), (_has_windows, "a gradient of windows")),
+    # The initial value is taken in once by each device.
+    "reduce": (_always, "a reduction by a function"),
+    # "Unsupported reduction computation".
+    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor"), (_is_integer, "a bitwise reduction")),
+    # An abort where the transform's own axis is spread.
+    "fft": (_always, "a Fourier transform"),
+}
+#: Equations that say themselves what each device does.
+_MANUAL = frozenset({"shard_map"})
+
+
+def mispartitioned(equation: Equation) -> str | None:
+    """What the equation is, in words, if XLA gets it wrong; None if not. Bodies are not looked into."""
+    return None if equation.bodies else _found(equation.op, equation.params, equation.inputs)
+
+
+def _found(op: str, params: _Params, operands: Sequence[Any]) -> str | None:
+    known = MISPARTITIONED.get(op)
+    if known is not None and known[0](params, operands):
+        return known[1]
+    if op in _MANUAL:
+        return None
+    equations = (e for jaxpr in _jaxprs(params) for e in jaxpr.eqns)
+    inner = (_found(e.primitive.name, e.params, [v.aval for v in e.invars]) for e in equations)
+    return next((found for found in inner if found is not None), None)
+
+
+def _jaxprs(params: _Params) -> Iterator[Any]:
+    """Nested programs of an equation that has no bodies of ours."""
+    for value in params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if jax_compat.is_jaxpr(one):
+                yield jax_compat.open_jaxpr(one)[0]

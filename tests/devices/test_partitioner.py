@@ -1,0 +1,310 @@
+"""What XLA's partitioner makes of each primitive, and what is kept from it (`ir.mispartitioned`), by brute force.
+
+Each function is evaluated on operands that are spread over the devices along each of their axes in turn, and must give
+what it gives on one device: a JAX whose partitioner breaks another primitive is found here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopar
+
+from .meshes import mesh_of
+
+N = 4
+RNG = np.random.default_rng(0)
+IDS = jnp.asarray(RNG.integers(0, 8, (8,)), jnp.int32)
+START = jnp.int32(6)
+Case = tuple[Callable[..., Any], Sequence[tuple[int, ...]]]
+
+
+def convolution(dims: str = "HW", **options: Any) -> Callable[..., jax.Array]:
+    """Of a batch of images with channels last."""
+    numbers = (f"N{dims}C", f"{dims}IO", f"N{dims}C")
+    given = {"window_strides": (1,) * len(dims), "padding": [(1, 1)] * len(dims), **options}
+    return lambda x, w: lax.conv_general_dilated(x, w, dimension_numbers=numbers, **given)
+
+
+def window(reduce: Any, start: float, sizes: Sequence[int], strides: Sequence[int], padding: Any) -> Callable[..., Any]:
+    return lambda x: lax.reduce_window(x, start, reduce, sizes, strides, padding)
+
+
+def by_example(fun: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Gradients of a kernel for each example."""
+    return jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.sin(fun(x[None], w)))), (None, 0))
+
+
+GROUPS: Mapping[str, Mapping[str, Case]] = {
+    "shapes": {
+        "reshape": (lambda x: x.reshape(32), [(8, 4)]),
+        "reshape, split": (lambda x: x.reshape(4, 2, 4), [(8, 4)]),
+        "reshape, transposed": (lambda x: lax.reshape(x, (4, 8), (1, 0)), [(8, 4)]),
+        "transpose": (lambda x: x.transpose(2, 0, 1), [(4, 8, 4)]),
+        "concatenate": (lambda x, y: jnp.concatenate([x, y], 0), [(8, 4), (4, 4)]),
+        "stack": (lambda x, y: jnp.stack([x, y], 1), [(8, 4), (8, 4)]),
+        "reverse": (lambda x: jnp.flip(x), [(8, 4)]),
+        "roll": (lambda x: jnp.roll(x, 3, 0), [(8, 4)]),
+        "tile": (lambda x: jnp.tile(x, (3, 2)), [(8, 4)]),
+        "diagonal": (jnp.diagonal, [(8, 8)]),
+    },
+    "slices": {
+        "slice": (lambda x: x[1:7:2, 1:], [(8, 4)]),
+        "dynamic slice": (lambda x: lax.dynamic_slice(x, (START, START), (4, 2)), [(8, 4)]),
+        "update": (lambda x, y: lax.dynamic_update_slice(x, y, (START, START)), [(8, 4), (4, 2)]),
+        "row": (lambda x: lax.dynamic_index_in_dim(x, START + 5, 0), [(8, 4)]),
+        "pad": (lambda x: jnp.pad(x, ((1, 2), (0, 3))), [(8, 4)]),
+        "pad, inside": (lambda x: lax.pad(x, 0.0, ((0, 0, 1), (1, 2, 2))), [(8, 4)]),
+        "pad, shifted": (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (-1, 1, 0))), [(8, 4)]),
+        "pad, cut inside": (lambda x: lax.pad(x, 0.0, ((2, -1, 2), (-1, 3, 1))), [(8, 4)]),
+    },
+    "reductions": {
+        "sum": (lambda x: x.sum(0), [(8, 4)]),
+        "product": (lambda x: x.prod(0), [(8, 4)]),
+        "maximum": (lambda x: x.max(0), [(8, 4)]),
+        "argmax": (lambda x: jnp.argmax(x, 0), [(8, 4)]),
+        "NaN": (lambda x: jnp.where(x > 1, jnp.nan, x).max(0) + jnp.where(x < -1, jnp.nan, x).min(1).sum(), [(8, 4)]),
+        "bits": (lambda x: lax.reduce_or((x * 9).astype(jnp.int32), (0,)), [(8, 4)]),
+        "cumsum": (lambda x: jnp.cumsum(x, 0), [(8, 4)]),
+        "cummax": (lambda x: lax.cummax(x, 0, reverse=True), [(8, 4)]),
+        "softmax": (lambda x: jax.nn.softmax(x, 0), [(8, 4)]),
+        "sort": (lambda x: jnp.sort(x, 0), [(8, 4)]),
+        "top_k": (lambda x: lax.top_k(x, 3)[0], [(8, 4)]),
+        "product of matrices": (lambda x, y: x @ y, [(8, 4), (4, 8)]),
+        "batched product": (lambda x, y: jnp.einsum("bij,bjk->bik", x, y), [(4, 8, 4), (4, 4, 8)]),
+    },
+    "indices": {
+        "gather": (lambda x: x[IDS], [(8, 4)]),
+        "gather, along": (lambda x: jnp.take_along_axis(x, IDS.reshape(2, 4), 0), [(8, 4)]),
+        "scatter": (lambda x, y: x.at[IDS].add(y), [(8, 4), (8, 4)]),
+        "scatter, set": (lambda x, y: x.at[jnp.array([5, 0, 3, 9])].set(y, mode="drop"), [(8, 4), (4, 4)]),
+        "scatter, batched": (jax.vmap(lambda x, y: x.at[IDS].max(y)), [(4, 8, 4), (4, 8, 4)]),
+        "segments": (lambda x: jax.ops.segment_sum(x, IDS, 8), [(8, 4)]),
+    },
+    "windows": {
+        "mean": (window(lax.add, 0.0, (1, 3, 3), (1, 2, 2), "SAME"), [(4, 8, 8)]),
+        "maximum": (window(lax.max, -jnp.inf, (1, 3, 3), (1, 2, 2), "SAME"), [(4, 8, 8)]),
+        "overlapping": (window(lax.max, -jnp.inf, (3, 2), (1, 2), ((1, 1), (0, 0))), [(8, 8)]),
+        "steps of one": (window(lax.max, -jnp.inf, (3, 3), (1, 1), "VALID"), [(8, 8)]),
+        "running": (window(lax.add, 0.0, (1, 4), (1, 1), ((0, 0), (3, 0))), [(8, 8)]),
+    },
+    "convolutions": {
+        "1": (convolution("W"), [(8, 8, 4), (3, 4, 8)]),
+        "2": (convolution(), [(8, 8, 8, 4), (3, 3, 4, 8)]),
+        "strides": (convolution(window_strides=(2, 2)), [(8, 8, 8, 4), (3, 3, 4, 8)]),
+        "dilated": (convolution(lhs_dilation=(2, 2), rhs_dilation=(1, 2)), [(8, 4, 4, 4), (3, 3, 4, 8)]),
+    },
+    "groups": {
+        "depthwise": (convolution(feature_group_count=8), [(8, 8, 8, 8), (3, 3, 1, 8)]),
+        "two": (convolution(feature_group_count=2, window_strides=(2, 1)), [(8, 8, 8, 8), (3, 3, 4, 8)]),
+        "of the batch": (convolution(batch_group_count=2), [(8, 8, 8, 4), (3, 3, 4, 8)]),
+        "kernels by example": (
+            jax.vmap(lambda x, w: convolution()(x[None], w)[0]),
+            [(8, 4, 4, 4), (8, 3, 3, 4, 4)],
+        ),
+    },
+    "gradients by example": {
+        "1": (by_example(convolution("W")), [(3, 4, 8), (8, 8, 4)]),
+        "2": (by_example(convolution(rhs_dilation=(2, 2))), [(3, 3, 4, 8), (8, 8, 8, 4)]),
+        "3": (by_example(convolution("DHW")), [(2, 2, 2, 3, 4), (4, 3, 3, 3, 3)]),
+        "strides": (by_example(convolution(window_strides=(2, 2))), [(3, 3, 4, 8), (8, 8, 8, 4)]),
+        "transposed": (
+            by_example(lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME")),
+            [(3, 3, 4, 8), (8, 4, 4, 4)],
+        ),
+        "depthwise": (by_example(convolution(feature_group_count=4)), [(3, 3, 1, 8), (8, 4, 4, 4)]),
+    },
+    "factors": {
+        "cholesky": (lambda x: jnp.linalg.cholesky(x @ x.mT + 9 * jnp.eye(4)), [(8, 4, 4)]),
+        "solve": (lambda x, y: jnp.linalg.solve(x + 9 * jnp.eye(4), y), [(4, 4), (4, 8)]),
+        "qr": (lambda x: jnp.linalg.qr(x)[1], [(8, 4)]),
+    },
+}
+
+
+def variants(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int | None]]:
+    """(operand, axis) of each way to spread one operand; at last all along their first axes."""
+    found: list[tuple[int | None, int | None]] = [
+        (k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n % N == 0
+    ]
+    return [*found, (None, None)] if len(shapes) > 1 else found
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_primitive(group: str) -> None:
+    batch: dict[str, Any] = {}
+    axes: dict[str, int | None] = {}
+    calls: dict[str, tuple[Callable[..., Any], list[str]]] = {}
+    for name, (fun, shapes) in GROUPS[group].items():
+        for operand, axis in variants(shapes):
+            paths = [f"{name} {operand} {axis} {k}" for k in range(len(shapes))]
+            for k, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
+                batch[path] = np.random.default_rng(k).normal(size=shape).astype(np.float32)
+                along = axis if k == operand else 0 if operand is None and shape[0] % N == 0 else None
+                axes[f"batch/{path}"] = along
+            calls[f"{name} {operand} {axis}"] = fun, paths
+
+    def evaluate(batch: Any) -> Any:
+        found = {}
+        for name, (fun, paths) in calls.items():
+            value = fun(*(batch[p] for p in paths))
+            found[name] = [value]
+            if jnp.issubdtype(value.dtype, jnp.floating) and "NaN" not in name and group != "gradients by example":
+
+                def loss(*xs: Any, fun: Any = fun) -> Any:
+                    value = fun(*xs)
+                    return jnp.sum(value * jnp.cos(jnp.arange(value.size, dtype=jnp.float32)).reshape(value.shape))
+
+                if not name.startswith("top_k"):
+                    found[name] += jax.grad(loss, tuple(range(len(paths))))(*(batch[p] for p in paths))
+        return found
+
+    planned = autopar.parallelize(evaluate, mesh=mesh_of(N), batch_axis=axes)
+    mine, theirs = planned(batch), jax.jit(evaluate)(batch)
+    wrong = []
+    for name, expected in theirs.items():
+        for k, (a, b) in enumerate(zip(mine[name], expected, strict=True)):
+            scale = np.nanmax(np.abs(np.asarray(b)), initial=1e-6)
+            if not np.allclose(a, b, rtol=1e-4, atol=1e-4 * scale, equal_nan=True):
+                wrong.append((name, k))
+    assert not wrong, wrong
+
+
+# --- whole steps ---
+
+
+def images(examples: int = 8) -> tuple[Any, Any]:
+    rng = np.random.default_rng(1)
+    params = {"kernel": jnp.asarray(0.1 * rng.normal(size=(3, 3, 4, 8)), jnp.float32), "bias": jnp.zeros(8)}
+    x, y = rng.normal(size=(examples, 6, 6, 4)), rng.normal(size=(examples, 8))
+    return params, {"x": x.astype(np.float32), "y": y.astype(np.float32)}
+
+
+def loss_of(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Of one example."""
+    hidden = jnp.tanh(convolution()(x[None], params["kernel"])[0] + params["bias"])
+    return jnp.sum((hidden.max((0, 1)) - y) ** 2)
+
+
+def private(gradients: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that clips each example's gradient, as in JAX's own differentially_private_sgd example."""
+
+    def step(params: Any, batch: Any) -> Any:
+        grads = gradients(params, batch["x"], batch["y"])
+        norms = jnp.sqrt(sum(jnp.sum(g.reshape(g.shape[0], -1) ** 2, 1) for g in jax.tree.leaves(grads)))
+        scale = 1 / jnp.maximum(norms, 1.0)
+        clipped = jax.tree.map(lambda g: jnp.einsum("b,b...->...", scale, g) / scale.size, grads)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, clipped), norms
+
+    return step
+
+
+PER_EXAMPLE = jax.vmap(jax.grad(loss_of), (None, 0, 0))
+
+
+def in_scan(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    """Two microbatches, whose examples lie behind one another."""
+    parts = jax.tree.map(lambda a: a.reshape(a.shape[0] // 2, 2, *a.shape[1:]).swapaxes(0, 1), (x, y))
+    _, grads = lax.scan(lambda c, part: (c, PER_EXAMPLE(params, *part)), 0, parts)
+    return jax.tree.map(lambda g: g.swapaxes(0, 1).reshape(-1, *g.shape[2:]), grads)
+
+
+def in_cond(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    some = lax.cond(y.sum() < 1e6, lambda x: x, lambda x: 2 * x, x)
+    return lax.cond(y.sum() < 1e6, PER_EXAMPLE, lambda p, x, y: PER_EXAMPLE(p, -x, y), params, some, y)
+
+
+def in_remat(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    return jax.vmap(jax.grad(jax.checkpoint(loss_of)), (None, 0, 0))(params, x, y)
+
+
+@jax.custom_vjp
+def scaled(x: jax.Array) -> jax.Array:
+    return x
+
+
+scaled.defvjp(lambda x: (x, x.sum()), lambda rest, g: (g * jnp.tanh(rest),))
+
+
+def in_custom_vjp(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    return jax.vmap(jax.grad(lambda p, x, y: scaled(loss_of(p, x, y))), (None, 0, 0))(params, x, y)
+
+
+def relative(mine: Any, theirs: Any, old: Any) -> float:
+    """The largest error of a leaf's change, over its largest change."""
+    leaves = zip(*map(jax.tree.leaves, (mine, theirs, old)), strict=True)
+    return max(float(np.abs(np.asarray(a) - b).max() / np.abs(b - np.asarray(c)).max()) for a, b, c in leaves)
+
+
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
+@pytest.mark.parametrize("gradients", [PER_EXAMPLE, in_scan, in_cond, in_remat, in_custom_vjp])
+def test_clipped_gradients_by_example(gradients: Any, emit: Any) -> None:
+    step, (params, batch) = private(gradients), images()
+    planned = autopar.parallelize(step, mesh=mesh_of(N), donate=False, emit=emit)
+    (new, norms), (expected, told) = planned(params, batch), jax.jit(step)(params, batch)
+    assert relative(new, expected, params) < 1e-5
+    np.testing.assert_allclose(norms, told, rtol=1e-4)
+    text = str(autopar.explain(planned))
+    assert ("a convolution in groups" in text) == (emit == "pjit")
+    if emit == "pjit" and gradients is not in_cond:  # a branch may be given either of two layouts
+        line = next(s for s in text.splitlines() if "a convolution in groups" in s)
+        assert "test_partitioner.py:" in line and "is run by each device on its examples" in line
+
+
+def test_examples_that_the_devices_do_not_divide() -> None:
+    step, (params, batch) = private(PER_EXAMPLE), images(6)
+    planned = autopar.parallelize(step, mesh=mesh_of(N), donate=False)
+    assert relative(planned(params, batch)[0], jax.jit(step)(params, batch)[0], params) < 1e-5
+
+
+def test_an_evaluation_says_what_is_isolated() -> None:
+    params, batch = images()
+    norms = lambda params, batch: private(PER_EXAMPLE)(params, batch)[1]  # noqa: E731
+    planned = autopar.parallelize(norms, mesh=mesh_of(N))
+    np.testing.assert_allclose(planned(params, batch), norms(params, batch), rtol=1e-4)
+    assert "a convolution in groups" in str(autopar.explain(planned))
+
+
+def test_a_step_written_for_one_device() -> None:
+    """Its gradients, one for each device, are those of convolutions in groups once it is batched over the devices."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def mean(p: Any) -> Any:
+            return jax.vmap(loss_of, (None, 0, 0))(p, batch["x"], batch["y"]).mean()
+
+        loss, grads = lax.pmean(jax.value_and_grad(mean)(params), "batch")
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params, batch = images()
+    planned = autopar.parallelize(step, mesh=mesh_of(N), donate=False, axis_name="batch")
+    whole = jax.vmap(step, (None, None), axis_name="batch", axis_size=1)
+    expected = jax.tree.map(lambda x: x[0], jax.jit(whole)(params, batch))
+    new, _ = planned(params, batch)
+    assert relative(new, expected[0], params) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["ps", {"**": "ps"}, ("ps", "hosts")], ids=str)
+def test_beside_a_table(strategy: Any) -> None:
+    """Rows by themselves, dense parameters in shares, and tables on a host that has several devices."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params = state["params"]
+        rest, _ = private(PER_EXAMPLE)(params, batch)
+        grad = jax.grad(lambda t: jnp.sum(t[batch["ids"]] ** 2))(state["table"])
+        return {"params": rest, "table": state["table"] - 0.1 * grad}, batch["ids"].sum()
+
+    params, batch = images()
+    state = {"params": params, "table": jnp.arange(64.0).reshape(16, 4)}
+    batch["ids"] = np.arange(8, dtype=np.int32) * 3 % 16
+    mesh = None if isinstance(strategy, tuple) else mesh_of(N)
+    planned = autopar.parallelize(step, mesh=mesh, donate=False, strategy=strategy)
+    mine, theirs = autopar.materialize(planned(state, batch)[0]), jax.jit(step)(state, batch)[0]
+    assert relative(mine, theirs, state) < 1e-5
+    assert "a convolution in groups" in str(autopar.explain(planned, state, batch))
