@@ -181,10 +181,8 @@ class _Emitter:
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
         needed, *operands = operands
-        n, m = len(p["axes"]), len(p["read_axes"])
-        leaves, others = operands[:n], operands[n:]
+        leaves, others = operands[: len(p["axes"])], operands[len(p["axes"]) :]
         backend = self._backend(equation)
-        assert m <= len(others), "leaves that are only read come before the frontier"
         return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed, p)
 
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
@@ -232,18 +230,20 @@ class _Emitter:
         return self._devices.local(run, given, tuple(returned), *operands)
 
     def _reduce_rows(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        found = self._backend(equation).reduce_rows(equation.params, *operands[:2], self._others(equation, operands))
+        rows, route, *more = operands
+        found = self._backend(equation).reduce_rows(equation.params, rows, route, self._others(equation, more))
         return [found.astype(equation.params["dtype"])]
 
     def _reduce_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        found = self._backend(equation).reduce_part(equation.params, *operands[:2], self._others(equation, operands))
+        rows, route, *more = operands
+        found = self._backend(equation).reduce_part(equation.params, rows, route, self._others(equation, more))
         return [found.astype(equation.params["dtype"])]
 
     def _others(self, equation: Equation, operands: Sequence[Array]) -> Others | None:
         """The rows that the step doesn't touch, where a reduction may have to look at them."""
         if not equation.bodies:
             return None
-        body, (needed, *read) = equation.bodies[0], operands[2:]
+        body, (needed, *read) = equation.bodies[0], operands
         return Others(needed, lambda route: self.block(body, [route, *read])[0], equation.params["rows"])
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
