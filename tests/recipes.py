@@ -32,6 +32,39 @@ class Recipe:
     tables: int
     repeated: bool
     seed: int
+    bad: str = "nothing"
+
+
+# --- what the batch's own number, which may not be finite, meets ---
+
+
+@jax.custom_vjp
+def _backward(x: jax.Array, bad: jax.Array) -> jax.Array:
+    """Times the number in the backward pass only."""
+    return x
+
+
+_backward.defvjp(lambda x, bad: (x, bad), lambda bad, g: (g * bad, jnp.zeros_like(bad)))
+
+
+def _every_other_row(g: jax.Array, bad: jax.Array) -> jax.Array:
+    odd = (jnp.arange(g.shape[0]) % 2 == 1) if g.ndim else jnp.zeros((), bool)
+    return jnp.where(odd[:, None] if g.ndim == 2 else odd, g * bad, g)
+
+
+#: (part of the step, what is done to it); the number is 1 in a step where nothing is to happen.
+BAD: Mapping[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
+    "nothing": ("", lambda x, bad: x),
+    "loss": ("loss", lambda x, bad: x * bad),
+    "one example": ("rows", lambda x, bad: x.at[1].multiply(bad)),
+    "table, backward": ("table", _backward),
+    "table, backward in a checkpoint": ("table", lambda x, bad: jax.checkpoint(_backward)(x, bad)),
+    "table in a branch": ("table", lambda x, bad: lax.cond(bad == 1, lambda x: x, lambda x: _backward(x, bad), x)),
+    "gradient": ("gradient", lambda x, bad: x * bad),
+    "gradient divided": ("gradient", lambda x, bad: x / (1 / bad)),
+    "gradient by rows": ("gradient", _every_other_row),
+    "gradient by what a row holds": ("gradient", lambda x, bad: jnp.where(jnp.cos(x) < 2, x * bad, x)),
+}
 
 
 # --- the table before it is looked up: rows stay rows ---
@@ -68,6 +101,9 @@ LOOKUPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "static rows": lambda t, i: t[2 : 2 + IDS],
     "every other row": lambda t, i: t[1 : 2 * IDS : 2],
     "vmapped": lambda t, i: jax.vmap(lambda k: t[k])(i),
+    "one-hot": lambda t, i: jax.nn.one_hot(i % ROWS, ROWS) @ t,
+    "in a checkpoint": lambda t, i: jax.checkpoint(lambda t: jnp.sin(t[i]))(t),
+    "in a branch": lambda t, i: lax.cond(i[0] > 2, lambda: t[i], lambda: 2 * t[i[::-1]]),
     "two dimensions": lambda t, i: t[i.reshape(2, 2)].reshape(IDS, WIDTH),
 }
 
@@ -114,16 +150,22 @@ def _tables(recipe: Recipe) -> list[str]:
     return [f"table{k}" for k in range(recipe.tables)]
 
 
-def _loss(recipe: Recipe, params: Tree, ids: jax.Array, y: jax.Array, step: jax.Array) -> jax.Array:
+def _loss(recipe: Recipe, params: Tree, ids: jax.Array, y: jax.Array, step: jax.Array, bad: jax.Array) -> jax.Array:
     total = jnp.zeros((IDS, WIDTH))
     for name in _tables(recipe):
         table = params[name]
         for link in recipe.chain:
             table = CHAIN[link](params, table)
+        table = _bad(recipe, "table", table, bad)
         for lookup, kind in recipe.lookups:
             total = total * 0.7 + LOOKUPS[lookup](table, ID_KINDS[kind](ids, step))
-    total = AFTER[recipe.after](total)
-    return LOSSES[recipe.loss](total @ params["w"] + params["bias"], y)
+    total = AFTER[recipe.after](_bad(recipe, "rows", total, bad))
+    return _bad(recipe, "loss", LOSSES[recipe.loss](total @ params["w"] + params["bias"], y), bad)
+
+
+def _bad(recipe: Recipe, part: str, value: jax.Array, bad: jax.Array) -> jax.Array:
+    where, change = BAD[recipe.bad]
+    return change(value, bad) if where == part else value
 
 
 # --- gradients ---
@@ -227,12 +269,13 @@ DEFERRED = {"momentum"}
 
 def make_step(recipe: Recipe) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
     def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        params, count = state["params"], state["count"]
+        params, count, bad = state["params"], state["count"], batch.get("bad", jnp.ones(()))
 
         def loss(params: Tree, ids: jax.Array, y: jax.Array) -> jax.Array:
-            return _loss(recipe, params, ids, y, count)
+            return _loss(recipe, params, ids, y, count, bad)
 
         value, grads = GRADIENTS[recipe.gradient](loss, params, batch["ids"], batch["y"])
+        grads = jax.tree.map(lambda g: _bad(recipe, "gradient", g, bad), grads)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         new, slots = {}, {}
         for name, p in params.items():

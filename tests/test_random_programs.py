@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from jax import lax
@@ -51,6 +52,35 @@ def test_random_steps_keep_the_contract(recipe: Recipe) -> None:
 
 def test_an_infinite_scale_poisons_the_same_rows() -> None:
     _check(dataclasses.replace(PLAIN, optimizer="poisoned", tables=2))
+
+
+#: Where a number that isn't finite enters, with something that it could be lost in.
+NOT_FINITE = [
+    ("loss", np.inf, "last gradient", "remat", (("in a checkpoint", "as they are"), ("one-hot", "modulo"))),
+    ("one example", np.inf, "sgd", "microbatches", (("one-hot", "all equal"), ("index", "modulo"), ("fill", "masked"))),
+    ("table, backward", -np.inf, "clipped by global norm", "direct", (("take", "bytes"), ("dynamic slice", "sorted"))),
+    ("table, backward in a checkpoint", np.nan, "row-wise adagrad", "loop", (("vmapped", "modulo"),)),
+    ("table in a branch", np.inf, "guarded", "direct", (("in a branch", "modulo"), ("static rows", "sorted"))),
+    ("gradient divided", np.inf, "last gradient", "direct", (("one row", "modulo"),)),
+    ("gradient by rows", np.nan, "clipped by global norm", "remat in a loop", (("index", "modulo"),)),
+    ("gradient by what a row holds", -np.inf, "adagrad", "direct", (("of the transpose", "modulo"),)),
+]
+
+
+@pytest.mark.parametrize(("bad", "value", "optimizer", "gradient", "lookups"), NOT_FINITE)
+def test_what_is_not_finite_in_plain_is_not_here(
+    bad: str, value: float, optimizer: str, gradient: str, lookups: tuple[tuple[str, str], ...]
+) -> None:
+    recipe = dataclasses.replace(PLAIN, bad=bad, optimizer=optimizer, gradient=gradient, lookups=lookups)
+    step, state = make_step(recipe), make_state(recipe)
+    planned, plain = autopar.parallelize(step, strategy="ps", donate=False), jax.jit(step)
+    mine = theirs = state
+    for k, number in enumerate((1.0, value)):
+        batch = {**make_batch(k), "bad": jnp.float32(number)}
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), (mine, a), (theirs, b))
+    assert planned.plan is not None and planned.plan.lifts
+    assert not all(np.isfinite(x).all() for x in jax.tree.leaves((theirs, b)))
 
 
 def _is_open(recipe: Recipe) -> bool:
