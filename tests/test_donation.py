@@ -53,6 +53,15 @@ def test_keywords_in_another_order() -> None:
         assert buffers((table, slot)) == where
 
 
+def test_what_is_lowered_returns_the_users_results() -> None:
+    case = CASES["containers"]
+    lowered = case.planned().lower(*case.states(), IDS)
+    wanted = case.step(*case.states(), IDS)
+    assert jax.tree.structure(lowered.out_info) == jax.tree.structure(wanted)
+    found = lowered.compile()(*case.states(), IDS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
 def test_inside_other_transformations() -> None:
     """The user donates there."""
     case = CASES["containers"]

@@ -90,14 +90,29 @@ class Reordered:
 
 
 class Restoring:
-    """A jitted function that returns `Reordered` results, as one that returns the user's."""
+    """A jitted function that returns `Reordered` results, or a stage of its compilation, with the user's results."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
-        self.lower = run.lower
+    def __init__(self, stage: Any) -> None:
+        self._stage = stage
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs).restored()
+        return self._stage(*args, **kwargs).restored()
+
+    def lower(self, *args: Any, **kwargs: Any) -> Restoring:
+        """As of a jitted function."""
+        return Restoring(self._stage.lower(*args, **kwargs))
+
+    def compile(self, *args: Any, **kwargs: Any) -> Restoring:
+        """As of `jax.stages.Lowered`."""
+        return Restoring(self._stage.compile(*args, **kwargs))
+
+    @property
+    def out_info(self) -> Any:
+        """As of `jax.stages.Lowered`."""
+        return self._stage.out_info.restored()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
 
 
 @dataclass(frozen=True, slots=True)
