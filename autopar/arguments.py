@@ -216,7 +216,7 @@ class States:
           block: The traced step.
           top: (first leaf, structure) of the output's outermost parts.
         """
-        added, scaled = carried(block, scaled=False), carried(block, scaled=True)
+        added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
         sure, likely, start = {}, {}, 0
         for k, argument in enumerate(call.arguments):
             first = self.outputs.get(k)

@@ -18,8 +18,11 @@ class StateError(ArgumentsError):
     """The state can't be told from the other arguments, or it doesn't come back as it went in."""
 
 
-class DonatedStateError(AutoparError):
-    """A state was used again after it had been given to the step, which updates it in place."""
+class DonatedStateError(AutoparError, RuntimeError):
+    """A state was used again after it had been given to the step, which updates it in place.
+
+    JAX raises a RuntimeError for arrays that were donated: this is one, too.
+    """
 
 
 class StrategyError(ArgumentsError):

@@ -2,8 +2,9 @@
 
 A train step's state comes back in its own form, made of what went in. That is how `arguments.find_states` knows it, but
 for what could as well be something else: a lone array behind others (a prediction has its inputs' shape, and a
-residual network even adds to them), a state that comes back scaled (so does a gradient with weight decay). Here such
-arguments are looked for once more, to be told of, not to be acted on: a user who means them names them.
+residual network even adds to them), a state that comes back scaled (so does a gradient with weight decay, though by
+less than half: those are told apart here by the constant). Here such arguments are looked for once more, to be told of,
+not to be acted on: a user who means them names them.
 
 Told of are only those of a function that has other arguments as well (its data), and either differentiates something or
 brings two such arguments back. Evaluation functions do neither.
@@ -44,7 +45,7 @@ def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]
     types = [type_of(leaf) for leaf in leaves]
     parts = sorted(tops(tree), key=lambda part: part[0])
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
-    added, scaled = carried(block, scaled=False), carried(block, scaled=True)
+    evidence = carried(block, scaled="little" if differentiates else "never")
     found: list[Argument] = []
     taken: set[int] = set()
     start = 0
@@ -56,7 +57,6 @@ def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]
                 continue
             if not all(map(alike, argument.types, types[first : first + size])):
                 continue
-            evidence = added if argument.is_lone_array and not differentiates else scaled
             pairs = [(start + n, o) for n, o in enumerate(new) if block.outputs[o] is not block.inputs[start + n]]
             if any(evidence[o] >> k & 1 for k, o in pairs):
                 found.append(argument)

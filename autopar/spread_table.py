@@ -12,6 +12,7 @@ import numpy as np
 from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
+from autopar.errors import DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.table_leaf import TableLeaf
 
@@ -50,6 +51,19 @@ class Table(TableLeaf):
         """Whether the rows were given to a step, which updated them in place."""
         return self.stored.is_deleted()
 
+    def _live(self) -> jax.Array:
+        """The rows as they are stored, if they are still there.
+
+        Raises:
+          DonatedStateError: they were given to a step.
+        """
+        if self.is_deleted():
+            raise DonatedStateError(
+                f"this table, {self.dtype}{list(self.shape)}, was given to a step, which updates its state in place: "
+                "go on with the state that the step returned, or keep old states with parallelize(step, donate=False)"
+            )
+        return self.stored
+
     def block_until_ready(self) -> Table:
         """Wait for the step that returned it."""
         self.stored.block_until_ready()
@@ -61,17 +75,19 @@ class Table(TableLeaf):
         It is spread along its rows if their number allows, else along the first axis that does; if none does, every
         device has all of it.
         """
-        return ordinary(self.stored, self.layout, self.axis, Devices.of_array(self.stored, self.axis))
+        return ordinary(self._live(), self.layout, self.axis, Devices.of_array(self.stored, self.axis))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return on_host(self.stored, self.layout, self.axis).astype(dtype or self.dtype, copy=False)
+        return on_host(self._live(), self.layout, self.axis).astype(dtype or self.dtype, copy=False)
 
     def __getitem__(self, index: Any) -> jax.Array:
         """As of an array. Rows picked by numbers, or by a short slice, are read by themselves.
 
         Raises:
           IndexError: a number (not one of an array) that is no row.
+          DonatedStateError: the table was given to a step.
         """
+        self._live()
         rows, *others = index if isinstance(index, tuple) else (index,)
         simple = all(x is None or x is ... or isinstance(x, (int, slice)) for x in others)
         places = self._places(rows, simple)

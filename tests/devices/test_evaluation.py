@@ -83,6 +83,10 @@ def test_tables_in_arithmetic_are_ordinary_arrays() -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-6)
     mean = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, {"emb": array}, {"emb": table})
     np.testing.assert_allclose(mean["emb"], array, rtol=1e-6)
+    table.stored.delete()  # as a step does
+    for read in (lambda: np.asarray(table), lambda: table[0], lambda: 2 * table, lambda: autopar.materialize(table)):
+        with pytest.raises(autopar.DonatedStateError, match=r"this table, float32\[41, 4\], was given to a step"):
+            read()
 
 
 def test_lookups_take_memory_for_a_batch_not_for_a_table() -> None:
