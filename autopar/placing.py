@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.arguments import Argument
+from autopar.arguments import Argument, path_name
 from autopar.backends.across import is_global, place
 from autopar.backends.devices import Devices
 from autopar.backends.donation import donation_order
@@ -82,7 +82,8 @@ def is_shared_buffer(error: Exception) -> bool:
 
 def _path_of(path: Sequence[Any]) -> str:
     """A readable place in (args, kwargs)."""
-    return jax.tree_util.keystr(tuple(path[1:]))
+    leaf = path_name(path[2:])
+    return f"argument {path_name(path[1:2])}" + (f", {leaf}" if leaf else "")
 
 
 def is_traced(leaf: Any) -> bool:
