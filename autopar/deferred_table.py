@@ -18,7 +18,8 @@ import numpy as np
 from autopar.backends.deferred import Entries
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
-from autopar.errors import DonatedStateError
+from autopar.errors import DonatedStateError, note_lost_rows
+from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
 from autopar.ir.program import Equation
@@ -86,6 +87,7 @@ class Journal:
     entries: list[jax.Array]
     is_settled: bool = False
 
+    @uninterrupted
     def settled(self, k: int) -> jax.Array:
         """A leaf with all rows up to date. The journal is empty then, and goes on with the next step."""
         if self.is_deleted():
@@ -95,7 +97,12 @@ class Journal:
             )
         if not self.is_settled:
             changed = self.journaling.replay.changed
-            results = self.journaling.flush(*self.leaves, *self.entries)
+            try:
+                results = self.journaling.flush(*self.leaves, *self.entries)
+            except BaseException as error:
+                if self.is_deleted():
+                    note_lost_rows(error)
+                raise
             self.leaves[:changed] = results[:changed]
             self.entries[:3] = results[changed : changed + 3]  # there are no volumes then
             self.is_settled = True

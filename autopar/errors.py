@@ -65,6 +65,14 @@ class UncheckedWarning(UserWarning):
     """A checkpoint is of an autopar that made no checksums of some of its files: they are restored as they are."""
 
 
+def note_lost_rows(error: BaseException) -> None:
+    """Add a note to an error that was raised while deferred rows were brought up to date, in place."""
+    error.add_note(
+        "autopar: deferred rows were being brought up to date in place: some are lost, and the state with them. Go on "
+        "from a checkpoint (autopar.restore)"
+    )
+
+
 class RecompileWarning(UserWarning):
     """A call had other shapes than the calls before, so the step is planned and compiled again."""
 

@@ -98,22 +98,15 @@ class HostRunner:
         inputs += [x for journal in journals for x in (journal.stamps, *journal.entries)]
         before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = Step({})
-        staged = self._staged or self._compiled_for(self._rooms.least)
-        while True:
-            try:
-                results = staged.run(inputs, step)
-                break
-            except OtherRoom as other:
-                staged = self._compiled_for(self._rooms.best(other.needs) or self._rooms.grow(other.needs))
-            except BaseException:
-                if step.has_written:  # else the tables are as they were
-                    self._hand_on(leaves, tables)
-                raise
-        self._staged = staged
-        self._needed = step.needs
-        results = self._written(results, journals)
-        results = [before.get(out, value) for out, value in enumerate(results)]
-        found = [self._result(out, value) for out, value in enumerate(results)]
+        try:
+            results = self._ran(inputs, step)
+            results = self._written(results, journals)
+            results = [before.get(out, value) for out, value in enumerate(results)]
+            found = [self._result(out, value) for out, value in enumerate(results)]
+        except BaseException:
+            if step.has_written:  # else the tables are as they were
+                self._hand_on(leaves, tables)
+            raise
         new = self._hand_on(leaves, tables)
         self._returned = {
             k: weakref.ref(found[out])
@@ -121,6 +114,19 @@ class HostRunner:
             if k not in self._tables and isinstance(found[out], jax.Array)
         }
         return [new[self._new[out]] if self._new.get(out) in new else value for out, value in enumerate(found)]
+
+    def _ran(self, inputs: Sequence[Any], step: Step) -> Sequence[Any]:
+        """The results of a step in the program for its rows: it begins in the last one's."""
+        staged = self._staged or self._compiled_for(self._rooms.least)
+        while True:
+            try:
+                results = staged.run(inputs, step)
+                break
+            except OtherRoom as other:
+                staged = self._compiled_for(self._rooms.best(other.needs) or self._rooms.grow(other.needs))
+        self._staged = staged
+        self._needed = step.needs
+        return results
 
     # --- deferred rows ---
 

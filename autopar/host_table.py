@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.backends.host.storage import HostRows
 from autopar.errors import DonatedStateError
+from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import connect
@@ -92,6 +93,7 @@ class HostTable(TableLeaf):
         storage.generation += 1
         return HostTable(storage)
 
+    @uninterrupted  # the others wait for this rank
     def read_rows(self, rows: np.ndarray) -> np.ndarray:
         """[n, ...]: rows by number, first axis first. Collective."""
         storage, ranks = self.storage, exchange()
@@ -103,6 +105,7 @@ class HostTable(TableLeaf):
         """The table as an ordinary array of this process. Collective."""
         return jnp.asarray(np.asarray(self))
 
+    @uninterrupted
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = np.empty((self.layout.extent, *self._storage.rows.shape[1:]), self.dtype)
         for start in range(0, self.layout.extent, _BLOCK_ROWS):

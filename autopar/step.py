@@ -23,9 +23,11 @@ from autopar.compile import Compiled, Options, compile_program
 from autopar.cost.memory import leave_devices
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.host_table import HostTable
+from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.plan import Method, Plan, without_hosts
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
+from autopar.lost_state import noting_lost_state
 from autopar.measure.alpha import measuring
 from autopar.missed_states import warn_of_missed_states
 from autopar.mpi.progress import mark
@@ -82,6 +84,8 @@ class ParallelStep:
         """The plan in use, None before the first call."""
         return self.latest.compiled.plan if self.latest else None
 
+    @uninterrupted
+    @noting_lost_state
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None and self.watch.is_due():
             self._look(self.watch, args, kwargs)
@@ -124,6 +128,8 @@ class ParallelStep:
         if any(is_traced(x) for x in leaves):
             self._check_not_hosted(entry)
             return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
+        if entry.runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
+            entry = self._grow(entry)
         mark(self._calls, self.name)
         self._calls += 1
         try:
@@ -131,8 +137,6 @@ class ParallelStep:
         except (RuntimeError, ValueError) as error:
             check_not_donated(self.name, args, kwargs, error)
             raise
-        if entry.runner.was_exceeded():
-            self._grow(entry)
         return jax.tree.unflatten(entry.out_tree, results)
 
     def _recalled(
@@ -176,7 +180,8 @@ class ParallelStep:
         call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
         entry = self._planned_for(call)
         if entry is None:
-            entry = self._make(call, self.leaves(args, kwargs))
+            with interruptible(world().size == 1):
+                entry = self._make(call, self.leaves(args, kwargs))
             self._announce(call)
             self._entries[call.key, call.layouts] = entry
         if entry.example is None:
@@ -288,7 +293,7 @@ class ParallelStep:
         plan = "" if o.decisions is None else f", plan={o.decisions.digest}"
         return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}{plan}"
 
-    def _grow(self, entry: Entry) -> None:
+    def _grow(self, entry: Entry) -> Entry:
         """Plan once more with larger capacities, after batches that exceeded those of the plan."""
         grown = entry
         while grown is entry:  # capacities are rounded
@@ -299,8 +304,9 @@ class ParallelStep:
             f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
             f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",
             CapacityWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
+        return grown
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
@@ -316,15 +322,15 @@ class ParallelStep:
         if watch.replan == "auto" and entry.devices is not None:
             again = self._again(entry, entry.example_of(leaves), entry.headroom)
             remedy = f"The plan is made again, by this call's batch: {again.compiled.plan.changes(entry.compiled.plan)}"
-        warnings.warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning, stacklevel=3)
+        warnings.warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning, stacklevel=5)
 
     def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
         """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
         old = entry.compiled
         options = dataclasses.replace(entry.options, example=measuring(example), headroom=headroom)
-        compiled = self._compile(
-            Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name), options
-        )
+        program = Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name)
+        with interruptible(world().size == 1):
+            compiled = self._compile(program, options)
         if self.watch is not None:
             self.watch.forget(entry)
         if compiled.plan.decisions == old.plan.decisions:
@@ -350,7 +356,7 @@ class ParallelStep:
                 f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and compiled "
                 f"anew ({change}). Pad the batches to a few sizes"
             )
-        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=6)
+        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=8)
 
     def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         donation = self.entry(*args, **kwargs).donation
@@ -370,7 +376,8 @@ class ParallelStep:
             self._check_not_hosted(entry)
             if donation != entry.donation:
                 raise _OtherStates
-            return entry.returned(self.leaves(args, kwargs))
+            with interruptible():
+                return entry.returned(self.leaves(args, kwargs))
 
         return planned
 

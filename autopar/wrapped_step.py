@@ -85,7 +85,7 @@ class WrappedStep(abc.ABC):
                     f"{change}. {remedy}"
                 )
             if self.steps:
-                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=4)
+                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=5)
             step = self.steps[fixed] = make()
         self._latest = step
         return step

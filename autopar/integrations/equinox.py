@@ -28,6 +28,7 @@ import numpy as np
 
 import autopar
 from autopar.errors import ArgumentsError
+from autopar.interrupts import uninterrupted
 from autopar.step import ParallelStep
 from autopar.table import is_table
 from autopar.wrapped_step import WrappedStep
@@ -78,6 +79,7 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
 class FilteredStep(WrappedStep):
     """A step of pytrees of which only the arrays are traced; made by `parallelize`."""
 
+    @uninterrupted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, args, kwargs = self.pure(args, kwargs)
         static, *out = step(*args, **kwargs)

@@ -36,6 +36,7 @@ from flax import nnx
 
 import autopar
 from autopar.errors import ArgumentsError
+from autopar.interrupts import uninterrupted
 from autopar.step import ParallelStep
 from autopar.table_leaf import TableLeaf
 from autopar.wrapped_step import WrappedStep
@@ -128,6 +129,7 @@ def materialize(*objects: Any) -> None:
 class NnxStep(WrappedStep):
     """A step of nnx objects that runs by a plan; made by `parallelize`."""
 
+    @uninterrupted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
             given = self._split(args, kwargs)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
+from autopar.interrupts import INTERRUPTS, Handler
 from autopar.mpi.progress import PROGRESS, REPORTED
 from autopar.mpi.world import World
 
@@ -82,8 +83,7 @@ class Hooks:
         self._exception_hook = sys.excepthook
         self._thread_hook = threading.excepthook
         self._interrupt_hook: Any = None
-        #: Whether Python has got round to an interrupt that the process received.
-        self.answered = False
+        self._answered_s = float("-inf")
 
     def install(self) -> None:
         """Put the hooks in."""
@@ -98,10 +98,16 @@ class Hooks:
 
     def answers_interrupts(self) -> bool:
         """Whether an interrupt is known to be answered through these hooks, and not by a handler of the user's."""
-        return signal.getsignal(signal.SIGINT) == self._on_interrupt
+        handler = signal.getsignal(signal.SIGINT)
+        return (handler.previous if isinstance(handler, Handler) else handler) == self._on_interrupt
+
+    @property
+    def answered_s(self) -> float:
+        """`time.monotonic()` when Python last got round to an interrupt, if only to hold it back until a step ends."""
+        return max(self._answered_s, INTERRUPTS.received_s)
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
-        self.answered = True
+        self._answered_s = time.monotonic()
         self._interrupt_hook(number, frame)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:

@@ -10,6 +10,7 @@ thousandth of a core.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -97,6 +98,8 @@ class Pulse:
         self._thread: threading.Thread | None = None
         self._interrupts: socket.socket | None = None
         self._interrupted_s: float | None = None
+        #: It came after the first of these times; the second one is the latest.
+        self._before_interrupt_s = self._listened_s = time.monotonic()
         self._judged_s: float | None = None
         self.allowance_s = allowance(allowance_s)
         self._states["allowance_s"] = self.allowance_s  # Until the others have said theirs.
@@ -245,13 +248,15 @@ class Pulse:
     def _check_interrupt(self, now_s: float) -> None:
         if self._interrupts is None:
             return
-        try:
-            numbers = self._interrupts.recv(64)
-        except BlockingIOError:
-            numbers = b""
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            while some := self._interrupts.recv(4096):  # all: one that is read late would seem to be unanswered
+                numbers += some
         if signal.SIGINT in numbers and self._hooks.answers_interrupts():
-            self._interrupted_s = now_s
-        if self._interrupted_s is None or self._hooks.answered:
+            self._interrupted_s, self._before_interrupt_s = now_s, self._listened_s
+        self._listened_s = now_s
+        if self._interrupted_s is None or self._hooks.answered_s >= self._before_interrupt_s:
+            self._interrupted_s = None
             return
         if now_s - self._interrupted_s > ANSWER_S:
             where = PROGRESS.last

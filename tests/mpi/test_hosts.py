@@ -26,6 +26,11 @@ def test_hosts(world: tuple[int, int], tmp_path: Path) -> None:
     run_cases("host_cases", *world, WORLDS[world], tmp_path, timeout_s=400)
 
 
+def test_interrupts(tmp_path: Path) -> None:
+    """Two ranks that are interrupted at random times, each for itself, go on training together."""
+    run_cases("interrupt_cases", 2, 1, (), tmp_path, timeout_s=200)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_several_machines(devices: int, tmp_path: Path) -> None:
     """Four ranks as on two machines: rows go by way of relays."""

@@ -14,6 +14,8 @@ import numpy as np
 from autopar.backends.deferred import Entries
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
+from autopar.errors import note_lost_rows
+from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
 from autopar.ir.program import Equation
@@ -83,15 +85,24 @@ class HostJournaling:
             taken = np.flatnonzero(stamps.rows >= 0)
         taken = taken[np.argsort(stamps.rows[taken], kind="stable")]
         count = self._rows(leaves)
-        for start in range(0, taken.size, count):
-            some = taken[start : start + count]
-            padded = np.concatenate([some, np.repeat(some[-1:], count - some.size)])  # one program for all
-            rows = [rows_back(leaf.rows[padded], leaf.axis) for leaf in leaves]
-            with jax.default_device(self._device):
-                *new, ends = self._run(*rows, stamps.rows[padded], volume, *entries)
-            for leaf, x in zip(leaves, new, strict=False):
-                leaf.rows[some] = rows_first(np.asarray(x), leaf.axis)[: some.size]
-            stamps.rows[some] = np.asarray(ends)[: some.size]
+        has_begun = False
+        try:
+            for start in range(0, taken.size, count):
+                some = taken[start : start + count]
+                padded = np.concatenate([some, np.repeat(some[-1:], count - some.size)])  # one program for all
+                rows = [rows_back(leaf.rows[padded], leaf.axis) for leaf in leaves]
+                with jax.default_device(self._device):
+                    *new, ends = map(np.asarray, self._run(*rows, stamps.rows[padded], volume, *entries))
+                has_begun = True
+                for leaf, x in zip(leaves, new, strict=False):
+                    leaf.rows[some] = rows_first(x, leaf.axis)[: some.size]
+                stamps.rows[some] = ends[: some.size]
+        except BaseException as error:
+            if has_begun:  # the journal's steps would be replayed a second time on these rows
+                for leaf in leaves:
+                    leaf.generation += 1
+                note_lost_rows(error)
+            raise
         return [np.zeros((), np.int32), volume, *volumes]
 
     def _rows(self, leaves: Sequence[HostRows]) -> int:
@@ -120,6 +131,7 @@ class HostJournal:
         for leaf in leaves:  # those that phi only reads as well: nobody is to change them before it did
             leaf.journal = self
 
+    @uninterrupted
     def settle(self) -> None:
         """Bring all rows up to date."""
         if not self._is_settled:

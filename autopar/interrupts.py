@@ -1,0 +1,218 @@
+"""Interrupts (Ctrl-C, and other signals that have a Python handler) and the state that a step updates in place.
+
+From the dispatch of a step on the old state is gone, and until the caller has assigned what the step returns nobody
+has the new one: a KeyboardInterrupt raised in between loses the training. So a call that is `uninterrupted` holds
+signals back. They are answered when the next such call begins, or a moment after the call, whichever comes first. A
+second one goes through at once, whatever is lost: the call may be waiting for a process that is gone.
+
+How: from the first such call on, the signals' handlers are called by one of ours, which stays, because the last moment
+(the call has returned, and its caller hasn't stored the results yet) is after all code of ours. Python answers signals
+between two instructions, and there is one such place between the call's return and the assignment. So a signal that is
+first seen outside of a call is answered at the next place, not at this one: a thread sends it once more, a millisecond
+later. In a call, or in the frame that is just leaving it, that thread goes on trying.
+
+Invariants: only the main thread, where Python answers signals, ever holds or answers one; a signal that is held is
+answered once; a user's handler is never replaced, but called by ours, and one that is set later is taken up by the
+next call. Signals without a Python handler (SIGTERM, as a rule) are left alone.
+"""
+
+from __future__ import annotations
+
+# signal.getsignal takes 3 us to find that a function is no signal.Handlers.
+import _signal  # pyright: ignore[reportMissingImports]
+import _thread
+import functools
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+#: What is held back, where it has a Python handler.
+_NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+
+#: Seconds until a signal that is held back is sent once more, at first and at most.
+PAUSE_S, LONGEST_PAUSE_S = 1e-3, 0.5
+
+#: Seconds after which a signal is another one, and not the same from a terminal and from a launcher, too.
+SECOND_S = 0.2
+
+
+class Handler:
+    """Holds a signal back, or calls the handler that was there before."""
+
+    def __init__(self, interrupts: Interrupts, previous: Callable[[int, FrameType | None], Any]) -> None:
+        self._interrupts = interrupts
+        self.previous = previous
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupts.holds(number, frame):
+            return
+        self._interrupts.answer(number, frame, self.previous)
+
+
+class Interrupts:
+    """The signals of this process. One a process, as its handlers are.
+
+    Attributes:
+      received_s: `time.monotonic()` when Python last got round to a signal; it may have been held back.
+      depth: How many calls are under way, one within the other, that aren't to be interrupted.
+      open_at: The depth at which signals are answered: 0, and where such a call lets them through.
+    """
+
+    def __init__(self) -> None:
+        self.received_s = float("-inf")
+        self.depth = 0
+        self.open_at = 0
+        #: Since when, by `time.monotonic()`.
+        self._held: dict[int, float] = {}
+        #: Of those held: sent once more, and not seen since.
+        self._sent: set[int] = set()
+        #: Of those held: last seen outside of a call.
+        self._outside: set[int] = set()
+        self._answering = False
+
+    def begin(self) -> None:
+        """A call begins that isn't to be interrupted: whatever is held is answered, then all is held."""
+        if self.depth == 0:
+            self.open_at = 0
+            for number in SIGNALS:
+                self._prepare(number)
+        self.depth += 1
+        self._outside.clear()
+
+    def let_through(self, depth: int) -> None:
+        """Answer signals at this depth from now on."""
+        self.open_at = depth
+        self._outside.clear()
+
+    def answer_held(self) -> None:
+        """Answer what is held, here."""
+        for number in tuple(self._held):
+            handler = _signal.getsignal(number)
+            if isinstance(handler, Handler):
+                self.answer(number, sys._getframe(1), handler.previous)
+
+    def holds(self, number: int, frame: FrameType | None) -> bool:
+        """Whether a signal that arrives is to wait, or is none."""
+        self.received_s = now_s = time.monotonic()
+        was_sent, was_held = number in self._sent, number in self._held
+        self._sent.discard(number)
+        if self._answering:  # A handler of the user's that calls one of ours.
+            return False
+        if was_sent and not was_held:  # It was answered in the meantime.
+            return True
+        if self.depth != self.open_at or (frame is not None and frame.f_code in _LEAVING):
+            self._outside.discard(number)
+            is_second = not was_sent and now_s - self._held.get(number, now_s) >= SECOND_S
+            return not (is_second and self.depth != self.open_at) and self._hold(number)
+        if number in self._outside:
+            return False
+        self._outside.add(number)
+        return self._hold(number)
+
+    def answer(self, number: int, frame: FrameType | None, previous: Callable[[int, FrameType | None], Any]) -> None:
+        """Call a signal's handler."""
+        self._held.pop(number, None)
+        self._outside.discard(number)
+        self._answering = True
+        try:
+            previous(number, frame)
+        finally:
+            self._answering = False
+
+    def _prepare(self, number: int) -> None:
+        handler = _signal.getsignal(number)
+        if isinstance(handler, Handler):
+            if number in self._held:
+                self.answer(number, sys._getframe(1), handler.previous)
+        elif callable(handler):
+            self._held.pop(number, None)  # That one has answered it.
+            self._sent.discard(number)
+            self._outside.discard(number)
+            signal.signal(number, Handler(self, handler))
+
+    def _hold(self, number: int) -> bool:
+        if number in self._held:
+            return True
+        self._held[number] = self.received_s
+        try:
+            _thread.start_new_thread(
+                self._send, (number, self.received_s)
+            )  # takes no lock that the interrupted code may hold
+        except RuntimeError:  # The interpreter ends: no thread can be started.
+            return self.depth != self.open_at
+        return True
+
+    def _send(self, number: int, since_s: float) -> None:
+        """In a thread: send a signal that is held since then, until it is answered."""
+        pause_s = PAUSE_S
+        while self._held.get(number) == since_s:
+            time.sleep(pause_s)
+            if self.depth != self.open_at or number in self._sent:  # Later; it doesn't disturb what is under way.
+                pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
+            elif self._held.get(number) == since_s:
+                pause_s = PAUSE_S
+                self._sent.add(number)
+                _send_to_main(number)
+
+
+def _send_to_main(number: int) -> None:
+    main = threading.main_thread().ident
+    if hasattr(signal, "pthread_kill") and main is not None:
+        signal.pthread_kill(main, number)  # It wakes a main thread that sleeps.
+    else:
+        _thread.interrupt_main(signal.Signals(number))
+
+
+#: The signals of this process.
+INTERRUPTS = Interrupts()
+
+
+def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that signals don't cut short, nor keep from handing its result to its caller.
+
+    They are held back until the caller has assigned the result. A second one cuts it short.
+    """
+
+    def uncut(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if threading.get_ident() != threading.main_thread().ident:
+            return call(*args, **kwargs)
+        INTERRUPTS.begin()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            INTERRUPTS.depth -= 1
+
+    _LEAVING.add(uncut.__code__)
+    return functools.wraps(call)(uncut)
+
+
+#: The code of frames that are about to hand a result to their caller: one code object, of all such functions.
+_LEAVING: set[Any] = set()
+
+
+@contextmanager
+def interruptible(when: bool = True) -> Iterator[None]:
+    """A part of an `uninterrupted` call that may be cut short: planning, compiling; nothing of the state is gone yet.
+
+    Args:
+      when: Whether that is so: not where other processes wait for this one.
+    """
+    if not when or threading.get_ident() != threading.main_thread().ident:
+        yield
+        return
+    before = INTERRUPTS.open_at
+    INTERRUPTS.let_through(INTERRUPTS.depth)
+    try:
+        INTERRUPTS.answer_held()
+        yield
+    finally:
+        INTERRUPTS.let_through(before)

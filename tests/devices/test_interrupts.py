@@ -1,0 +1,41 @@
+"""Interrupts on several devices, and warnings that are errors: the state stays the caller's."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import optax
+import pytest
+
+import autopar
+
+from ..interrupting import Loop, check_interrupted, lookup_step
+from .meshes import mesh_of
+from .test_rows import ids_in, make_state, same
+from .test_rows import step as rows_step
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-2)], ids=["lifted", "deferred"])
+def test_training_goes_on(tx: optax.GradientTransformation) -> None:
+    make, step = lookup_step(tx)
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    check_interrupted(planned, make(), lambda steps: Loop(planned, make()).run(steps))
+
+
+def test_a_capacity_warning_that_is_an_error_costs_no_state() -> None:
+    planned, plain = autopar.parallelize(rows_step, strategy="ps", mesh=mesh_of(4)), jax.jit(rows_step)
+    mine, theirs = make_state(400), make_state(400)
+    planned.entry(mine, ids_in(0, 400, length=20))
+    unequal, warned = ids_in(0, 90, 1, length=20), 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.CapacityWarning)
+        for _ in range(2):
+            theirs, _ = plain(theirs, unequal)
+            try:
+                mine, _ = jax.block_until_ready(planned(mine, unequal))
+            except autopar.CapacityWarning:
+                warned += 1
+                mine, _ = planned(mine, unequal)
+    assert warned == 1
+    same(mine, theirs)
