@@ -158,10 +158,12 @@ class DeferredTable(TableLeaf):
         stored = self.journal.settled(self.place)
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
-    def materialize(self) -> jax.Array:
-        """The table as an ordinary array, a copy."""
+    def materialize(self, *, copy: bool = True) -> jax.Array:
+        """The table as an ordinary array; without `copy` the one that the next step updates, where it is ordinary."""
         found = self.current()
-        return found.materialize() if isinstance(found, Table) else jnp.copy(found)
+        if isinstance(found, Table):
+            return found.materialize()
+        return jnp.copy(found) if copy else found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         found = np.asarray(self.current())

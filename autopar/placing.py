@@ -27,7 +27,7 @@ from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.ir.rules import resized
 from autopar.lost_state import first_deleted
 from autopar.spread_table import Table
-from autopar.table import is_table
+from autopar.table import copied, is_table
 
 
 def separate_buffers(
@@ -58,7 +58,7 @@ def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
     def own(leaf: Any) -> Any:
         shared = seen.intersection(_buffers(leaf))
         seen.update(_buffers(leaf))
-        return _copy(leaf) if shared else leaf
+        return copied(leaf) if shared else leaf
 
     return own
 
@@ -102,13 +102,6 @@ def _addresses(leaf: jax.Array) -> list[int]:
     if len(leaf.sharding.device_set) == 1:
         return [leaf.unsafe_buffer_pointer()]
     return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
-
-
-def _copy(leaf: jax.Array) -> jax.Array:
-    if not jax_compat.is_key(leaf.dtype):
-        return jax.numpy.copy(leaf)
-    data = jax.numpy.copy(jax.random.key_data(leaf))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
 def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
@@ -223,7 +216,7 @@ class SpreadRunner:
         held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._states}
         for k in self._states:
             if id(placed[k]) in held:
-                placed[k] = _copy(placed[k])
+                placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
     def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
@@ -286,5 +279,5 @@ class SpreadRunner:
         # An array that lies elsewhere stays the user's own, whatever is done to this one.
         own = self._donate and k in self._states
         if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
-            leaf = _copy(leaf)
+            leaf = copied(leaf)
         return place(leaf, self._shardings[k], own=own)

@@ -152,7 +152,7 @@ class Entry:
         states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
         results = self.runner(copies)
-        return list(materialize(results) if self.compiled.plan.on_hosts else results)
+        return list(materialize(results, copy=False) if self.compiled.plan.on_hosts else results)
 
     @functools.cached_property
     def plain(self) -> Callable[..., Sequence[Any]]:

@@ -127,7 +127,7 @@ class ParallelStep:
         self.latest = entry
         if any(is_traced(x) for x in leaves):
             self._check_not_hosted(entry)
-            return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves)))
+            return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves, copy=False)))
         if entry.runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
             entry = self._grow(entry)
         mark(self._calls, self.name)

@@ -180,7 +180,7 @@ def compare(
     for k, output in enumerate(program.outputs):
         start = first[output.state] if output.state is not None else None
         path = program.inputs[output.state].path if output.state is not None else output.path
-        checks.append(_check(path, start, *(local(materialize(o[k])) for o in outs)))
+        checks.append(_check(path, start, *(local(materialize(o[k], copy=False)) for o in outs)))
     return Verification(tuple(checks), len(batches))
 
 

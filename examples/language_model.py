@@ -248,7 +248,7 @@ def main() -> None:
     screen.print()
 
     def held_out(params: Any) -> float:
-        return task.perplexity(jax.device_put(autopar.materialize(params), jax.devices()[0]), task.windows)
+        return task.perplexity(jax.device_put(autopar.materialize(params, copy=False), jax.devices()[0]), task.windows)
 
     state = train(step, state, training_data, args.steps, held_out, screen)
     del state  # more are to come

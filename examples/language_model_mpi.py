@@ -95,7 +95,8 @@ def main() -> None:
     screen.print()
 
     def held_out(params: Any) -> float:
-        whole = autopar.materialize(params)  # every rank takes part in reading the tables; one has use for them
+        # Every rank takes part in reading the tables; one has use for them.
+        whole = autopar.materialize(params, copy=False)
         return task.perplexity(whole, task.windows) if rank == 0 else float("nan")
 
     state = train(step, state, training_data, args.steps, held_out, screen)

@@ -127,7 +127,7 @@ def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[n
         if has_effects or any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed):
             return None
         with jax.ensure_compile_time_eval():  # the step may be called while JAX traces another one
-            return [np.asarray(x) for x in run(*map(local, materialize(needed)))]
+            return [np.asarray(x) for x in run(*map(local, materialize(needed, copy=False)))]
 
     return read
 

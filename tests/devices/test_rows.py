@@ -130,3 +130,21 @@ def test_poison_reaches_all_rows(method: str, scale: float) -> None:
     planned = autopar.parallelize(poisoned, strategy=method, mesh=mesh_of(4), donate=False)
     batch = {**ids_in(0, 41), "scale": np.float32(scale)}
     same(planned(make_state(41), batch), jax.jit(poisoned)(make_state(41), batch))
+
+
+def test_a_materialized_state_outlives_the_state() -> None:
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    state, _ = planned(make_state(41), ids_in(0, 41))  # a Table, and dense leaves on every device
+    assert any(isinstance(x, autopar.Table) for x in jax.tree.leaves(state))
+    best = autopar.materialize(state)
+    kept = jax.tree.map(np.array, best)
+    dense = [
+        (x.sharding, y.sharding)
+        for x, y in zip(*map(jax.tree.leaves, (state, best)), strict=True)
+        if x is not y and isinstance(x, jax.Array)
+    ]
+    assert dense and all(a == b for a, b in dense)
+    state, _ = planned(state, ids_in(0, 41, 1))
+    same(best, kept)
+    jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)(best)
+    planned(state, ids_in(0, 41, 2))
