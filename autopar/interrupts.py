@@ -13,7 +13,8 @@ later. In a call, or in the frame that is just leaving it, that thread goes on t
 
 Invariants: only the main thread, where Python answers signals, ever holds or answers one; a signal that is held is
 answered once; a user's handler is never replaced, but called by ours, and one that is set later is taken up by the
-next call. Signals without a Python handler (SIGTERM, as a rule) are left alone.
+next call. Signals without a Python handler (SIGTERM, as a rule) are left alone, and so are those of an asyncio loop,
+which hears of them otherwise, once each time that they are sent.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Interrupts:
         if isinstance(handler, Handler):
             if number in self._held:
                 self.answer(number, sys._getframe(1), handler.previous)
-        elif callable(handler):
+        elif callable(handler) and getattr(handler, "__module__", None) != "asyncio.unix_events":  # which does nothing
             self._held.pop(number, None)  # That one has answered it.
             self._sent.discard(number)
             self._outside.discard(number)
@@ -143,10 +144,8 @@ class Interrupts:
         if number in self._held:
             return True
         self._held[number] = self.received_s
-        try:
-            _thread.start_new_thread(
-                self._send, (number, self.received_s)
-            )  # takes no lock that the interrupted code may hold
+        try:  # not by `threading`, of which the interrupted code may hold a lock
+            _thread.start_new_thread(self._send, (number, self.received_s))
         except RuntimeError:  # The interpreter ends: no thread can be started.
             return self.depth != self.open_at
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import signal
@@ -219,6 +220,19 @@ def test_handlers_of_the_users_are_called_once_after_the_call(number: int) -> No
     _given(lambda: _interrupt(number))
     _wait(lambda: len(seen) == 4)
     assert seen[2:] == ["chained", "given"]
+
+
+def test_a_loops_handlers_are_called_once() -> None:
+    """Asyncio hears of every signal that is sent, whatever its handler."""
+
+    async def main() -> list[int]:
+        seen: list[int] = []
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, seen.append, 1)
+        _given(lambda: _interrupt(signal.SIGUSR1))
+        await asyncio.sleep(0.02)
+        return seen
+
+    assert asyncio.run(main()) == [1]
 
 
 def test_other_threads_hold_nothing() -> None:
