@@ -137,7 +137,8 @@ def vmap_inferred(
 ) -> Callable[..., tuple[Sequence[Any], Sequence[int | None]]]:
     """`jax.vmap` of a function of flat arrays that says which results are batched: (results, the axis of each, None
     for the others')."""
-    return jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
+    batched: Any = jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
+    return batched
 
 
 def widens_bfloat16() -> bool:

@@ -61,7 +61,7 @@ def _form(argument: Argument) -> Any:
 
 def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
     """A function of an argument and a result's first leaf: how sure they are old and new."""
-    added, scaled = carried(block, scaled=False), carried(block, scaled=True)
+    added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
     starts = [0]
     for argument in call.arguments:
         starts.append(starts[-1] + len(argument.types))
