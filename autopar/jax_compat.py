@@ -137,8 +137,8 @@ def vmap_inferred(
 ) -> Callable[..., tuple[Sequence[Any], Sequence[int | None]]]:
     """`jax.vmap` of a function of flat arrays that says which results are batched: (results, the axis of each, None
     for the others')."""
-    batched: Any = jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
-    return batched
+    inferring: Any = jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
+    return inferring
 
 
 def widens_bfloat16() -> bool:

@@ -8,7 +8,8 @@ like any other.
 
 Arguments are those of a global step: the state once (not replicated) and the whole batch (not reshaped). States are
 told apart as always, by their coming back; for that the step is traced a first time, each device having everything
-(its share, where `state_argnums` says which arguments are state). Results that are the same on every device are
+(its share, where `state_argnums` says which arguments are state). Then it is also seen which arrays are single keys
+(`ir.keys`): every device has those whole. Results that are the same on every device are
 returned once, others stacked as by `pmap`, [N, ...]. A state that differs from one device to another has no place to
 be, and is refused.
 """
@@ -16,7 +17,7 @@ be, and is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from autopar import jax_compat
 from autopar.arguments import Call, States, describe, path_name
 from autopar.errors import ArgumentsError, StateError
 from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.keys import is_key, may_be_words
 from autopar.ir.own_sums import own_sums
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
@@ -89,10 +91,12 @@ class CallOfOne:
         """
         args, kwargs = self.call.shapes
         device, count = self.device, self.device.count
-        states, block = self._first_look()
-        axes = self._example_axes(states)
+        states, block, keys = self._first_look()
+        axes = self._example_axes(states, keys)
         told = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
         told += own_sums(block, axes, device.axis, count)
+        paths = [given.path for given in describe(self.call, states, None)[0]]
+        told += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
         static = frozenset(self.static_argnums)
         dynamic = [k for k in range(len(args)) if k not in static]
         named = [n for n in kwargs if any(a.position is None and a.name == n for a in self.call.arguments)]
@@ -123,14 +127,16 @@ class CallOfOne:
 
         return GlobalStep(whole, states, told)
 
-    def _example_axes(self, states: States) -> list[int | None]:
-        """Of all leaves the axis that devices share, None where each has all."""
+    def _example_axes(self, states: States, keys: Collection[int]) -> list[int | None]:
+        """Of all leaves the axis that devices share, None where each has all: of states, and of single keys."""
         inputs, _ = describe(self.call, states, None)
         shapes = [t.shape for a in self.call.arguments for t in a.types]
         examples = [k for k, given in enumerate(inputs) if given.role != "state"]
         found = example_axes(self.device.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
         axes: list[int | None] = [None] * len(inputs)
         for k, axis in zip(examples, found, strict=True):
+            if k in keys:
+                continue
             axes[k] = axis
             if axis is not None and shapes[k][axis] % self.device.count:
                 raise ArgumentsError(
@@ -140,8 +146,34 @@ class CallOfOne:
                 )
         return axes
 
-    def _first_look(self) -> tuple[States, Block]:
-        """Which arguments are state, and the program of one device."""
+    def _first_look(self) -> tuple[States, Block, frozenset[int]]:
+        """Which arguments are state, the program of one device, and which leaves are single keys.
+
+        Leaves that may be keys are whole in it. Where the step doesn't take them so they are none.
+        """
+        if self.state_argnums is None:
+            return self._looked(None)
+        named = States({k: 0 for k, a in enumerate(self.call.arguments) if a.position in self.state_argnums})
+        may_be = frozenset(self._may_be_keys(named))
+        try:
+            found = self._looked(self._example_axes(named, may_be))
+        except Exception:
+            if not may_be:
+                raise
+            return self._looked(self._example_axes(named, ()))
+        keys = found[2]
+        return found if keys == may_be else self._looked(self._example_axes(named, keys))
+
+    def _may_be_keys(self, states: States) -> list[int]:
+        """Leaves whose axis for the examples may be one of a key's words."""
+        inputs, _ = describe(self.call, states, None)
+        types = [t for a in self.call.arguments for t in a.types]
+        examples = [k for k, given in enumerate(inputs) if given.role != "state"]
+        axes = example_axes(self.device.batch_axis, [(inputs[k].path, types[k].shape) for k in examples])
+        return [k for k, axis in zip(examples, axes, strict=True) if may_be_words(types[k], axis)]
+
+    def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
+        """The same with a device's share along some axes; None: with all on each device."""
         args, kwargs = self.call.shapes
         statics = {k: args[k] for k in self.static_argnums if k < len(args)}
         of_arrays = {a.name for a in self.call.arguments if a.position is None}
@@ -150,10 +182,8 @@ class CallOfOne:
             [a for k, a in enumerate(args) if k not in statics],
             {n: v for n, v in kwargs.items() if n in of_arrays},
         )
-        if self.state_argnums is not None:
-            named = States({k: 0 for k, a in enumerate(self.call.arguments) if a.position in self.state_argnums})
+        if axes is not None:
             leaves, tree = jax.tree.flatten(given)
-            axes = self._example_axes(named)
             given = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])
 
         def of_one(positional: Any, by_name: Any) -> Any:
@@ -172,7 +202,9 @@ class CallOfOne:
                 )
             raise
         block = block_of(jaxpr)
-        return match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums), block
+        states = match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums)
+        keys = frozenset(k for k in self._may_be_keys(states) if is_key(block, block.inputs[k]))
+        return states, block, keys
 
 
 def _share(shape: Any, axis: int | None, count: int) -> Any:

@@ -12,6 +12,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.ir.keys import is_key
+from autopar.ir.trace import block_of
 
 TX = optax.adagrad(0.1)
 IDS = jnp.array([[1, 4], [7, 4]], jnp.int32)
@@ -282,3 +284,27 @@ def test_gradients_of_the_parameters_form_are_no_state() -> None:
     params = make_params()
     gradients(params, IDS)
     assert not params["emb"].is_deleted()
+
+
+def _split_in_a_loop(key: Any) -> Any:
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jax.random.split(c[1])[0]), (0, key))[1]
+
+
+#: What is done with a uint32[2], and whether it is a key's words.
+USES = {
+    "split": (jax.random.split, True),
+    "of a batch of one": (lambda key: jax.vmap(jax.random.bits)(key[None]), True),
+    "in a scan": (lambda key: jax.lax.scan(lambda k, _: (jax.random.split(k)[0], None), key, None, 3)[0], True),
+    "in a loop": (_split_in_a_loop, True),
+    "in a branch": (lambda key: jax.lax.cond(key[0] > 3, jax.random.bits, lambda k: k[0], key), True),
+    "numbers": (lambda x: x * 2 + x[0], False),
+    "seeds": (lambda x: jax.vmap(lambda seed: jax.random.bits(jax.random.key(seed)))(x), False),
+    "ids": (lambda x: jnp.arange(10)[x], False),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_keys_are_told_by_their_use(name: str) -> None:
+    use, expected = USES[name]
+    block = block_of(jax.make_jaxpr(use)(jax.random.PRNGKey(0)))
+    assert is_key(block, block.inputs[0]) is expected

@@ -328,3 +328,38 @@ def test_explain_says_where_one_device_would_compute_something_else(step: Any, s
     told = str(autopar.explain(planned, make_state(), make_batch()))
     assert [line for line in (OWN, ADDED) if line in told] == said
     assert not said or "test_per_device.py" in told
+
+
+def _noisy(state: State, batch: Any, key: jax.Array, flags: jax.Array) -> tuple[State, Any]:
+    key = lax.fori_loop(0, lax.axis_index(AXIS), lambda _, k: jax.random.split(k)[0], key)
+
+    def loss_of(params: Any) -> jax.Array:
+        rows = params["emb"][batch["ids"]]
+        return jnp.mean(
+            (jnp.sum(rows * jax.random.bernoulli(key, 0.5, rows.shape) @ params["w"], -1) - batch["y"]) ** 2
+        )
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    return apply(state, lax.pmean(grads, AXIS)), {"loss": lax.pmean(loss, AXIS), "flags": flags + 1}
+
+
+@pytest.mark.parametrize("state_argnums", [None, 0])
+@pytest.mark.parametrize("devices", [2, DEVICES])
+def test_a_key_is_no_batch_of_its_words(devices: int, state_argnums: Any) -> None:
+    """`jax.random.PRNGKey` is a uint32[2], and so are two examples: what is used as a key is one."""
+    key, flags = jax.random.PRNGKey(3), jnp.arange(devices, dtype=jnp.uint32)
+    options: Any = {"mesh": mesh_of(devices), "axis_name": AXIS, "state_argnums": state_argnums, "strategy": "ps"}
+    planned = autopar.parallelize(_noisy, **options)
+    state, result = planned(make_state(), make_batch(), key, flags)
+
+    each = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * devices), tree)  # noqa: E731
+    shared = jax.tree.map(lambda x: x.reshape(devices, -1), (make_batch(), flags))
+    run = jax.pmap(_noisy, axis_name=AXIS, devices=jax.devices()[:devices])
+    want, theirs = run(each(make_state()), shared[0], each(key), shared[1])
+    first = jax.tree.map(lambda x: np.asarray(x[0]), want)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)  # noqa: E731
+    jax.tree.map(close, autopar.materialize(state), first)
+    np.testing.assert_array_equal(result["flags"], theirs["flags"])
+    assert "key is a key: every device has the same" in str(
+        autopar.explain(planned, make_state(), make_batch(), key, flags)
+    )
