@@ -58,7 +58,7 @@ def _containers(slot: Any, table: Any, ids: jax.Array) -> Any:
 
 
 def _gradients_first(state: Any, ids: jax.Array) -> Any:
-    slot, table, loss, g = adagrad(*state, ids)
+    slot, table, loss, g = adagrad(state[0], state[1], ids)
     return g, {"again": 2.0 * table, "loss": loss}, (slot, table)
 
 
@@ -79,7 +79,7 @@ def _untouched(frozen: Any, table: Any, ids: jax.Array) -> Any:
 
 
 def _twice(state: Any, ids: jax.Array) -> Any:
-    slot, table, loss, _ = adagrad(*state, ids)
+    slot, table, loss, _ = adagrad(state[0], state[1], ids)
     return loss, slot + 1.0, table, (slot, table)
 
 

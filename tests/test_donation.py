@@ -68,7 +68,7 @@ def test_inside_other_transformations() -> None:
     planned = case.planned()
     slot, table = case.states()
     text = jax.jit(planned).lower(slot, table, IDS).compile().as_text()
-    assert pairs(text) == {}
+    assert text is not None and pairs(text) == {}
     turned = jax.vmap(planned, in_axes=(0, 0, None))
     states = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), (slot, table))
     wanted = jax.vmap(case.step, in_axes=(0, 0, None))(*states, IDS)
@@ -132,7 +132,7 @@ def test_leaves_that_share_a_buffer_before_their_rows_are_deferred() -> None:
     for _ in range(3):
         (mine, loss), (theirs, wanted) = planned(mine, batch), plain(theirs, batch)
         np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    assert planned.plan.defers
+    assert planned.plan is not None and planned.plan.defers
     for name in ("m", "v", "t", "w", "average"):
         np.testing.assert_allclose(np.asarray(mine[name]), theirs[name], rtol=1e-4, atol=1e-6)
     assert bool(mine["key"] == theirs["key"])
@@ -179,7 +179,7 @@ def test_the_same_form_by_what_carries_on() -> None:
 
     expected = {momentum: {0: 1, 1: 0}, target: {0: 1, 1: 0}, round_: {0: 1, 1: 2, 2: 0}}
     for step, wanted in expected.items():
-        planned = autopar.parallelize(step, state_argnums=tuple(range(len(wanted))))
+        planned: Any = autopar.parallelize(step, state_argnums=tuple(range(len(wanted))))
         entry = planned.entry(*(one(k) for k in wanted), IDS)
         assert entry.states.outputs == wanted, step
 

@@ -60,7 +60,7 @@ def test_with_a_fallback() -> None:
         table, slot, _ = planned(slot, table, ids)
         assert where is None or buffers((slot, table)) == where
         where = buffers((slot, table))
-    assert planned.plan.fallback
+    assert planned.plan is not None and planned.plan.fallback
     assert not large_copies(planned.lower(*CASES["containers"].states(), ids).compile().as_text(), SHARE)
 
 
@@ -94,7 +94,9 @@ def test_deferred_rows() -> None:
 def test_what_lies_where_the_plan_has_it_is_not_copied() -> None:
     """In whatever words its place was given."""
     mesh = mesh_of(4)
-    rows = jax.NamedSharding(jax.make_mesh((4, 1), ("x", "y"), devices=mesh.devices.flat), jax.P(("x", "y"), None))
+    rows = jax.NamedSharding(
+        jax.make_mesh((4, 1), ("x", "y"), devices=list(mesh.devices.flat)), jax.P(("x", "y"), None)
+    )
     case = CASES["containers"]
     states = jax.device_put(case.states(), rows)
     where = buffers(states)
@@ -108,7 +110,7 @@ def test_what_lies_where_the_plan_has_it_is_not_copied() -> None:
 
 def test_leaves_that_share_buffers_elsewhere_on_the_devices() -> None:
     mesh = mesh_of(4)
-    rows = jax.NamedSharding(jax.make_mesh((4, 1), ("x", "y"), devices=mesh.devices.flat), jax.P("x"))
+    rows = jax.NamedSharding(jax.make_mesh((4, 1), ("x", "y"), devices=list(mesh.devices.flat)), jax.P("x"))
     case = CASES["containers"]
     shared = jax.device_put(some(0), rows)
     planned, plain = case.planned(mesh=mesh), jax.jit(case.step)
