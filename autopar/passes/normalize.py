@@ -1,5 +1,5 @@
-"""Dead-code elimination and value numbering, of a program in which lookups are gathers (`recognise_lookups`) and
-their gradients those of all examples (`sink_sums`).
+"""Dead-code elimination and value numbering, of a program in which lookups are gathers (`recognise_lookups`),
+their gradients those of all examples (`sink_sums`), and broadcasts written down (`expand_broadcasts`).
 
 Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure
 equations of one block become one, so that the ids of a forward lookup and of its backward scatter are one value.
@@ -13,6 +13,7 @@ import dataclasses
 from autopar.ir.program import Atom, Block, Equation, Program, Var, count_equations
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.values import Numbering
+from autopar.passes.expand_broadcasts import expand_broadcasts
 from autopar.passes.recognise_lookups import recognise_lookups
 from autopar.passes.sink_sums import sink_sums
 
@@ -22,7 +23,7 @@ def normalize(program: Program) -> tuple[Program, str]:
     program, sums = sink_sums(program)
     program, lookups = recognise_lookups(program)
     before = count_equations(program.block)
-    block, _ = eliminate_dead(program.block)
+    block, _ = eliminate_dead(expand_broadcasts(program.block))
     live = count_equations(block)
     block = merge_equal(block)
     after = count_equations(block)
