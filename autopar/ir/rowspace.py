@@ -200,3 +200,9 @@ def host_refusal(program: Program, space: RowSpace) -> Refusal | None:
     where = next((a.equation.source for a in space.accesses if a.equation.source is not None), None)
     remedy = "keep jax.random.key_data(keys) in the state, and wrap the rows that are looked up (wrap_key_data)"
     return Refusal(f"{program.inputs[key].path} holds typed PRNG keys", where, remedy)
+
+
+def can_be_run_again(equation: Equation) -> bool:
+    """Whether an equation that is run on the touched rows may be run on all rows as well: not if that costs a loop, or
+    can be observed (a print in a branch of a cond)."""
+    return equation.op not in ("scan", "remat") and not equation.effects

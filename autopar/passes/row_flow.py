@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, Same, Value
+from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
 from autopar.ir.rules import ALIGNED, RULES, Mixes
 from autopar.ir.softmax import softmaxes
 
@@ -203,7 +203,7 @@ class RowFlow:
             if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):
                 needed = self.whole.get(atom)
                 sources = None if sources is None or needed is None else sources | needed
-        if self.roles[equation] != "rows" or equation.op in ("scan", "remat"):
+        if self.roles[equation] != "rows" or not can_be_run_again(equation):
             sources = None
         for var in equation.outputs:
             value = self.values[var]

@@ -16,8 +16,9 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.row_ids import Index
-from autopar.ir.rowspace import Free, Row, RowFacts
+from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
 from autopar.ir.rules import RESIZE, resized
+from autopar.ir.slicing import clone
 
 #: What an import brings into a nested block: a dense value, a value at a family's rows, or a route.
 Key = tuple[Any, ...]
@@ -270,9 +271,12 @@ class Scope:
                 equation,
                 inputs=tuple(self.get(a) for a in equation.inputs),
                 outputs=tuple(Var(v.type) for v in equation.outputs),
+                bodies=tuple(clone(b)[0] for b in equation.bodies),
             )
             self.equations.append(copy)
-            return copy.outputs[equation.outputs.index(var)]
+            for old, new in zip(equation.outputs, copy.outputs, strict=True):
+                self.dense.setdefault(old, new)  # a cond has many: it is run once for all of them
+            return self.dense[var]
         rows = self.at_rows(var, row.axis, row.family)
         found = self.densify(rows, var.type, row.axis, row.family)
         if self.untouched is not None:
@@ -281,7 +285,7 @@ class Scope:
         return found if layout is None or layout.is_plain else self.unstored(found, layout, row.axis)
 
     def _is_made_of_whole(self, equation: Equation) -> bool:
-        if self.lifting.facts.roles.get(equation) != "rows" or equation.op in ("scan", "remat"):
+        if self.lifting.facts.roles.get(equation) != "rows" or not can_be_run_again(equation):
             return False
         rows = [a for a in equation.inputs if self.lifting.row(a) is not None]
         return all(a in self.dense or a in self.operands or self._cheaply_whole(a) for a in rows)
