@@ -246,7 +246,7 @@ def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Progr
     if plan is None or not plan.on_hosts:
         return program, plan, "one program"
     try:
-        stages = split_stages(program, plan.devices)
+        stages = split_stages(program, plan.devices, {f.family for f in plan.families if f.on_hosts})
     except NotLocal as error:
         raise _not_on_hosts(program, error) from error
     plan = dataclasses.replace(plan, stages=tuple(map(str, stages.items)))

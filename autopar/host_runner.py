@@ -17,7 +17,7 @@ from autopar.backends.host.rooms import Room, Rooms, Rows
 from autopar.backends.host.stages import OtherRoom, StagedProgram, Step
 from autopar.backends.host.storage import HostRows
 from autopar.compile import Compiled, Options, follow
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, StrategyError
 from autopar.host_table import HostTable, exchange
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
@@ -37,6 +37,7 @@ class HostRunner:
         self._donate = donate
         plan, self._program = compiled.plan, compiled.analysed
         self._plan = plan
+        self._check_others()
         self._ranks = Ranks(exchange(), plan.road[0])
         self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
         hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
@@ -73,6 +74,21 @@ class HostRunner:
         self._needed: Rows = {}
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Any]] = {}
+
+    def _check_others(self) -> None:
+        """Tables on devices by their rows don't go together with tables on several ranks.
+
+        Raises:
+          StrategyError: there are such.
+        """
+        there = {f.family: f.method for f in self._plan.families if not f.on_hosts}
+        space = next((s for s in self._program.rows.spaces if s.family in there), None)
+        if space is not None and self._plan.devices > 1:
+            path = self._program.inputs[space.tables[0]].path
+            raise StrategyError(
+                f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
+                f"of {self._plan.devices} ranks. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+            )
 
     def lower(self) -> Any:
         raise AssertionError("a step in stages is no single program")

@@ -130,3 +130,19 @@ def test_slots_that_the_untouched_rows_read() -> None:
         mine, _ = planned(mine, batch)
         theirs, _ = jax.jit(step)(theirs, batch)
         agree(mine, theirs)
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows", "allreduce", "auto"])
+def test_tables_on_the_device_beside_tables_on_hosts(method: str) -> None:
+    def step(state: Any, some: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda s: ((s["t"][some] * s["u"][some // 2]) ** 2).mean())(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    planned = autopar.parallelize(step, strategy={"t": ("ps", "hosts"), "u": method})
+    mine = {"t": table(V, D), "u": table(V + 3, D)}
+    theirs = jax.tree.map(jnp.copy, mine)
+    for i in range(2):
+        mine, _ = planned(mine, ids(i))
+        theirs, _ = jax.jit(step)(theirs, ids(i))
+    assert isinstance(mine["t"], autopar.HostTable) and isinstance(mine["u"], jax.Array)
+    agree(autopar.materialize(mine), theirs)

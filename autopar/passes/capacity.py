@@ -26,7 +26,7 @@ def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int, 
     """The family with the bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
     asked = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
-        travels = method == "allgather" and any(ids.batched)
+        travels = devices > 1 and method == "allgather" and any(ids.batched)
         sums = devices * asked if travels else None
         rows = min(space.extent, ids.count) + 1
         return FamilyPlan(space.family, rows, ids.count, method, lazy, sums, journal=journal)

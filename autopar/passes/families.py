@@ -120,8 +120,11 @@ def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded:
         several = wishes.devices > 1 and not wishes.hosts
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, wishes)[1]) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
-    if wishes.hosts and method == "auto" and wishes.devices > 1 and _pays(program, space, ids):
-        hosted = True  # beside others that are there
+    if wishes.hosts and not hosted and method == "auto" and wishes.devices > 1:  # beside others that are there
+        if not _pays(program, space, ids):
+            shown = f"{ids.count} ids a step against {space.extent} rows"
+            return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
+        hosted = True
     if hosted:
         family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
         sizes = None if wishes.devices == 1 else _host_sizes(program, space, ids, family, wishes)

@@ -8,10 +8,10 @@ With one rank only tables are outside of compiled programs: fetching, delivering
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.local import NotLocal
-from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program import Atom, Block, Equation, Program, RouteType, Var
 from autopar.ir.stages import Exchange, Segment, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
@@ -34,27 +34,36 @@ _ALONE = ("ap.route", "ap.pull", "ap.reduce_table", "ap.sweep", "ap.fill", "ap.d
 _TO_OWNER = frozenset({"ap.pull", "ap.deliver", "ap.sweep", "ap.fill", "ap.densify", "ap.commit", "ap.flush"})
 
 
-def split_stages(program: Program, ranks: int) -> Stages:
+def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stages:
     """The stages of a localized program.
 
     Args:
       program: The program of one rank.
       ranks: How many there are.
+      hosted: Families on hosts; the rows of others are the programs' own.
 
     Raises:
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
-    return _Split(program.block, program.local.owned if ranks > 1 else None).run()
+    return _Split(program.block, program.local.owned if ranks > 1 else None, hosted).run()
+
+
+def _is_on(equation: Equation, hosted: Collection[int]) -> bool:
+    """Whether an equation is about rows on hosts, or about no table's."""
+    atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
+    family = equation.params.get("family", next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None))
+    return family is None or family in hosted
 
 
 class _Split:
-    def __init__(self, block: Block, owned: frozenset[Var] | None) -> None:
+    def __init__(self, block: Block, owned: frozenset[Var] | None, hosted: Collection[int]) -> None:
         self.block = block
         self.owned = owned or frozenset()
         self.sides: tuple[Side, ...] = ("device",) if owned is None else ("device", "owner")
         self.exchanges = _ALONE if owned is None else EXCHANGES
-        self.free = _free(block, self.exchanges)
+        self.exchanged = {e for e in block.walk() if e.op in self.exchanges and _is_on(e, hosted)}
+        self.free = _free(block, self.exchanged)
         self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
         self.side: dict[Atom, Side] = {}
         self.stage: dict[Equation, int] = {}
@@ -63,7 +72,7 @@ class _Split:
         for equation in self.block.equations:
             self._place(equation)
         last = max([0, *self.stage.values()])
-        self._sink(max([0, *(stage for e, stage in self.stage.items() if e.op not in self.exchanges)]))
+        self._sink(max([0, *(stage for e, stage in self.stage.items() if e not in self.exchanged)]))
         items: list[Segment | Exchange] = []
         for level in range(last + 1):
             for side in self.sides:
@@ -71,7 +80,8 @@ class _Split:
                 if segment is not None:
                     items.append(segment)
             for op in self.exchanges:
-                found = tuple(e for e in self.block.equations if e.op == op and self.stage.get(e) == level)
+                mine = (e for e in self.block.equations if e.op == op and e in self.exchanged)
+                found = tuple(e for e in mine if self.stage.get(e) == level)
                 if found:
                     items.append(Exchange(op, level, found))
         return Stages(_with_last_uses(items, set(self.block.outputs)))
@@ -81,8 +91,8 @@ class _Split:
         if equation in self.free:
             return
         level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)
-        exchanged = equation.op in self.exchanges
-        if not exchanged and any(e.op in self.exchanges for body in equation.bodies for e in body.walk()):
+        exchanged = equation in self.exchanged
+        if not exchanged and any(e in self.exchanged for body in equation.bodies for e in body.walk()):
             raise NotLocal("rows are exchanged within a loop or branch", equation.source)
         owner = any(self.side.get(a) == "owner" or a in self.owned for a in (*equation.inputs, *equation.outputs))
         if exchanged:
@@ -108,18 +118,16 @@ class _Split:
                 continue
             stage = self.stage[equation]
             reader = min((first.get(v, last) for v in equation.outputs), default=last)
-            if equation.op == "ap.reduce" and equation.op in self.exchanges:
+            if equation.op == "ap.reduce" and equation in self.exchanged:
                 self.stage[equation] = max(stage, reader - 1)
-            elif equation.op not in self.exchanges and not equation.effects:
+            elif equation not in self.exchanged and not equation.effects:
                 self.stage[equation] = stage = reader
             for atom in equation.inputs:
                 first[atom] = min(first.get(atom, stage), stage)
 
     def _segment(self, level: int, side: Side) -> Segment | None:
         mine = [
-            e
-            for e, stage in self.stage.items()
-            if stage == level and e.op not in self.exchanges and self._side(e) == side
+            e for e, stage in self.stage.items() if stage == level and e not in self.exchanged and self._side(e) == side
         ]
         if not mine:
             return None
@@ -145,17 +153,17 @@ class _Split:
         return found[::-1]
 
 
-def _free(block: Block, exchanges: Sequence[str]) -> Mapping[Equation, None]:
+def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, None]:
     """Equations that depend on no input: constants, made anew wherever they are read. In order."""
     made: set[Atom] = set()
     found: dict[Equation, None] = {}
     needed: set[Atom] = set(block.outputs)
     for equation in block.equations:
-        if equation.op in exchanges:
+        if equation in exchanged:
             needed.update(equation.inputs)
     for equation in block.equations:
         variables = [a for a in equation.inputs if isinstance(a, Var)]
-        plain = not equation.effects and equation.op not in exchanges
+        plain = not equation.effects and equation not in exchanged
         if plain and all(v in made for v in variables) and not any(v in needed for v in equation.outputs):
             found[equation] = None
             made.update(equation.outputs)
