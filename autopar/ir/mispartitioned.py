@@ -87,7 +87,9 @@ _MANUAL = frozenset({"shard_map"})
 
 def mispartitioned(equation: Equation) -> str | None:
     """What the equation is, in words, if XLA gets it wrong; None if not. Bodies are not looked into."""
-    return None if equation.bodies else _found(equation.op, equation.params, equation.inputs)
+    if equation.bodies or equation.primitive is None:  # an operation of autopar's own may have a primitive's name
+        return None
+    return _found(equation.op, equation.params, equation.inputs)
 
 
 def _found(op: str, params: _Params, operands: Sequence[Any]) -> str | None:
