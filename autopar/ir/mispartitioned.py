@@ -87,7 +87,7 @@ _MANUAL = frozenset({"shard_map"})
 
 def mispartitioned(equation: Equation) -> str | None:
     """What the equation is, in words, if XLA gets it wrong; None if not. Bodies are not looked into."""
-    if equation.bodies or equation.primitive is None:  # an operation of autopar's own may have a primitive's name
+    if equation.bodies or equation.primitive is None:  # or an operation of autopar's own
         return None
     return _found(equation.op, equation.params, equation.inputs)
 
