@@ -141,25 +141,22 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     try:
         hash(key)
     except TypeError as error:
-        raise ArgumentsError(f"{_unhashable(statics, names)} ({error}). {_HASHABLE}") from error
+        raise ArgumentsError(_unhashable(statics, names, error)) from error
     return Call(tuple(arguments), (tuple(shaped), shaped_kwargs), key)
 
 
-#: What to do about a static argument that can't be hashed.
-_HASHABLE = (
-    "Each value of a static argument has a plan of its own, so it must be hashable (a tuple, a frozen dataclass). "
-    "Arrays are ordinary arguments: leave them out of static_argnums"
-)
-
-
-def _unhashable(statics: Sequence[tuple[int | str, Any]], names: Sequence[str]) -> str:
+def _unhashable(statics: Sequence[tuple[int | str, Any]], names: Sequence[str], cause: TypeError) -> str:
+    what = "an argument's structure can't be hashed"
     for place, value in statics:
         try:
             hash(value)
         except TypeError:
             which = names[place] if isinstance(place, int) else place
-            return f"the static argument {which} is a {type(value).__name__}, which can't be hashed"
-    return "an argument's structure can't be hashed"
+            what = f"the static argument {which} is a {type(value).__name__}, which can't be hashed"
+    return (
+        f"{what} ({cause}). Each value of a static argument has a plan of its own, so it must be hashable (a tuple, a "
+        "frozen dataclass). Arrays are ordinary arguments: leave them out of static_argnums"
+    )
 
 
 def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:
@@ -190,8 +187,7 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
         remedy = f"say that it is static: parallelize(step, static_argnums={which})"
     else:
         remedy = f"take it out of {name!r} before the step is called"
-    full = ["/".join(p for p in (name, path) if p) for path in paths]
-    shapes = [shape_of(leaf, path, remedy) for path, (_, leaf) in zip(full, leaves, strict=True)]
+    shapes = [shape_of(x, f"{name}/{path}".rstrip("/"), remedy) for path, (_, x) in zip(paths, leaves, strict=True)]
     types = tuple(map(type_of, shapes))
     layouts = tuple(layout_of(leaf) for _, leaf in leaves)
     return Argument(name, position, treedef, types, paths, layouts), jax.tree.unflatten(treedef, shapes)

@@ -25,7 +25,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.arguments import Call, States, describe, path_name
-from autopar.errors import ArgumentsError, StateError
+from autopar.errors import ArgumentsError, StateError, StepError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.keys import is_key, may_be_words
 from autopar.ir.own_sums import own_sums
@@ -62,6 +62,16 @@ class GlobalStep:
     fun: Callable[..., Any]
     states: States
     told: list[str]
+
+
+def unknown_axis(name: str, error: NameError) -> Exception:
+    """What to raise for a step that reduces over devices without `axis_name=`; another NameError is the step's own."""
+    if "axis name" not in str(error):
+        return error
+    return StepError(
+        f"{name} reduces over devices ({error}). If it is written for one device of several, as for "
+        "jax.pmap, say so: parallelize(step, axis_name='...')"
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ from autopar.measure.alpha import measuring
 from autopar.missed_states import warn_of_missed_states
 from autopar.mpi.progress import mark
 from autopar.mpi.world import world
-from autopar.per_device import CallOfOne, GlobalStep, PerDevice
+from autopar.per_device import CallOfOne, GlobalStep, PerDevice, unknown_axis
 from autopar.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.planned import Entry
 from autopar.state_match import match_states
@@ -216,7 +216,7 @@ class ParallelStep:
             fun = self.fun if written is None else written.fun
             traced = jax_compat.trace(fun, args, kwargs, static_argnums=self.static_argnums)
         except NameError as error:
-            raise self._told_of_axis(error) from error
+            raise unknown_axis(self.name, error) from error
         seconds = time.perf_counter() - start
         if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
             raise StepError(
@@ -256,15 +256,6 @@ class ParallelStep:
             return None
         given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
         return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
-
-    def _told_of_axis(self, error: NameError) -> Exception:
-        """What to do about a reduction over devices that the step isn't said to be written for."""
-        if "axis name" not in str(error):
-            return error
-        return StepError(
-            f"{self.name} reduces over devices ({error}). If it is written for one device of several, as for "
-            "jax.pmap, say so: parallelize(step, axis_name='...')"
-        )
 
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
         """The user's; tables that come in the memory of the hosts stay there."""

@@ -226,11 +226,7 @@ def _facts(entry: TableEntry | DenseEntry) -> Mapping[str, str]:
 
 
 def require_plan(given: Any, what: str) -> None:
-    """Check that something is a plan.
-
-    Raises:
-      ArgumentsError: it isn't; `what` names the function that wanted one.
-    """
+    """Raise an ArgumentsError if something isn't a plan; `what` names the function that wanted one."""
     if not isinstance(given, StepPlan):
         raise ArgumentsError(f"{what} takes a plan, autopar.plan(step, state, batch), not a {type(given).__name__}")
 

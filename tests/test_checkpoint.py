@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import doctest
 import errno
-import json
 import os
 import re
 import shutil
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +15,6 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as orbax
 import pytest
 
@@ -30,51 +27,7 @@ from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
 from autopar.mpi.progress import PROGRESS
 
-ROWS, WIDTH = 37, 3
-TX = optax.adagrad(0.1)
-
-
-def make_state(key: Any) -> Any:
-    params = {"emb": jax.random.normal(key, (ROWS, WIDTH)), "w": jnp.ones((WIDTH,))}
-    return {"params": params, "opt": TX.init(params), "step": jnp.int32(0)}
-
-
-def train(state: Any, batch: Any) -> Any:
-    def loss(params: Any) -> Any:
-        return ((params["emb"][batch] @ params["w"]) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state["params"])
-    updates, opt = TX.update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}, value
-
-
-def batch_of(k: int) -> Any:
-    return jnp.arange(k, k + 8, dtype=jnp.int32) % ROWS
-
-
-def same(found: Any, expected: Any) -> None:
-    """Bit for bit, with types and structure."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        if isinstance(b, jax.Array) and jax_compat.is_key(b.dtype):
-            assert a.dtype == b.dtype
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        assert type(a) is type(b)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
-        if isinstance(b, jax.Array):
-            assert jax_compat.is_weak(a) == jax_compat.is_weak(b)
-
-
-def everything() -> Any:
-    return {
-        "floats": [jnp.arange(3.0), jnp.float16(2), jnp.full((2, 2), 1.1, jnp.bfloat16), jnp.asarray(0.1)],
-        "integers": (jnp.arange(4, dtype=jnp.int8), jnp.array([True, False]), jnp.uint32(7), jnp.ones(3, jnp.int4)),
-        "keys": {3: jax.random.key(1), 10: jax.random.split(jax.random.key(2, impl="rbg"), 3)},
-        "numpy": [np.arange(3.0), np.array(1 + 2j), np.zeros((2,), jnp.bfloat16.dtype), np.arange(3, dtype=">i4")],
-        "numbers": [3, 2.5, float("inf"), True, False, 1j, 1 << 70],
-        "nothing": (None, [], {}, jnp.zeros((0, 3)), np.zeros((2, 0)), jax.random.split(jax.random.key(0), 0)),
-        "a.b/c": {"d e": jnp.arange(2), "d_e": jnp.arange(3)},
-    }
+from .checkpoints import ROWS, WIDTH, batch_of, everything, hosted, make_state, same, saved_value, train
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path: Path) -> None:
@@ -159,20 +112,6 @@ def test_rows_of_any_number_of_ranks_are_read_by_any_other(
         picked = np.random.default_rng(0).integers(0, extent, 9)
         np.testing.assert_array_equal(read.read(picked), table[picked])
         np.testing.assert_array_equal(read.part((slice(0, 1), slice(1, 2))), table[:1, 1:])
-
-
-def hosted(value: float) -> Any:
-    """A small state with each kind of file."""
-    rows = np.full((ROWS, WIDTH), value, np.float32)
-    return {"t": HostTable(HostRows.of(rows, 0, RowLayout(ROWS, 1, dealt=True), 0, "t")), "w": jnp.full(3, value)}
-
-
-def saved_value(folder: Path) -> float:
-    """What the state there was made of; it must be whole."""
-    found = autopar.restore(folder)
-    values = {float(x) for leaf in jax.tree.leaves(found.state) for x in np.unique(np.asarray(leaf))}
-    assert found.position is not None and values == {found.position["value"]}
-    return values.pop()
 
 
 def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(
@@ -298,148 +237,6 @@ def test_a_state_that_needs_a_template(tmp_path: Path) -> None:
     with pytest.raises(autopar.CheckpointError, match=r"holds a optax\S+State, which can't be made from a file"):
         autopar.restore(tmp_path)
     same(autopar.restore(tmp_path, jax.eval_shape(make_state, jax.random.key(0))).state, state)
-
-
-@pytest.mark.parametrize(
-    ("file", "damage", "told"),
-    [
-        ("rows/0000_t.00000-of-00001.npy", lambda x: x[:100], "has 100 bytes instead of"),
-        ("rows/0000_t.00000-of-00001.npy", lambda x: x[:-1] + b"\1", "checksum differs"),
-        ("rows/0000_t.00000-of-00001.npy", None, "is missing"),
-        ("dense/manifest.ocdbt", lambda x: x[:-1], r"has \d+ bytes"),
-        ("dense/_METADATA", None, "is missing"),
-        ("manifest.json", lambda x: x[:100], "checksum differs from the one in .*CURRENT"),
-        ("manifest.json", None, "can't be read"),
-        ("../CURRENT", lambda x: x[:-9], r"holds 'version-000001 crc32=' instead of"),
-        ("../CURRENT", lambda x: x[:14], "has no checksum of .*manifest.json, which is in format 2"),
-        ("../CURRENT", None, "was removed"),
-    ],
-)
-def test_damaged_files_are_named(file: str, damage: Any, told: str, tmp_path: Path) -> None:
-    autopar.save(tmp_path, hosted(1.0))
-    path = tmp_path / "version-000001" / file
-    if damage is None:
-        path.unlink()
-    else:
-        path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(autopar.CheckpointError, match=f"{Path(file).name}.*{told}" if file[0] != "." else told):
-        autopar.restore(tmp_path)
-
-
-def in_one_process() -> Any:
-    return make_state(jax.random.key(0))
-
-
-def deferred() -> Any:
-    @autopar.parallelize(strategy="ps", state_argnums=0)
-    def step(table: Any, ids: Any) -> Any:
-        loss, grad = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(table)
-        return 0.9 * table - 0.1 * grad, loss
-
-    table, _ = step(jnp.ones((ROWS, WIDTH)), batch_of(0))
-    assert isinstance(table, autopar.DeferredTable)
-    return table
-
-
-@pytest.mark.parametrize("make", [in_one_process, everything, lambda: hosted(1.0), deferred])
-def test_every_damaged_byte_of_every_file_is_found(make: Any, tmp_path: Path) -> None:
-    """Flipped bits, files that are cut, lengthened, gone, or those of another checkpoint: an error names the file."""
-    folder, other = tmp_path / "it", tmp_path / "other"
-    state = make()
-    like = jax.eval_shape(make_state, jax.random.key(0)) if make is in_one_process else None
-    autopar.save(folder, state, position={"batch": 1})
-    autopar.save(other, jax.tree.map(lambda x: x, state), position={"batch": 2})
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    assert {path.name for path in files} > {"CURRENT", "manifest.json"} and len(files) >= 3
-    random = np.random.default_rng(0)
-
-    def refused(path: Path) -> None:
-        with pytest.raises(autopar.CheckpointError, match=path.name):
-            autopar.restore(folder, like)
-
-    for path in files:
-        data = path.read_bytes()
-        for place in {0, len(data) - 1, *random.integers(0, len(data), 5).tolist()} if data else ():
-            flipped = bytearray(data)
-            flipped[place] ^= 1 << int(random.integers(0, 8))
-            path.write_bytes(flipped)
-            refused(path)
-        theirs = (other / path.relative_to(folder)).read_bytes() if (other / path.relative_to(folder)).exists() else b""
-        for damaged in (data[:-1], data + b"\n", data + b"\0", theirs):
-            if damaged != data:
-                path.write_bytes(damaged)
-                refused(path)
-        path.unlink()
-        refused(path)
-        path.write_bytes(data)
-    assert autopar.restore(folder, like).position == {"batch": 1}
-
-
-def as_of_format_1(folder: Path) -> Path:
-    """A checkpoint as autopar saved it before there were checksums of all files; its manifest."""
-    (folder / "CURRENT").write_text("version-000001\n")
-    path = folder / "version-000001" / "manifest.json"
-    manifest = json.loads(path.read_text()) | {"format": 1}
-    manifest["dense"] = [file | {"crc32": None} for file in manifest["dense"]]
-    path.write_text(json.dumps(manifest))
-    return path
-
-
-def test_a_checkpoint_without_checksums_is_restored_with_a_warning(tmp_path: Path) -> None:
-    autopar.save(tmp_path, hosted(1.0), position={"value": 1.0})
-    manifest = as_of_format_1(tmp_path)
-    with pytest.warns(
-        autopar.UncheckedWarning, match=r"no checksums of \d+ of its files \(dense/.*Save the state again"
-    ):
-        assert saved_value(tmp_path) == 1.0
-    rows = tmp_path / "version-000001" / "rows" / "0000_t.00000-of-00001.npy"  # had one always
-    data = rows.read_bytes()
-    rows.write_bytes(data[:-1] + b"\1")
-    with (
-        pytest.warns(autopar.UncheckedWarning),
-        pytest.raises(autopar.CheckpointError, match=r"npy isn't what was written"),
-    ):
-        autopar.restore(tmp_path)
-    rows.write_bytes(data)
-    text = manifest.read_bytes()
-    for damaged in (b"\xff" + text, text[:100], b"[1]", text.replace(b'"leaves": [', b'"leaves": [7, ')):
-        manifest.write_bytes(damaged)
-        with pytest.raises(autopar.CheckpointError, match=r"manifest.json is damaged"):
-            autopar.restore(tmp_path)
-    manifest.write_bytes(text)
-    with pytest.warns(autopar.UncheckedWarning):
-        autopar.save(tmp_path, autopar.restore(tmp_path).state, position={"value": 1.0})
-    assert saved_value(tmp_path) == 1.0
-
-
-def test_a_save_over_a_damaged_pointer_removes_nothing_before_its_own_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    autopar.save(tmp_path, hosted(1.0), position={"value": 1.0})
-    pointer = (tmp_path / "CURRENT").read_bytes()
-    (tmp_path / "CURRENT").write_bytes(b"\xff" + pointer[1:])
-    with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_rows", lambda *_: 1 / 0)
-        with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
-            autopar.save(tmp_path, hosted(2.0), position={"value": 2.0})
-    (tmp_path / "CURRENT").write_bytes(pointer)
-    assert saved_value(tmp_path) == 1.0
-
-
-def test_a_version_that_is_gone(tmp_path: Path) -> None:
-    autopar.save(tmp_path, hosted(1.0))
-    shutil.rmtree(tmp_path / "version-000001")
-    with pytest.raises(autopar.CheckpointError, match="names 'version-000001', which isn't there"):
-        autopar.restore(tmp_path)
-
-
-def test_a_format_from_the_future(tmp_path: Path) -> None:
-    autopar.save(tmp_path, {"w": jnp.ones(3)})
-    path = tmp_path / "version-000001" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3, "autopar": "9.0", "new": 1}))
-    (tmp_path / "CURRENT").write_text(f"version-000001 crc32={zlib.crc32(path.read_bytes()):08x}\n")
-    with pytest.raises(autopar.CheckpointError, match="saved by autopar 9.0 in format 3, which is newer"):
-        autopar.restore(tmp_path)
 
 
 def test_what_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 import autopar
 from autopar import HostTable
-from autopar.backends.host.stages import awaited_fetches
+from autopar.backends.host.program_io import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import Exchange, Segment
 from autopar.verify import compare

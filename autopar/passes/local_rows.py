@@ -231,8 +231,11 @@ def _changes(walk: Walk, equation: Equation) -> None:
     states: list[State] = [None if family.layout is None else Spread(axis, owner=True) for axis in axes]
     inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, states, strict=False)]
     end = len(axes) + p["frontier"]
+    watched = end + p["finite"] + p["nonzero"]
     inputs += [walk.whole(a, equation) for a in equation.inputs[len(axes) : end]]
-    _write(walk, equation, [*inputs, *map(walk.read, equation.inputs[end:])], None)
+    for atom in equation.inputs[end:watched]:  # a sum may be 0 where no device's part of it is, and the other way round
+        inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
+    _write(walk, equation, [*inputs, *map(walk.read, equation.inputs[watched:])], None)
 
 
 def _sweep(walk: Walk, equation: Equation) -> None:

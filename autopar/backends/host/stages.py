@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.journal import HostJournaling
+from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.rooms import Room, Rooms, Rows
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
@@ -27,7 +27,7 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name
 from autopar.ir.plan import Plan
-from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType
 from autopar.ir.stages import Exchange, Segment
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Asked
@@ -112,7 +112,7 @@ class StagedProgram:
         self._rooms, self._room = rooms, room
         self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
-        items, self._outputs = _returned_by_programs(program)
+        items, self._outputs = returned_by_programs(program)
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
@@ -338,45 +338,6 @@ class StagedProgram:
 
     def _value(self, step: Step, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
-
-
-def _returned_by_programs(program: Program) -> tuple[list[Segment | Exchange], tuple[Atom, ...]]:
-    """The stages, and the outputs, with a later program returning what was reduced for the caller (a loss, metrics).
-
-    What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
-    """
-    items: list[Segment | Exchange] = list(program.stages.items)
-    outputs = list(program.block.outputs)
-    last = max((k for k, item in enumerate(items) if isinstance(item, Segment) and item.side == "device"), default=-1)
-    before = [item for item in items[: max(last, 0)] if isinstance(item, Exchange) and item.op == "ap.reduce"]
-    reduced = {v for item in before for e in item.equations for v in e.outputs}
-    copies: list[tuple[Var, Var]] = []
-    for k in sorted(set(range(len(program.outputs))) - set(program.new_states.values())):
-        atom = outputs[k]
-        if isinstance(atom, Var) and atom in reduced:
-            outputs[k] = new = Var(atom.type)
-            copies.append((atom, new))
-    if copies:
-        segment = items[last]
-        assert isinstance(segment, Segment), "the last program of the devices"
-        block = segment.block
-        inputs = tuple(dict.fromkeys((*block.inputs, *(old for old, _ in copies))))
-        made = tuple(Equation("copy", (old,), (new,), primitive=jax.lax.copy_p) for old, new in copies)
-        block = Block(inputs, (*block.equations, *made), (*block.outputs, *(new for _, new in copies)))
-        items[last] = dataclasses.replace(segment, block=block)
-    return items, tuple(outputs)
-
-
-def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
-    """Fetches whose rows are read by programs only that the same step waits for: their memory can be used again.
-
-    A program reads what it is given until it is done, and JAX may take NumPy's memory as it is. A step waits for the
-    program whose sums it delivers; an evaluation waits for none.
-    """
-    waits = {item.level for item in items if isinstance(item, Exchange) and item.op == "ap.deliver"}
-    late = {v for item in items if isinstance(item, Segment) and item.level not in waits for v in item.block.inputs}
-    fetches = [e for item in items if isinstance(item, Exchange) and item.op == "ap.fetch" for e in item.equations]
-    return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
 
 
 def _family(route: Equation) -> int:
