@@ -65,7 +65,7 @@ def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
 
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
     """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
-    if not any(told in str(cause) for told in ("deleted", "donated")):
+    if not isinstance(cause, DonatedStateError) and not any(told in str(cause) for told in ("deleted", "donated")):
         return  # a step that failed itself has updated leaves in place, too
     gone = first_deleted((args, dict(kwargs)))
     if gone is not None:

@@ -99,6 +99,15 @@ CASES = {
     "a state that comes back twice": Case(_twice, lambda: ((some(0), some(1)),), lambda r: (r[3],)),
 }
 
+
+def _adam(m: Any, v: Any, table: Any, ids: jax.Array) -> Any:
+    loss, g = jax.value_and_grad(lambda t: jnp.mean(jnp.tanh(t[ids]) ** 2))(table["t"])
+    new_m, new_v = 0.9 * m["m"] + 0.1 * g, 0.99 * v["v"] + 0.01 * g * g
+    return {"t": table["t"] - 0.1 * new_m / (jnp.sqrt(new_v) + 1e-3)}, {"v": new_v}, {"m": new_m}, loss
+
+
+ADAM = Case(_adam, lambda: ({"m": some(0)}, {"v": some(1)}, {"t": some(2)}), lambda r: (r[2], r[1], r[0]))
+
 #: Those whose other results are as large as a table, and may be copies of one.
 LARGE_RESULTS = frozenset({"gradients first", "gradients of the state's form", "a state that comes back twice"})
 
@@ -120,6 +129,11 @@ def large_copies(text: str, size: int = ROWS * WIDTH) -> list[str]:
     """Copies of at least so many elements in a compiled program."""
     found = re.findall(r"= (\w+\[([\d,]+)\]\S*) copy(?:-start)?\(", text)
     return [shape for shape, sizes in found if np.prod([int(n) for n in sizes.split(",")]) >= size]
+
+
+def stamp_copies(text: str, count: int = ROWS) -> list[str]:
+    """Copies of when each row was last brought up to date, in the compiled program of a step that defers rows."""
+    return [shape for shape in large_copies(text, count) if shape.startswith("s32")]
 
 
 def pairs(text: str) -> dict[int, int]:

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 
-from ..donation import CASES, IDS, LARGE_RESULTS, ROWS, WIDTH, buffers, large_copies, pairs, some
+from ..donation import ADAM, CASES, IDS, LARGE_RESULTS, ROWS, WIDTH, buffers, large_copies, pairs, some, stamp_copies
 from .meshes import mesh_of
 
 SHARE = ROWS * WIDTH // 4
@@ -80,15 +80,14 @@ def test_a_step_written_for_one_of_several_devices() -> None:
 
 
 def test_deferred_rows() -> None:
-    from ..test_donation import ADAM
-
     planned = ADAM.planned(mesh=mesh_of(4))
     states, where = ADAM.states(), None
     for _ in range(3):
         states = ADAM.new(planned(*states, IDS))
         assert where is None or buffers(states) == where
         where = buffers(states)
-    assert not large_copies(planned.lower(*ADAM.states(), IDS).compile().as_text(), SHARE)
+    text = planned.lower(*ADAM.states(), IDS).compile().as_text()
+    assert not large_copies(text, SHARE) and not stamp_copies(text, ROWS // 4)
 
 
 def test_what_lies_where_the_plan_has_it_is_not_copied() -> None:

@@ -70,6 +70,7 @@ GROUPS: Mapping[str, Mapping[str, Case]] = {
         "product": (lambda x: x.prod(0), [(8, 4)]),
         "maximum": (lambda x: x.max(0), [(8, 4)]),
         "argmax": (lambda x: jnp.argmax(x, 0), [(8, 4)]),
+        "function": (lambda x: lax.reduce(x, jnp.float32(1.5), lambda a, b: a + jnp.abs(b), (0,)), [(8, 4)]),
         "NaN": (lambda x: jnp.where(x > 1, jnp.nan, x).max(0) + jnp.where(x < -1, jnp.nan, x).min(1).sum(), [(8, 4)]),
         "bits": (lambda x: lax.reduce_or((x * 9).astype(jnp.int32), (0,)), [(8, 4)]),
         "cumsum": (lambda x: jnp.cumsum(x, 0), [(8, 4)]),

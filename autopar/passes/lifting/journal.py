@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 
 from autopar.ir.layout import RowLayout
@@ -30,6 +31,7 @@ class Journal:
     Attributes:
       layout: How stamps are stored, with their rows; None where every device has all.
       old, new: The step's inputs and outputs that the journal is: stamps, now, volume, records, volumes.
+      stamped: The stamps of the rows that the step touches.
       committed: Leaf -> the leaf with the rows that the step touched.
       rows: Those rows.
     """
@@ -39,6 +41,7 @@ class Journal:
     caught: dict[int, Var]
     waiting: Equation
     stamps: Var
+    stamped: Atom
     now: Var
     old: list[Var] = field(default_factory=list)
     new: list[Atom] = field(default_factory=list)
@@ -65,7 +68,7 @@ class Journal:
         scope.equations.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
-        return Journal(family, layout, caught, waiting, stamps, now)
+        return Journal(family, layout, caught, waiting, stamps, stamped, now)
 
     def end(self, scope: Scope, phi: Phi, read: Mapping[int, Var], exceeded: Atom | None) -> dict[int, Atom]:
         """Write down the step, and flush the journal if it is full; the leaves after that.
@@ -84,7 +87,10 @@ class Journal:
         self._complete(scope, phi, read)
         route = scope.route(self.family)
         after = scope.emit("ap.next", (self.now,), self.now.type)
-        rows = scope.full(after, self.stamps.type, 0, self.family)
+        # No stamp is larger. But what is written waits for what was read, or XLA copies all stamps in every step.
+        full = scope.full(after, self.stamps.type, 0, self.family)
+        rows = Var(full.type)
+        scope.equations.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
         guard = () if exceeded is None else (exceeded,)
         if exceeded is not None:
             after = scope.emit("ap.select", (exceeded, after, self.now), self.now.type)
