@@ -27,7 +27,7 @@ def first_deleted(arguments: tuple[Any, Any]) -> str | None:
 def noting_lost_state(call: Callable[..., Any]) -> Callable[..., Any]:
     """A step's `__call__` whose errors say so if the state is gone.
 
-    An error stays what it is: who catches `FloatingPointError` under `jax_debug_nans`, or JAX's own errors, still does.
+    An error stays what it is: who catches JAX's own errors still does.
     Autopar's own errors, and warnings that are errors, are raised before a step begins.
     """
 
