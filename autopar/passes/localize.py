@@ -161,8 +161,8 @@ class Walk(Forms):
         return True
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Whether addends meet a factor of the step: where a device's addend is 0, infinity times it would be NaN."""
-        return any(isinstance(a, Var) for a, addend in zip(equation.inputs, partial, strict=True) if not addend)
+        """Whether partial sums meet a factor of the step: where a device's is 0, infinity times it would be NaN."""
+        return any(isinstance(a, Var) for a, is_sum in zip(equation.inputs, partial, strict=True) if not is_sum)
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
         """An equation without bodies on a device's part of its operands."""

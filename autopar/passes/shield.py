@@ -3,7 +3,7 @@
 Some equations are written otherwise, so that XLA gets them right: a start is brought into its range first, a pad that
 cuts becomes a pad and a slice. Any other one is run by each device by itself. It becomes the body of an `ap.isolated`
 equation, on each device's share of the operands: those along the examples, where the batch is known to lie so that
-shares stay shares (or are addends, which are then summed); else each device has all of every operand, and all do the
+shares stay shares (or partial sums, which are then added up); else each device has all of every operand, and all do the
 same. Either is right wherever XLA has the values, which it brings there.
 """
 
