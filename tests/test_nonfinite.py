@@ -200,6 +200,27 @@ def test_rows_that_differ(factor: float) -> None:
     assert 0 < np.isnan(b["g"]).sum() < b["g"].size
 
 
+@pytest.mark.parametrize("factor", [1.0, np.inf, np.nan])
+def test_touched_rows_of_an_output_with_all_rows(factor: float) -> None:
+    """One column isn't finite: in the others the touched rows have their own values, and all others the constant."""
+
+    def step(state: Any, batch: Any) -> Any:
+        by_column = jnp.where(jnp.arange(WIDTH) == 1, batch["factor"], 1.0)
+
+        def add(total: jax.Array, ids: jax.Array) -> tuple[jax.Array, None]:
+            return total + jax.grad(lambda t: jnp.sum(t[ids] ** 2))(state["emb"]) * by_column, None
+
+        g, _ = jax.lax.scan(add, jnp.zeros_like(state["emb"]), batch["ids"])
+        return {"emb": state["emb"] - 0.1 * g}, {"g": g}
+
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    batch = {"ids": jnp.array([[1, SMALL - 1], [3, 3]], jnp.int32), "factor": jnp.float32(factor)}
+    found, wanted = planned(small(), batch), jax.jit(step)(small(), batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), found, wanted)
+    assert planned.plan is not None and planned.plan.lifts
+    assert np.count_nonzero(np.asarray(wanted[1]["g"])[[1, 3, SMALL - 1], 0]) == 3
+
+
 def test_no_table_is_copied_for_the_watch() -> None:
     """Neither for the sweep, nor for a slot that is filled, nor for reductions that read the old rows."""
 

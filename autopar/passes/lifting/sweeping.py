@@ -167,7 +167,9 @@ class Exact:
         out = Var(found.type)
         operands = (needed, found, *(self.inputs[k] for k in form.leaves), *form.frontier)
         scope.equations.append(Equation("ap.sweep", operands, (out,), params, (body,)))
-        return out
+        params = {"axis": row.axis, "extent": space.extent, "guarded": None}
+        # The sweep has taken all rows for untouched ones.
+        return scope.emit("ap.commit", (out, rows, scope.route(row.family)), found.type, params)
 
     def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> OtherRows | None:
         """The other rows, looked at if need be."""
