@@ -322,7 +322,7 @@ def test_rows_on_hosts_that_are_written_in_part_are_no_state(monkeypatch: pytest
         planned(mine.state, batches()[0])
 
     emb = theirs.state["params"]["emb"]
-    monkeypatch.setattr(HostRunner, "_result", functools.partial(fails_once, None))
+    monkeypatch.setattr(HostRunner, "_result", staticmethod(functools.partial(fails_once, None)))
     fails_at[0] = 1
     with pytest.raises(MemoryError, match="new state isn't complete"):
         planned(theirs.state, batches()[0])
