@@ -236,7 +236,9 @@ class _Emitter:
 
     def _reduce_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         rows, route, *more = operands
-        found = self._backend(equation).reduce_part(equation.params, rows, route, self._others(equation, more))
+        others = self._others(equation, more)
+        alone = more[0] if more and others is None else None
+        found = self._backend(equation).reduce_part(equation.params, rows, route, others, alone)
         return [found.astype(equation.params["dtype"])]
 
     def _others(self, equation: Equation, operands: Sequence[Array]) -> Others | None:

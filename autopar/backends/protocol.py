@@ -81,8 +81,10 @@ class RowBackend(Protocol):
         """
         ...
 
-    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
-        """The same of an owner's own rows, in the program of one device."""
+    def reduce_part(
+        self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None, alone: Array | None
+    ) -> Array:
+        """The same of an owner's own rows, in the program of one device; of the routed ones alone if `alone` holds."""
         ...
 
     def padding(self, rows: Array, axis: int) -> Array:

@@ -205,13 +205,17 @@ class ShardedRows:
         return self._devices.local(numbers, (0, 0), 0, route.rows, route.spare)
 
     def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
-        return self._reduce(
-            params, rows, route, others, lambda part: reduce_across(params["op"], part, self._devices.axis)
-        )
+        def across(part: Array) -> Array:
+            return reduce_across(params["op"], part, self._devices.axis)
 
-    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
+        return self._reduce(params, rows, route, others, _needed(others), across)
+
+    def reduce_part(
+        self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None, alone: Array | None
+    ) -> Array:
         assert self._devices.parts == 1, "an owner's part is the owner's"
-        return self._reduce(params, rows, route, others, lambda part: part)
+        only = _needed(others) if alone is None else (alone,)
+        return self._reduce(params, rows, route, others, only, lambda part: part)
 
     def _reduce(
         self,
@@ -219,18 +223,19 @@ class ShardedRows:
         rows: Array,
         route: Route,
         others: Others | None,
+        alone: Sequence[Array],
         across: Callable[[Array], Array],
     ) -> Array:
-        """A reduction over an owner's rows; `across` makes it that over all owners'."""
+        """A reduction over an owner's rows, those of `others` included; `across` makes it that over all owners'."""
         axis = params["axis"]
 
         def routed(rows: Array, numbers: Array, *alone: Array) -> Array:
             mine = self._layout.rows_on(self._devices.position())
             return across(reduce_routed(params, rows, numbers < self._share, mine, *alone))
 
+        part = self._devices.local(routed, (axis, 0, *(None for _ in alone)), None, rows, route.rows, *alone)
         if others is None:
-            return self._devices.local(routed, (axis, 0), None, rows, route.rows)
-        part = self._devices.local(routed, (axis, 0, None), None, rows, route.rows, others.needed)
+            return part
         size = others.block // self._devices.count
 
         def untouched(rows: Array, some: Array, touched: Array) -> Array:
@@ -297,3 +302,8 @@ class ShardedRows:
 
         blocks = jnp.where(needed, -(-self._share // size), 0)
         return jax.lax.fori_loop(0, blocks, block, tuple(leaves))
+
+
+def _needed(others: Others | None) -> Sequence[Array]:
+    """Whether the routed rows are reduced alone; nothing if that is never so."""
+    return () if others is None else (others.needed,)

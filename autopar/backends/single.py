@@ -104,7 +104,9 @@ class SingleDevice:
         part = reduce_routed(params, rows, is_row, extent, others.needed)
         return join_blocks(params["op"], part, others, -(-extent // others.block), reduced)
 
-    def reduce_part(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
+    def reduce_part(
+        self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None, alone: Array | None
+    ) -> Array:
         raise AssertionError("every device has all rows")
 
     def padding(self, rows: Array, axis: int) -> Array:

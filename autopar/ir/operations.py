@@ -13,8 +13,8 @@ OPERATIONS = frozenset(
     PREFIX + name
     for name in (
         "row_ids row_range row_iota route pull fetch padding lookup lookup_ids push push_ids aggregate deliver plus "
-        "replicate spread reduce_rows reduce_part reduce_table numbered only_rows densify commit sweep fill changes "
-        "catch_up record next flush store whole exceeded any select reduce share once full isolated"
+        "replicate spread reduce_rows reduce_part reduce_others reduce_table numbered only_rows densify commit sweep "
+        "fill changes catch_up record next flush store whole exceeded any select reduce share once full isolated"
     ).split()
 )
 

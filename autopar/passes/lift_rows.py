@@ -95,8 +95,10 @@ class _Lift:
             leaf_atoms={inputs[k] for k in lifting.leaves.values()},
             stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
         )
-        in_blocks = {f.family for f in plan.families if not (f.journal or f.lazy or f.on_hosts)}
-        scope.untouched = Exact({f: s for f, s in spaces.items() if f in in_blocks}, inputs)
+        exact = [f for f in plan.families if not (f.journal or f.lazy)]
+        scope.untouched = Exact(
+            {f.family: spaces[f.family] for f in exact}, frozenset(f.family for f in exact if f.on_hosts), inputs
+        )
         return _Lift(program, plan, facts, scope, spaces, ids, tuple(inputs), known=set(block.inputs))
 
     def run(self) -> Block:

@@ -173,16 +173,25 @@ def _reduce_rows(walk: Walk, equation: Equation) -> None:
     rows, route, *more = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
+    given: list[Atom] = []
     if more:
         given, inner = _off_form(walk, equation, (), more)
         (result,) = equation.bodies[0].outputs
-        inputs += given
         equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
-        _write(walk, equation, inputs, None)
+        _write(walk, equation, [*inputs, *given], None)
         return
     part = Var(equation.outputs[0].type)
-    walk.emit(dataclasses.replace(equation, op="ap.reduce_part", inputs=tuple(inputs), outputs=(part,)))
+    if given and _family(walk, equation).on_hosts:  # no program has the other rows
+        needed, *read = given
+        routed = Var(part.type)
+        alone = dataclasses.replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
+        walk.emit(dataclasses.replace(alone, inputs=(*inputs, needed)))
+        others = (routed, inputs[1], needed, *read)
+        walk.emit(dataclasses.replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
+    else:
+        operands = (*inputs, *given)
+        walk.emit(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
 
 

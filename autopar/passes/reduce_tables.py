@@ -27,7 +27,7 @@ from autopar.passes.table_body import Body, Rows, Source
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
 #: Equations of lookups and updates, which take a stored table as it is.
-_TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush"})
+_TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
 _REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 
 

@@ -20,6 +20,7 @@ EXCHANGES = (
     "ap.pull",
     "ap.fetch",
     "ap.deliver",
+    "ap.reduce_others",
     "ap.reduce",
     "ap.reduce_table",
     "ap.sweep",
@@ -29,9 +30,9 @@ EXCHANGES = (
     "ap.flush",
 )
 #: Those that one rank has, too.
-_ALONE = ("ap.route", "ap.pull", "ap.reduce_table", "ap.sweep", "ap.fill", "ap.densify", "ap.commit", "ap.flush")
+_ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.deliver", "ap.reduce"))
 #: Exchanges whose results are the owner's.
-_TO_OWNER = frozenset({"ap.pull", "ap.deliver", "ap.sweep", "ap.fill", "ap.densify", "ap.commit", "ap.flush"})
+_TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.reduce_table"}
 
 
 def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stages:

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.journal import HostJournaling
+from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.rooms import Room, Rooms, Rows
@@ -27,11 +28,16 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name
 from autopar.ir.plan import Plan
-from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType
+from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
 from autopar.ir.stages import Exchange, Segment
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Asked
 from autopar.mpi.rows import distinct, number_dtype
+
+#: Exchanges that read values of device programs, all of them.
+_READS_WHOLE = frozenset(
+    "ap." + name for name in ("reduce", "reduce_others", "reduce_table", "commit", "sweep", "fill", "flush")
+)
 
 
 class OtherRoom(Exception):
@@ -119,7 +125,7 @@ class StagedProgram:
         self._layouts: dict[int, RowLayout] = {
             f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None
         }
-        self._sweeps: dict[Equation, tuple[Callable[..., Sequence[Any]], list[int]]] = {}
+        self._others: dict[Equation, OtherRows] = {}
         self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
         self._whole = self._needed_whole(items)
@@ -153,7 +159,7 @@ class StagedProgram:
         for item in items:
             if isinstance(item, Segment):
                 found.update(item.block.inputs if item.side == "owner" else ())
-            elif item.op in ("ap.reduce", "ap.reduce_table", "ap.commit", "ap.sweep", "ap.fill", "ap.flush"):
+            elif item.op in _READS_WHOLE:
                 found.update(a for e in item.equations for a in e.inputs)
         return found
 
@@ -251,6 +257,18 @@ class StagedProgram:
             operands = [self._value(step, a) for a in equation.inputs]
             step.values[equation.outputs[0]] = self._tables[equation].run(operands)
 
+    def _reduce_others(self, equations: Sequence[Equation], step: Step) -> None:
+        for equation in equations:
+            part, route, needed, *operands = (self._value(step, a) for a in equation.inputs)
+            if np.any(needed):
+                part = self._of_others(equation).reduce(np.asarray(part), route.rows[: route.count], operands)
+            step.values[equation.outputs[0]] = part
+
+    def _of_others(self, equation: Equation) -> OtherRows:
+        if equation not in self._others:
+            self._others[equation] = OtherRows(equation, self._plan, self._ranks)
+        return self._others[equation]
+
     def _commit(self, equations: Sequence[Equation], step: Step) -> None:
         for equation in equations:
             leaf, rows, route = (step.values[a] for a in equation.inputs[:3])
@@ -298,39 +316,8 @@ class StagedProgram:
             needed, *operands = (self._value(step, a) for a in equation.inputs)
             if np.any(needed):
                 step.has_written = True
-                count = len(equation.outputs) + len(equation.params["read_axes"])
-                self._run_sweep(equation, operands[:count], operands[count:])
+                self._of_others(equation).sweep(operands)
             step.values.update(zip(equation.outputs, operands, strict=False))
-
-    def _run_sweep(self, equation: Equation, leaves: Sequence[HostRows], frontier: Sequence[Any]) -> None:
-        """The off-row equations over all rows of this rank's share, block by block."""
-        (body,) = equation.bodies
-        run, pulls = self._sweeps.get(equation) or self._compile_sweep(equation, body)
-        size = equation.params["rows"] // self._plan.devices
-        share = leaves[0].layout.share
-        for start in range(0, share, size):
-            rows = padded(np.arange(start, min(start + size, share)), size, share)
-            count = min(size, share - start)
-            spare = min(start + size, share) - 1
-            view = RouteView(rows, np.array([spare], np.int32), np.zeros((0,), np.int32))
-            pulled = [leaves[k].pull(rows, count, spare, False) for k in pulls]
-            new = run(view, *pulled, *map(self._ranks.for_owner, frontier))
-            for leaf, value in zip(leaves, new, strict=False):
-                leaf.commit(rows, count, np.asarray(value))
-
-    def _compile_sweep(self, equation: Equation, body: Block) -> tuple[Callable[..., Sequence[Any]], list[int]]:
-        """The body with the rows that it pulls as inputs, and which leaves those are of."""
-        chunk, *rest = body.inputs
-        count = len(equation.outputs) + len(equation.params["read_axes"])
-        inner, frontier = rest[:count], rest[count:]
-        places = {v: k for k, v in enumerate(inner)}
-        pulls = {e: places[v] for e in body.equations if e.op == "ap.pull" and (v := e.inputs[0]) in places}
-        others = tuple(e for e in body.equations if e not in pulls)
-        block = Block((chunk, *(e.outputs[0] for e in pulls), *frontier), others, body.outputs)
-        view = self._ranks.owner_view
-        run = self._ranks.compile(emit(block, host_backends(self._plan, view), view), "owner", [], [])
-        self._sweeps[equation] = found = run, list(pulls.values())
-        return found
 
     def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")

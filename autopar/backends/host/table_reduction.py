@@ -18,7 +18,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import Equation
 
 #: How the results of two blocks are combined. NaN stays NaN.
-_COMBINED: Mapping[str, Callable[..., Any]] = {
+COMBINED: Mapping[str, Callable[..., Any]] = {
     "sum": np.add,
     "prod": np.multiply,
     "max": np.maximum,
@@ -65,7 +65,7 @@ class TableReduction:
             blocks += [_dense(rows, numbers, end - start, axis) for rows, (axis, _) in pairs]
             (part,) = self._program(numbers, *blocks, *others)
             part = np.asarray(part)  # from here on tables may be written to
-            total = part if total is None else _COMBINED[p["op"]](total, part)
+            total = part if total is None else COMBINED[p["op"]](total, part)
         assert total is not None, "there is one block at least"
         return total
 

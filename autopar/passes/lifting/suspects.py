@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from autopar import jax_compat
 from autopar.ir.program import Atom, Equation, Literal, Var
-from autopar.ir.rowspace import Free, Row
+from autopar.ir.rowspace import Const, Free, Row
 from autopar.ir.rules import ALIGNED
+from autopar.ir.rules.elementwise import ELEMENTWISE
 from autopar.passes.lifting.scope import Scope
 
 #: Zero in, zero out: a divisor that is made of a zero by these is zero.
@@ -18,6 +22,7 @@ _KEEP_ZERO = frozenset(
     "mul neg abs sign sqrt cbrt square integer_pow tanh sin expm1 log1p convert_element_type broadcast_in_dim reshape "
     "transpose squeeze copy stop_gradient".split()
 )
+_MOVES = frozenset({"broadcast_in_dim", "reshape"})
 #: Not finite at zero -> which operand.
 _POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
 
@@ -37,13 +42,38 @@ def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> t
         if place is None or equation.op not in ALIGNED:
             continue
         for atom in equation.inputs:
-            if isinstance(scope.lifting.facts.value(atom), Free) and atom.shape != () and isinstance(atom, Var):
+            is_free = isinstance(scope.lifting.facts.value(atom), Free) and atom.shape != ()
+            if is_free and isinstance(atom, Var) and not _is_finite(scope, atom):
                 finite[_padding(scope, atom, place.axis, family)] = None
         if equation.op in _POLES:
             for atom in _zero_factors(scope, equation.inputs[_POLES[equation.op]]):
                 dense = atom.shape == () or not isinstance(scope.lifting.facts.value(atom), Free)
                 nonzero[scope.get(atom) if dense else _padding(scope, atom, place.axis, family)] = None
     return list(finite), list(nonzero)
+
+
+def _is_finite(scope: Scope, atom: Atom) -> bool:
+    """Whether a value can't be anything else: no float, or made of literals alone."""
+    if not jax_compat.is_float(atom.dtype):
+        return True
+    value = scope.lifting.facts.value(atom)
+    off = value.off if isinstance(value, Free) else None
+    return isinstance(off, Const) and bool(np.all(np.isfinite(np.asarray(off.value)))) and _is_literal(scope, atom)
+
+
+def _is_literal(scope: Scope, atom: Atom) -> bool:
+    """Whether a value is made of literals, each of its elements in the same way: its constant is then what it is."""
+    waiting, seen = [atom], set[Atom]()
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, Literal) or found in seen:
+            continue
+        seen.add(found)
+        equation = scope.producers.get(found)
+        if equation is None or equation.op not in ELEMENTWISE | _MOVES:
+            return False
+        waiting += equation.inputs
+    return True
 
 
 def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:

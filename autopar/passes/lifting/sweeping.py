@@ -143,14 +143,18 @@ class Exact:
 
     Attributes:
       spaces: Family -> its space, of those.
+      on_hosts: Families whose rows are reduced only: no program has all of them.
       inputs: The program's inputs as they are stored.
     """
 
     spaces: Mapping[int, RowSpace]
+    on_hosts: frozenset[int]
     inputs: Sequence[Var]
 
     def densified(self, scope: Scope, atom: Var, found: Var, row: Row) -> Var:
         """Swept, if need be."""
+        if row.family in self.on_hosts:
+            return found
         rows = scope.at_rows(atom, row.axis, row.family)
         form, needed = self._form(scope, atom, rows, row)
         if form is None or needed is None:
