@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import autopar
+
 #: Rows (no multiple of 2 or 3 ranks), columns, examples.
 V, D, B = 37, 4, 24
 HOSTS = ("ps", "hosts")
@@ -94,3 +96,27 @@ def start(dtype: Any = jnp.float32) -> dict[str, jax.Array]:
 def batch(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
     ids = np.random.default_rng(seed).integers(0, V // 2, (B, 2))
     return {"ids": ids.astype(np.int32), "scale": np.float32(scale)}
+
+
+def check_rows_that_differ(factor: float, **options: Any) -> None:
+    """Reductions of a gradient whose untouched rows differ, by what each row alone knows, if `factor` isn't finite."""
+    rows = 1100
+
+    def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        value, g = jax.value_and_grad(lambda e: jnp.mean(e[batch["ids"]] ** 2))(state["emb"])
+        hidden = (jnp.arange(rows) % 2 == 0)[:, None] | (state["emb"] < -0.5)
+        g = jnp.where(hidden, g, g * batch["factor"])
+        norm = jnp.sqrt(jnp.sum(jnp.where(jnp.isfinite(g), g * g, 1)))
+        largest = jnp.max(jnp.where(jnp.isnan(g), 3 + state["emb"], g), 0)
+        counts = {"nans": jnp.sum(jnp.isnan(g)), "any": jnp.any(jnp.isinf(g)), "largest": largest}
+        return {"emb": state["emb"] - g * 0.1 / norm}, {"loss": value, "norm": norm, **counts}
+
+    state = {"emb": np.random.default_rng(0).normal(size=(rows, D)).astype(np.float32)}
+    planned = autopar.parallelize(step, strategy=HOSTS, donate=False, **options)
+    for value in (1.0, factor):
+        ids = np.arange(24, dtype=np.int32).reshape(12, 2) % 7 * 150
+        batch = {"ids": ids, "factor": np.full((1,), value, np.float32)}
+        (new, found), (wanted_new, wanted) = planned(state, batch), jax.jit(step)(state, batch)
+        pairs = ((autopar.materialize(new), found), (wanted_new, wanted))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), *pairs)
+    assert 0 < wanted["nans"] < rows * D - 100

@@ -12,6 +12,8 @@ import pytest
 
 import autopar
 
+from .host_reads import check_rows_that_differ
+
 ROWS, WIDTH = 1300, 4  # more than two blocks of a sweep
 
 
@@ -189,25 +191,7 @@ def of_rows_that_differ(state: Any, g: jax.Array, batch: Any) -> Any:
 @pytest.mark.parametrize("factor", [np.inf, np.nan])
 def test_rows_that_differ_on_hosts(factor: float) -> None:
     """Each rank reduces its rows, more than one block of them, and those that the step touches as they are."""
-
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        value, g = jax.value_and_grad(lambda e: jnp.mean(e[batch["ids"]] ** 2))(state["emb"])
-        hidden = (jnp.arange(rows) % 2 == 0)[:, None] | (state["emb"] < -0.5)
-        g = jnp.where(hidden, g, g * batch["factor"])
-        norm = jnp.sqrt(jnp.sum(jnp.where(jnp.isfinite(g), g * g, 1)))
-        largest = jnp.max(jnp.where(jnp.isnan(g), 3 + state["emb"], g), 0)
-        counts = {"nans": jnp.sum(jnp.isnan(g)), "any": jnp.any(jnp.isinf(g)), "largest": largest}
-        return {"emb": state["emb"] - g * 0.1 / norm}, {"loss": value, "norm": norm, **counts}
-
-    rows = 1100
-    state = {"emb": np.random.default_rng(0).normal(size=(rows, WIDTH)).astype(np.float32)}
-    planned = autopar.parallelize(step, strategy=("ps", "hosts"), donate=False)
-    for value in (1.0, factor):
-        batch = {"ids": jnp.array([[1, rows - 1], [3, 3]], jnp.int32), "factor": jnp.float32(value)}
-        (new, found), (wanted_new, wanted) = planned(state, batch), jax.jit(step)(state, batch)
-        pairs = ((autopar.materialize(new), found), (wanted_new, wanted))
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), *pairs)
-    assert 0 < wanted["nans"] < rows * WIDTH - 100
+    check_rows_that_differ(factor)
 
 
 @pytest.mark.parametrize("factor", [np.inf, np.nan])

@@ -232,6 +232,7 @@ def check_nonfinite() -> None:
             new, _ = step(jnp.asarray(table), batch)
             wanted, _ = jax.jit(update)(table, batch)
             np.testing.assert_allclose(np.asarray(new), wanted, rtol=1e-5)
+    host_reads.check_rows_that_differ(np.inf, batch_axis={"batch/factor": None})
 
 
 def check_growth() -> None:
