@@ -1,11 +1,8 @@
 """autopar: automatic parallel training for JAX. See `parallelize`."""
 
-from autopar.alphas import Alphas, TableAlpha, measure_alpha
 from autopar.api import parallelize
-from autopar.check import Check, check
-from autopar.checkpoint import Restored, restore, save
+from autopar.batches.shard import shard
 from autopar.cost import Cluster
-from autopar.deferred_table import DeferredTable
 from autopar.errors import (
     AlphaDriftWarning,
     ArgumentsError,
@@ -25,21 +22,24 @@ from autopar.errors import (
     UncheckedWarning,
     VerificationError,
 )
-from autopar.explain import Explanation, explain
-from autopar.host_table import HostTable
-from autopar.init import init
+from autopar.launch.start import start as _start
+from autopar.launch.start import watchdog
 from autopar.measure.detect import calibrate
-from autopar.mpi.start import start as _start
-from autopar.mpi.start import watchdog
+from autopar.planning.alpha import Alphas, TableAlpha, measure_alpha
+from autopar.planning.check import Check, check
+from autopar.planning.explain import Explanation, explain
+from autopar.planning.simulate import Simulation, simulate
+from autopar.planning.step_plan import StepPlan, plan
+from autopar.planning.verify import Verification, verify
+from autopar.planning.why import Why, why
 from autopar.report import Report, report
-from autopar.shard import shard
-from autopar.simulation import Simulation, simulate
-from autopar.spread_table import Table
-from autopar.step import ParallelStep
-from autopar.step_plan import StepPlan, plan
-from autopar.table import materialize
-from autopar.verify import Verification, verify
-from autopar.why import Why, why
+from autopar.run.step import ParallelStep
+from autopar.state.checkpoint import Restored, restore, save
+from autopar.state.init import init
+from autopar.tables.deferred import DeferredTable
+from autopar.tables.host import HostTable
+from autopar.tables.kinds import materialize
+from autopar.tables.sharded import Table
 
 __version__ = "0.1.0"
 

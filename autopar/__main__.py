@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from autopar import launch
+from autopar.launch import launcher
 
 USAGE = """usage: python -m autopar COMMAND ...
 
@@ -15,7 +15,7 @@ commands:
 def main(arguments: list[str]) -> int:
     """Run a command; returns its exit code."""
     if arguments[:1] == ["launch"]:
-        return launch.main(arguments[1:])
+        return launcher.main(arguments[1:])
     if arguments and arguments[0] not in ("-h", "--help"):
         print(f"autopar: there is no command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
         return 2

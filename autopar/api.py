@@ -20,10 +20,10 @@ from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
 from autopar.measure.memory import memory_of
 from autopar.mpi.world import world
-from autopar.per_device import PerDevice
-from autopar.step import ParallelStep
-from autopar.step_plan import StepPlan
-from autopar.watch_alpha import AlphaWatch, Replan
+from autopar.planning.step_plan import StepPlan
+from autopar.run.drift import AlphaWatch, Replan
+from autopar.run.per_device import PerDevice
+from autopar.run.step import ParallelStep
 
 
 @overload

@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.analysis.local import NotLocal
+from autopar.analysis.row_ids import RowIds
 from autopar.collection import paused_collection
 from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis
-from autopar.ir.local import NotLocal
 from autopar.ir.plan import Emit, Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
-from autopar.ir.row_ids import RowIds
 from autopar.ir.rowspace import Refusal, RowSpace
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
+from autopar.passes.choosing.fit_decisions import check_facts, check_followed
 from autopar.passes.classify import classify
-from autopar.passes.fit_decisions import check_facts, check_followed
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.localize import localize

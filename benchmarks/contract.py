@@ -8,7 +8,7 @@ import itertools
 import jax
 
 import autopar
-from autopar.verify import compare
+from autopar.planning.verify import compare
 from tests.test_optimizers import DEFERRED, check
 from tests.zoo import MODELS, OPTIMIZERS
 

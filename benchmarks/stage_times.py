@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.host_runner import HostRunner
+from autopar.run.hosts import HostRunner
 
 #: What is left of a step's time: finding the plan, placing arguments, handing on results.
 AROUND = "around the stages"

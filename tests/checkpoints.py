@@ -13,8 +13,8 @@ import optax
 import autopar
 from autopar import jax_compat
 from autopar.backends.host.storage import HostRows
-from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
+from autopar.tables.host import HostTable
 
 ROWS, WIDTH = 37, 3
 TX = optax.adagrad(0.1)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.step import ParallelStep
+from autopar.run.step import ParallelStep
 
 from .zoo.case import Case, key_path, zipf_ids
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.deferred_table import DeferredTable
-from autopar.spread_table import Table
+from autopar.tables.deferred import DeferredTable
+from autopar.tables.sharded import Table
 
 ROWS, WIDTH = 4096, 8
 IDS = np.array([1, 5, 5, 4095, 17, 17, 300, 8], np.int32)

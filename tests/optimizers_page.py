@@ -14,7 +14,7 @@ import optax
 
 import autopar
 from autopar.ir.rowspace import Const, Row
-from autopar.planned import Entry
+from autopar.run.entry import Entry
 
 from .zoo.every_optimizer import NOT_MADE, names, optimizer_case
 

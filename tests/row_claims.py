@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.arguments import describe, find_states, read_call
 from autopar.ir.program import Block, Equation, Literal, Program, Var
 from autopar.ir.rowspace import Const, Free, Row, RowFacts, Same
 from autopar.ir.trace import block_of
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.classify import classify
+from autopar.run.arguments import describe, find_states, read_call
 
 ROWS = 5
 TOUCHED = (1, 3)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.ir.keys import is_key
+from autopar.analysis.keys import is_key
 from autopar.ir.trace import block_of
 
 TX = optax.adagrad(0.1)

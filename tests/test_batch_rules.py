@@ -12,10 +12,10 @@ import pytest
 from jax import lax
 
 from autopar import jax_compat
-from autopar.ir.batch import follow_batch
+from autopar.analysis.batch import follow_batch
+from autopar.analysis.uniform import is_uniform, uniform_axes
 from autopar.ir.program import Block, Literal
 from autopar.ir.trace import block_of
-from autopar.ir.uniform import is_uniform, uniform_axes
 
 N, M = 6, 4
 RNG = np.random.default_rng(0)

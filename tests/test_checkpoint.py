@@ -19,13 +19,14 @@ import orbax.checkpoint as orbax
 import pytest
 
 import autopar
-from autopar import checkpoint, jax_compat
+from autopar import jax_compat
 from autopar.backends.host.storage import HostRows
-from autopar.checkpoint_files.manifest import LeafRecord
-from autopar.checkpoint_files.rows import RowFiles, file_name, write_rows
-from autopar.host_table import HostTable
 from autopar.ir.layout import RowLayout
-from autopar.mpi.progress import PROGRESS
+from autopar.launch.progress import PROGRESS
+from autopar.state import checkpoint
+from autopar.state.files.manifest import LeafRecord
+from autopar.state.files.rows import RowFiles, file_name, write_rows
+from autopar.tables.host import HostTable
 
 from .checkpoints import ROWS, WIDTH, batch_of, everything, hosted, make_state, same, saved_value, train
 

@@ -13,12 +13,12 @@ import optax
 import pytest
 
 import autopar
-from autopar.cluster import read_cluster
 from autopar.cost import Cluster, Device, Link, sent_bytes
 from autopar.cost.cluster import NAMED
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.planned_rates import planned_rates
-from autopar.elsewhere import elsewhere
+from autopar.launch.cluster_file import read_cluster
+from autopar.planning.elsewhere import elsewhere
 
 DEVICE = Device("of chalk", 1e9, 1e12, 100e9)
 #: 3 machines of 2 devices; 10 bytes a second inside of a machine, 4 between them, messages take 1 and 2 seconds.

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import checkpoint
+from autopar.state import checkpoint
 
 from .checkpoints import deferred, everything, hosted, in_one_process, make_state, saved_value
 

@@ -14,12 +14,12 @@ import pytest
 
 import autopar
 from autopar import jax_compat
+from autopar.analysis.fading import fading_numbers
+from autopar.analysis.settling import factors
 from autopar.backends import fading
 from autopar.backends.deferred import Deferred
 from autopar.backends.emit import deferred_of
 from autopar.ir.deferred import FLOORS, flushes
-from autopar.ir.fading import fading_numbers
-from autopar.ir.settling import factors
 
 from .deferred import deferring, differ, one_slot, rows_case, two_slots
 from .zoo.case import Case
@@ -201,7 +201,7 @@ def _deferred(tx: optax.GradientTransformation) -> Deferred:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_reaches_farther_than_the_bound(name: str) -> None:
-    """phi on random rows and random numbers of a step, beside what `ir.fading` says of them."""
+    """phi on random rows and random numbers of a step, beside what `analysis.fading` says of them."""
     deferred = _deferred(OPTIMIZERS[name]())
     p, body = deferred.replay, deferred.body
     assert p.settled is not None and p.fading is not None and p.fading.pairs

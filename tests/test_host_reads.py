@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.passes import table_body
-from autopar.passes.table_body import neutral
+from autopar.passes.reducing import table_body
+from autopar.passes.reducing.table_body import neutral
 from tests.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
 
 

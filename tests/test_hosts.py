@@ -19,7 +19,7 @@ from autopar import HostTable
 from autopar.backends.host.program_io import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import Exchange, Segment
-from autopar.verify import compare
+from autopar.planning.verify import compare
 
 from .zoo import MODELS, OPTIMIZERS
 

@@ -20,9 +20,9 @@ from flax import nnx
 
 import autopar
 from autopar.backends.host import journal
-from autopar.host_runner import HostRunner
 from autopar.integrations import nnx as anx
 from autopar.interrupts import SECOND_S, interruptible, uninterrupted
+from autopar.run.hosts import HostRunner
 
 from .interrupting import BATCHES, ROWS, Loop, batches, check_interrupted, interrupter, lookup_step, train_interrupted
 

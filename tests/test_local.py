@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from autopar.analysis.local import PARTIAL, Spread, State
 from autopar.backends.devices import Mapped
 from autopar.backends.emit import emit
-from autopar.ir.local import PARTIAL, Spread, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
-from autopar.passes.local_forms import Shared
 from autopar.passes.localize import Walk
+from autopar.passes.localizing.local_forms import Shared
 
 N = 2
 A, B, D = 4, 6, 3

@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar.cost import Cluster, Device, Link
 from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, least_devices
-from autopar.elsewhere import elsewhere
+from autopar.planning.elsewhere import elsewhere
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import optax.contrib
 import pytest
 
 from autopar import jax_compat
-from autopar.verify import compare
+from autopar.planning.verify import compare
 
 from . import optimizers_page
 from .deferred import deferring, differ

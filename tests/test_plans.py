@@ -17,7 +17,7 @@ import autopar
 from autopar import Cluster, PlanError, StepPlan
 from autopar.cost import Device, Link, Sizes, Term, sent_bytes
 from autopar.measure.alpha import Alpha
-from autopar.step_plan import DenseEntry, TableEntry
+from autopar.planning.step_plan import DenseEntry, TableEntry
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.01)
 ROWS = 20_000

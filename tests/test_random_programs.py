@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from jax import lax
 
 import autopar
-from autopar.verify import compare
+from autopar.planning.verify import compare
 
 from .recipes import (
     AFTER,

@@ -23,6 +23,7 @@ import pytest
 
 import autopar
 from autopar.cost import Cluster, sent_bytes, transfer_bytes
+from autopar.planning.step_plan import StepPlan, TableEntry
 from autopar.report.curves import (
     alpha_at,
     by_alpha,
@@ -35,7 +36,6 @@ from autopar.report.curves import (
     spaced,
 )
 from autopar.report.data import largest, timings
-from autopar.step_plan import StepPlan, TableEntry
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib: pip install 'autopar[report]'")
 

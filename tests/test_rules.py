@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar.analysis.rules import RULES
 from autopar.ir.rowspace import RowFacts
-from autopar.ir.rules import RULES
 
 from .row_claims import ROWS, Build, Rows, analysed, check, equations
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.analysis.work import count_work
 from autopar.cost import Cluster, Device, Link
 from autopar.cost.exchange import HOSTED, host_terms
 from autopar.cost.planned_rates import planned_host_rates
@@ -29,8 +30,7 @@ from autopar.cost.simulate import (
 )
 from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.ir.sizes import Sizes
-from autopar.ir.work import count_work
-from autopar.simulation import workload
+from autopar.planning.simulate import workload
 
 #: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 1 GB/s and 0.1 GB/s that take 1 ms a message.
 CLUSTER = Cluster("chalk", 8, 4, Device("chalk", 1e9, 1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e8), 1e9)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.ir.rules.elementwise import ELEMENTWISE
+from autopar.analysis.rules.elementwise import ELEMENTWISE
 
 from .single_rows import batch_of, state_of, train, with_momentum
 

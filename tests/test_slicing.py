@@ -16,9 +16,9 @@ from jax import lax
 
 import autopar
 from autopar import jax_compat
+from autopar.analysis.row_ids import index_atoms
 from autopar.backends.emit import emit
 from autopar.ir.program import Atom, Block, Equation, Literal, count_equations
-from autopar.ir.row_ids import index_atoms
 from autopar.ir.rowspace import Access
 from autopar.ir.slicing import clone, eliminate_dead, hoist, needed_equations
 from autopar.ir.trace import block_of

@@ -19,7 +19,7 @@ from autopar.backends.indices import set_at
 from autopar.collection import paused_collection, resumed_collection
 from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
 from autopar.cost.units import format_bytes
-from autopar.ir.plan import matches
+from autopar.ir.paths import matches
 
 from .pairs import pairwise
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.verify import compare
+from autopar.planning.verify import compare
 
 from .zoo import MODELS, OPTIMIZERS
 

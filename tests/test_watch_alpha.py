@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.watch_alpha import AlphaWatch, SeenAlpha
+from autopar.run.drift import AlphaWatch, SeenAlpha
 
 ROWS = 3000
 

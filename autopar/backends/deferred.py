@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.analysis.fading import fading_numbers
+from autopar.analysis.settling import factors
 from autopar.backends.fading import Suffixes, beside, times
 from autopar.backends.indices import along, set_rows
 from autopar.ir.deferred import Replay
-from autopar.ir.fading import fading_numbers
 from autopar.ir.program import Block
-from autopar.ir.settling import factors
 
 Array = Any
 

@@ -55,7 +55,7 @@ class Suffixes:
         Args:
           now: Which step it is: what is there of it and of later ones is of no meaning.
           rates, holds: What settled rows are scaled by, and whether that may be used.
-          numbers: What `ir.fading` finds: factors of leaves that fade, and each pair's reaches.
+          numbers: What `analysis.fading` finds: factors of leaves that fade, and each pair's reaches.
         """
         settled, fading = self.settled, self.fading
         new = jax.lax.iota(jnp.int32, self.holds.size) >= now

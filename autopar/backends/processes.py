@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from autopar import jax_compat
 from autopar.errors import ArgumentsError, AutoparError
-from autopar.mpi.progress import PROGRESS
+from autopar.launch.progress import PROGRESS
 
 _logger = logging.getLogger("autopar")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
+from autopar.analysis.local import Spread
 from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
 from autopar.backends.gathered import GatheredRows, ReplicatedRows
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
-from autopar.ir.local import Spread
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.mpi.progress import PROGRESS
+from autopar.launch.progress import PROGRESS
 
 
 def watched(program: Any) -> Callable[..., Sequence[Any]]:

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.arguments import path_name
 from autopar.backends.processes import Processes
 from autopar.batches.parts import Held, Part, filled
 from autopar.batches.sources import Last, Stream
 from autopar.errors import ArgumentsError
+from autopar.ir.paths import path_name
 
 
 def agreed(source: Stream, processes: Processes, last: Last, epoch: int, start: int) -> Iterator[Part]:

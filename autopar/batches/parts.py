@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.arguments import path_name
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.paths import path_name
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from autopar.arguments import path_name
 from autopar.batches.parts import axes_of, map_axes, size_of
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis
+from autopar.ir.paths import path_name
 
 
 class Reader(Protocol):

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from autopar.cluster import read_cluster
 from autopar.errors import ArgumentsError
-from autopar.toml_file import format_toml
+from autopar.launch.cluster_file import read_cluster
+from autopar.launch.toml_file import format_toml
 
 _GIB = 1 << 30
 #: Between the devices of a machine, or between machines.

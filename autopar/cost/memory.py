@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.plan import Plan, Strategy, matches, split_method
+from autopar.ir.paths import matches
+from autopar.ir.plan import Plan, Strategy, split_method
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace, host_refusal
 

@@ -29,9 +29,9 @@ import numpy as np
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
-from autopar.step import ParallelStep
-from autopar.table import is_table
-from autopar.wrapped_step import WrappedStep
+from autopar.run.step import ParallelStep
+from autopar.run.wrapped_step import WrappedStep
+from autopar.tables.kinds import is_table
 
 
 @jax.tree_util.register_static

@@ -37,9 +37,9 @@ from flax import nnx
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
-from autopar.step import ParallelStep
-from autopar.table_leaf import TableLeaf
-from autopar.wrapped_step import WrappedStep
+from autopar.run.step import ParallelStep
+from autopar.run.wrapped_step import WrappedStep
+from autopar.tables.leaf import TableLeaf
 
 #: Names nnx's record of which inner object is which outer one.
 _TAG = "autopar"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import matches
+from autopar.ir.paths import matches
 
 #: An axis for all leaves; or patterns over their paths to an axis, None for what every device has all of.
 BatchAxis = int | Mapping[str, int | None]

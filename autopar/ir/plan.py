@@ -7,8 +7,6 @@ crosses segments; the first match wins.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,16 +221,3 @@ def _shown(parameter: ParameterPlan) -> str:
     """Its method, and its capacity where rows are sharded."""
     sizes = parameter.sizes
     return f"{parameter.method}, capacity {sizes.capacity}" if sizes and parameter.method == "ps" else parameter.method
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*|\*)", pattern.strip("/"))
-    text = "".join({"**": ".*", "*": "[^/]*"}.get(p, re.escape(p)) for p in parts)
-    text = text.replace("/.*/", "/(?:.*/)?")
-    return re.compile(f"{text}(?:/.*)?")
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern covers a path: `matches("params/item*", "params/item_emb/embedding")`."""
-    return _compiled(pattern).fullmatch(path) is not None

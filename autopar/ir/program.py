@@ -213,8 +213,8 @@ class Program:
       candidates: The same of all state inputs that have as many rows as a table (`classify`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
-      local: Of the program of one device what it has of each output (`ir.local.LocalFacts`); else None.
-      once_per_row: What is computed for distinct rows (`ir.local.OncePerRow`), None if nothing is.
+      local: Of the program of one device what it has of each output (`analysis.local.LocalFacts`); else None.
+      once_per_row: What is computed for distinct rows (`analysis.local.OncePerRow`), None if nothing is.
       stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
     """
 

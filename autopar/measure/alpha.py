@@ -14,15 +14,15 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.row_ids import RowIds, collect_ids
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.cost.heaps import Growth, fit_growth
 from autopar.ir.program import Block, Program
-from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
-from autopar.passes.capacity import device_ids
-from autopar.table import materialize
+from autopar.passes.choosing.capacity import device_ids
+from autopar.tables.kinds import materialize
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from autopar.backends.devices import Devices
 from autopar.cost.cluster import NAMED, Cluster, Device, Link
 from autopar.cost.fit import fit_collective
 from autopar.errors import ArgumentsError, AutoparError
+from autopar.launch.toml_file import format_toml
 from autopar.measure.calibrate import cache_file, write_file
 from autopar.measure.loops import collective_points, product_seconds, undisturbed, walk_seconds
 from autopar.measure.memory import memory_of
 from autopar.measure.ranks import measure_ranks
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
-from autopar.toml_file import format_toml
 
 _logger = logging.getLogger("autopar")
 

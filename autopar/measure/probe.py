@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.analysis.work import count_work
 from autopar.backends.devices import Devices
 from autopar.cost.rates import Curve
-from autopar.ir.work import count_work
 from autopar.measure.loops import agreed
 
 Array = Any

@@ -1,4 +1,4 @@
-"""Follow the batch through the program: which axis of each value runs over its examples (`ir.batch`).
+"""Follow the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
 Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
 divide it. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's state from
@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar.ir.batch import BatchAxes, Guesses, follow_batch
+from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
+from autopar.analysis.uniform import uniform_axes
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Program, Var
-from autopar.ir.uniform import uniform_axes
 
 
 def analyze_batch(

@@ -1,6 +1,6 @@
 """Find the families whose step can run on the touched rows only, and say why the others can't.
 
-An abstract interpretation over `ir.rowspace` values with the rules of `ir.rules`. Each candidate leaf starts as a
+An abstract interpretation over `ir.rowspace` values with the rules of `analysis.rules`. Each candidate leaf starts as a
 family of its own; families unite where their rows meet in one equation. Which are kept, `row_families` says. On a
 refusal only its cause is dropped and the rest is analysed again: leaves that have as many rows as a table by chance
 (`find_slots`), leaves that move on every row, and of tables that stand in each other's way those that can't be lifted
@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.analysis.find_slots import find_ties
+from autopar.analysis.row_families import Families
+from autopar.analysis.row_flow import RowFlow
 from autopar.ir.program import Equation, Program
 from autopar.ir.rowspace import Refusal, Row, RowFacts, RowSpace
-from autopar.passes.find_slots import find_ties
-from autopar.passes.row_families import Families
-from autopar.passes.row_flow import RowFlow
 
 
 def analyze_rows(

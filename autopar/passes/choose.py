@@ -11,6 +11,7 @@ from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.decisions import Decisions
 from autopar.ir.layout import RowLayout, even_axis
+from autopar.ir.paths import matches
 from autopar.ir.plan import (
     REPLICATED,
     Emit,
@@ -19,14 +20,13 @@ from autopar.ir.plan import (
     Plan,
     Sparse,
     Strategy,
-    matches,
     split_method,
 )
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM
-from autopar.passes.families import Decision, Example, Wishes, decide_family
-from autopar.passes.shares import share_dense
+from autopar.passes.choosing.families import Decision, Example, Wishes, decide_family
+from autopar.passes.choosing.shares import share_dense
 
 
 def choose(

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
-from autopar.ir.rules import ALIGNED
 
 #: Where a variable's rows come from: (state leaf, the leaf's axis, the variable's axis).
 Trace = tuple[int, int, int]

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.analysis.rules import resized
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
-from autopar.ir.row_ids import RowIds, collect_ids
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
-from autopar.ir.rules import resized
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
 from autopar.passes.lifting.deferral import read_phi

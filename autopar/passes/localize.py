@@ -14,8 +14,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.batch_rules import SUMMED
-from autopar.ir.local import (
+from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.local import (
     PARTIAL,
     REDUCES,
     LocalFacts,
@@ -30,8 +30,8 @@ from autopar.ir.local import (
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
-from autopar.passes.local_forms import Forms, Shared
-from autopar.passes.local_rows import ROW_OPS
+from autopar.passes.localizing.local_forms import Forms, Shared
+from autopar.passes.localizing.local_rows import ROW_OPS
 
 
 def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Program, str]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.analysis.rules import resized
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
-from autopar.ir.rules import resized
 from autopar.ir.slicing import eliminate_dead
 
 #: What adds gradients to rows, on top of its first operand.

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.analysis.values import Numbering
 from autopar.ir.program import Atom, Block, Equation, Program, Var, count_equations
 from autopar.ir.slicing import eliminate_dead
-from autopar.ir.values import Numbering
-from autopar.passes.expand_broadcasts import expand_broadcasts
-from autopar.passes.recognise_lookups import recognise_lookups
-from autopar.passes.sink_sums import sink_sums
+from autopar.passes.normalizing.expand_broadcasts import expand_broadcasts
+from autopar.passes.normalizing.recognise_lookups import recognise_lookups
+from autopar.passes.normalizing.sink_sums import sink_sums
 
 
 def normalize(program: Program) -> tuple[Program, str]:

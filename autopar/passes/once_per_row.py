@@ -25,15 +25,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar import jax_compat
-from autopar.ir.local import OncePerRow
+from autopar.analysis.local import OncePerRow
+from autopar.analysis.work import flops, products
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program
 from autopar.ir.slicing import eliminate_dead
-from autopar.ir.work import flops, products
-from autopar.passes import row_places
-from autopar.passes.entry_forms import WIDE, Form, Ids, all_ids
-from autopar.passes.entry_sums import EntrySums
-from autopar.passes.row_places import Place
+from autopar.passes.distinct import row_places
+from autopar.passes.distinct.entry_forms import WIDE, Form, Ids, all_ids
+from autopar.passes.distinct.entry_sums import EntrySums
+from autopar.passes.distinct.row_places import Place
 
 #: What an element that is gathered or scattered costs, in operations of a product.
 _MOVED = 64.0

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.analysis.rules import ALIGNED
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rules import ALIGNED
 from autopar.ir.slicing import eliminate_dead
 
 

@@ -16,13 +16,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.batch_rules import SUMMED
-from autopar.ir.local import REDUCES, NotLocal, place_spread
+from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.local import REDUCES, NotLocal, place_spread
 from autopar.ir.operations import plain_name
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
-from autopar.passes.table_body import Body, Rows, Source
+from autopar.passes.reducing.table_body import Body, Rows, Source
 
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")

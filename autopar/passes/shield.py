@@ -1,4 +1,4 @@
-"""Keep from XLA's partitioner what it gets wrong (`ir.mispartitioned`).
+"""Keep from XLA's partitioner what it gets wrong (`analysis.mispartitioned`).
 
 Some equations are written otherwise, so that XLA gets them right: a start is brought into its range first, a pad that
 cuts becomes a pad and a slice. Any other one is run by each device by itself. It becomes the body of an `ap.isolated`
@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar import jax_compat
-from autopar.ir.batch import BatchAxes, follow_batch
-from autopar.ir.batch_rules import SUMMED
-from autopar.ir.local import REDUCES, NotLocal, Placed, place_spread
-from autopar.ir.mispartitioned import mispartitioned
+from autopar.analysis.batch import BatchAxes, follow_batch
+from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
+from autopar.analysis.mispartitioned import mispartitioned
+from autopar.analysis.rules import RESIZE, resized
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
-from autopar.ir.rules import RESIZE, resized
 
 
 def shield(program: Program, plan: Plan, devices: int) -> tuple[Program, tuple[str, ...]]:

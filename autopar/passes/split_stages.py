@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.ir.local import NotLocal
+from autopar.analysis.local import NotLocal
 from autopar.ir.program import Atom, Block, Equation, Program, RouteType, Var
 from autopar.ir.stages import Exchange, Segment, Side, Stages
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from autopar.cost import Cluster
 from autopar.cost.simulate import StepTime
 from autopar.errors import ArgumentsError
+from autopar.planning.simulate import Simulation, simulate
+from autopar.planning.step_plan import StepPlan, TableEntry
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
@@ -26,8 +28,6 @@ from autopar.report.data import (
     timings,
 )
 from autopar.report.page import Report
-from autopar.simulation import Simulation, simulate
-from autopar.step_plan import StepPlan, TableEntry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

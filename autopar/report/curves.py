@@ -16,8 +16,8 @@ from autopar.cost.exchange import host_sent_bytes
 from autopar.cost.formulas import table_3
 from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.ir.sizes import Sizes
-from autopar.simulation import table_load
-from autopar.step_plan import TableEntry
+from autopar.planning.simulate import table_load
+from autopar.planning.step_plan import TableEntry
 
 #: The most devices of a curve, if the plan hasn't more.
 MOST_DEVICES = 10_000

@@ -9,9 +9,9 @@ from typing import Any
 
 from autopar.cost.formulas import table_3
 from autopar.errors import ArgumentsError
+from autopar.planning.simulate import Simulation
+from autopar.planning.step_plan import StepPlan, TableEntry
 from autopar.report.curves import Curves, local_alpha, own_bytes
-from autopar.simulation import Simulation
-from autopar.step_plan import StepPlan, TableEntry
 
 #: A row of a table: column -> value.
 Row = Mapping[str, str | int | float]

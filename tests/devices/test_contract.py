@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.verify import compare
+from autopar.planning.verify import compare
 
 from ..pairs import pairwise
 from ..zoo import MODELS, OPTIMIZERS, VARIANTS

@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.ir import deferred
-from autopar.step import ParallelStep
+from autopar.run.step import ParallelStep
 
 from ..deferred import deferring, differences
 from .meshes import mesh_of

@@ -15,7 +15,7 @@ import pytest
 
 import autopar
 from autopar.measure import calibrate
-from autopar.watch_alpha import AlphaWatch
+from autopar.run.drift import AlphaWatch
 
 from .meshes import mesh_of
 from .test_choice import rates as seconds_of

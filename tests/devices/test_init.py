@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 
 import autopar
 from autopar import jax_compat
-from autopar.init import Maker
+from autopar.state.init import Maker
 
 from .meshes import mesh_of
 from .test_rows import TX, ids_in, same, step

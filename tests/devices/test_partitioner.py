@@ -1,4 +1,4 @@
-"""What XLA's partitioner makes of each primitive, and what is kept from it (`ir.mispartitioned`), by brute force.
+"""What XLA's partitioner makes of each primitive, and what is kept from it (`analysis.mispartitioned`), by brute force.
 
 Each function is evaluated on operands that are spread over the devices along each of their axes in turn, and must give
 what it gives on one device: a JAX whose partitioner breaks another primitive is found here.

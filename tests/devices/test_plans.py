@@ -15,9 +15,9 @@ import optax
 import pytest
 
 import autopar
-from autopar.check import CheckRow, compare
 from autopar.cost import sent_bytes
 from autopar.measure.collectives import Collective, read_collectives
+from autopar.planning.check import CheckRow, compare
 
 from .meshes import mesh_of
 from .test_rows import ids_in, same

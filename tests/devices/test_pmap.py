@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.measure.collectives import read_collectives
-from autopar.verify import compare
+from autopar.planning.verify import compare
 
 from ..pairs import pairwise
 from ..zoo import MODELS, OPTIMIZERS

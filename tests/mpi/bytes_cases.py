@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.host_table import exchange
 from autopar.mpi import machines
+from autopar.tables.host import exchange
 from tests.mpi.namespaces import sent_by_interface
 
 #: The step whose bytes are counted; those before it plan, compile and grow.

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar import checkpoint
 from autopar.mpi.world import world
+from autopar.state import checkpoint
 
 ROWS, WIDTH, BATCH = 101, 3, 12
 

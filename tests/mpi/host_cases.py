@@ -18,10 +18,10 @@ import optax
 from flax.training.train_state import TrainState
 
 from autopar.backends.host import rooms
-from autopar.host_table import HostTable, exchange
 from autopar.ir import deferred
 from autopar.passes import once_per_row
-from autopar.verify import compare
+from autopar.planning.verify import compare
+from autopar.tables.host import HostTable, exchange
 
 from .. import host_reads
 from .. import test_once_per_row as by_rows

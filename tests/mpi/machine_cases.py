@@ -8,9 +8,9 @@ import autopar  # first: it makes the ranks JAX's processes
 import jax
 import numpy as np
 
-from autopar.host_table import exchange
 from autopar.mpi import machines
 from autopar.mpi.machines import RelayedExchange
+from autopar.tables.host import exchange
 
 from . import host_cases
 from .host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make

@@ -14,7 +14,7 @@ from tests.mpi.jobs import Job
 STEPS = """
 import os, sys, threading, time
 import autopar
-from autopar.mpi.progress import mark
+from autopar.launch.progress import mark
 from autopar.mpi.world import world
 
 ranks = world()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopar.mpi.judgement import Seen, judge
+from autopar.launch.failure_detector import Seen, judge
 
 #: Rank 0 to 3, all at work in step 7, heard of just now.
 WORKING = [Seen(r, f"rank {r}", 7, "computing", "computes", 0.1, 0.1, 10.0) for r in range(4)]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from autopar import launch
-from autopar.cluster import read_cluster
 from autopar.errors import LaunchError
+from autopar.launch import launcher
+from autopar.launch.cluster_file import read_cluster
 from tests.mpi.jobs import MPIEXEC
 
-HYDRA = launch.Mpirun("/opt/bin/mpiexec", "hydra")
-OPEN_MPI = launch.Mpirun("/opt/bin/mpirun", "open-mpi")
+HYDRA = launcher.Mpirun("/opt/bin/mpiexec", "hydra")
+OPEN_MPI = launcher.Mpirun("/opt/bin/mpirun", "open-mpi")
 
 CLUSTER = """
 # Two machines.
@@ -37,39 +37,39 @@ def cluster_file(folder: Path, text: str, name: str = "cluster.toml") -> str:
     return str(path)
 
 
-def line(mpirun: launch.Mpirun, ranks: list[launch.Ranks], cluster: object = None) -> str:
+def line(mpirun: launcher.Mpirun, ranks: list[launcher.Ranks], cluster: object = None) -> str:
     """The line without the program, which is checked here."""
-    command = launch.mpirun_command(mpirun, ranks, cluster, ["/train.py", "--lr", "1 2"])  # type: ignore[arg-type]
+    command = launcher.mpirun_command(mpirun, ranks, cluster, ["/train.py", "--lr", "1 2"])  # type: ignore[arg-type]
     program = shlex.join(command[-6:])
-    assert command[-6] == sys.executable and program.endswith("mpi/supervise.py /train.py --lr '1 2'"), program
+    assert command[-6] == sys.executable and program.endswith("launch/supervise.py /train.py --lr '1 2'"), program
     return shlex.join(command).replace(program, "RUN")
 
 
 def test_ranks_of_this_machine() -> None:
-    ranks = launch.plan_ranks(4, 2, None, "60")
+    ranks = launcher.plan_ranks(4, 2, None, "60")
     assert line(HYDRA, ranks) == "/opt/bin/mpiexec -n 4 -env JAX_NUM_CPU_DEVICES 2 -env AUTOPAR_WATCHDOG 60 RUN"
     flags = "-x JAX_NUM_CPU_DEVICES=2 -x AUTOPAR_WATCHDOG=60"
     assert line(OPEN_MPI, ranks).endswith(f"-n 4 {flags} RUN")
     assert line(OPEN_MPI, ranks).startswith("/opt/bin/mpirun --bind-to none --oversubscribe")
-    assert line(launch.Mpirun("/opt/x", "other"), launch.plan_ranks(3, None, None)) == "/opt/x -n 3 RUN"
+    assert line(launcher.Mpirun("/opt/x", "other"), launcher.plan_ranks(3, None, None)) == "/opt/x -n 3 RUN"
     with pytest.raises(LaunchError, match="neither mpich's nor Open MPI's"):
-        line(launch.Mpirun("/opt/x", "other"), ranks)
+        line(launcher.Mpirun("/opt/x", "other"), ranks)
 
 
 def test_ranks_kept_on_a_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def flags(*arguments: str) -> str:
-        assert launch.main(["--mpirun", str(MPIEXEC), "--dry-run", *arguments, __file__]) == 0
+        assert launcher.main(["--mpirun", str(MPIEXEC), "--dry-run", *arguments, __file__]) == 0
         return capsys.readouterr().out.split(sys.executable)[0]
 
-    monkeypatch.setattr(launch, "cores", lambda: 2)
+    monkeypatch.setattr(launcher, "cores", lambda: 2)
     assert all("-bind-to core" in flags(*a) for a in (["-n", "2"], ["-n", "4"], ["-n", "1", "--bind", "core"]))
     others = (["-n", "1"], ["-n", "2", "--devices", "2"], ["-n", "2", "--bind", "none"])
     assert not any("-bind-to" in flags(*a) for a in others)
-    command = launch.mpirun_command(OPEN_MPI, launch.plan_ranks(2, None, None), None, ["/train.py"], is_bound=True)
+    command = launcher.mpirun_command(OPEN_MPI, launcher.plan_ranks(2, None, None), None, ["/train.py"], is_bound=True)
     assert command[1:4] == ["--bind-to", "core:overload-allowed", "--oversubscribe"]
     with pytest.raises(LaunchError, match="--bind core: /opt/x is neither"):
-        launch.mpirun_command(
-            launch.Mpirun("/opt/x", "other"), launch.plan_ranks(2, None, None), None, ["/train.py"], is_bound=True
+        launcher.mpirun_command(
+            launcher.Mpirun("/opt/x", "other"), launcher.plan_ranks(2, None, None), None, ["/train.py"], is_bound=True
         )
 
 
@@ -79,25 +79,25 @@ def test_ranks_of_a_cluster(tmp_path: Path) -> None:
         ("node1", "10.0.0.1", 2, 2, ()),
         ("node2", "node2", 2, 2, ((0, 1), (2, 5))),
     ]
-    ranks = launch.plan_ranks(None, None, cluster)
+    ranks = launcher.plan_ranks(None, None, cluster)
     first, second, third = line(HYDRA, ranks, cluster).split(" : ")
     assert first == "/opt/bin/mpiexec -hosts 10.0.0.1:2,node2:2 -n 2 -env JAX_NUM_CPU_DEVICES 2 RUN"
     numbers = "-env JAX_CUDA_VISIBLE_DEVICES {0} -env JAX_ROCM_VISIBLE_DEVICES {0}"
     assert second == f"-n 1 -env JAX_NUM_CPU_DEVICES 2 {numbers.format('0,1')} RUN"
     assert third == f"-n 1 -env JAX_NUM_CPU_DEVICES 2 {numbers.format('2,5')} RUN"
     assert "--host 10.0.0.1:2,node2:2" in line(OPEN_MPI, ranks, cluster)
-    assert launch.plan_ranks(4, None, cluster) == ranks
+    assert launcher.plan_ranks(4, None, cluster) == ranks
     with pytest.raises(LaunchError, match="-n 3, but the cluster file has 4 processes"):
-        launch.plan_ranks(3, None, cluster)
+        launcher.plan_ranks(3, None, cluster)
     with pytest.raises(LaunchError, match="leave --devices out"):
-        launch.plan_ranks(None, 2, cluster)
+        launcher.plan_ranks(None, 2, cluster)
 
 
 def test_equal_hosts_are_one_group(tmp_path: Path) -> None:
     text = '[[host]]\nname = "a"\n[[host]]\nname = "b"\n'
     cluster = read_cluster(cluster_file(tmp_path, text))
     expected = "/opt/bin/mpiexec -hosts a:1,b:1 -n 2 -env JAX_NUM_CPU_DEVICES 1 RUN"
-    assert line(HYDRA, launch.plan_ranks(None, None, cluster), cluster) == expected
+    assert line(HYDRA, launcher.plan_ranks(None, None, cluster), cluster) == expected
 
 
 def test_a_resource_file(tmp_path: Path) -> None:
@@ -167,14 +167,14 @@ def test_what_cannot_be_started(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     cluster_file(tmp_path, '[[host]]\nname = "nowhere.invalid"\n', "far.toml")
-    assert launch.main(flags) == 2
+    assert launcher.main(flags) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["-n", "0"], ["-n", "x"], ["--watchdog", "soon"], ["--watchdog", "-1"]])
 def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as raised:
-        launch.main([*flags, "train.py"])
+        launcher.main([*flags, "train.py"])
     assert raised.value.code == 2 and "argument" in capsys.readouterr().err
 
 
@@ -183,7 +183,7 @@ def test_a_dry_run_prints_the_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train me.py").write_text("raise SystemExit('it ran')")
-    assert launch.main(["-n", "2", "--dry-run", "train me.py", "-n", "3"]) == 0
+    assert launcher.main(["-n", "2", "--dry-run", "train me.py", "-n", "3"]) == 0
     printed = capsys.readouterr().out
     words = shlex.split(printed)
     assert words[0] == str(MPIEXEC) and words[words.index("-n") + 1] == "2" and printed.count("\n") == 1

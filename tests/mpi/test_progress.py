@@ -6,8 +6,8 @@ import tempfile
 
 import pytest
 
-from autopar.mpi import progress, supervise
-from autopar.mpi.progress import PAGE_BYTES, Progress
+from autopar.launch import progress, supervise
+from autopar.launch.progress import PAGE_BYTES, Progress
 
 
 def test_marks() -> None:

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from autopar.errors import LaunchError
+from autopar.launch.sameness import check_same
 from autopar.mpi.launchers import Launched, launched
-from autopar.mpi.sameness import check_same
 from autopar.mpi.world import World, world
 from tests.mpi.conftest import Run
 from tests.mpi.jobs import ROOT
@@ -121,7 +121,7 @@ def test_ranks_that_do_not_do_the_same(run_ranks: Run) -> None:
     script = """
     import autopar
     from autopar.errors import LaunchError
-    from autopar.mpi.sameness import check_same
+    from autopar.launch.sameness import check_same
     from autopar.mpi.world import world
     here = world()
 

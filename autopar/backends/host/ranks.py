@@ -24,9 +24,9 @@ from autopar.backends.spread import backends
 from autopar.backends.watched import watched
 from autopar.ir.plan import Plan
 from autopar.ir.stages import Side
+from autopar.launch.progress import mark
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import Asked, Exchange
-from autopar.mpi.progress import mark
 
 Array = Any
 

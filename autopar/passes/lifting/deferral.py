@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.fading import find_fading
+from autopar.analysis.rules.elementwise import ELEMENTWISE
+from autopar.analysis.settling import find_settled
 from autopar.ir.deferred import Replay
-from autopar.ir.fading import find_fading
 from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Refusal
-from autopar.ir.rules.elementwise import ELEMENTWISE
-from autopar.ir.settling import find_settled
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.lifting.off_rows import OffScope
 from autopar.passes.lifting.scope import Scope

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from autopar.analysis.row_ids import id_params, ids_equation, index_atoms
+from autopar.analysis.rules import ALIGNED, resized
 from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
-from autopar.ir.row_ids import id_params, ids_equation, index_atoms
 from autopar.ir.rowspace import Access, Free, Row
-from autopar.ir.rules import ALIGNED, resized
 from autopar.passes.lifting.scope import Scope
 
 

@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from autopar.analysis.row_ids import Index
+from autopar.analysis.rules import RESIZE, resized
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.row_ids import Index
 from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
-from autopar.ir.rules import RESIZE, resized
 from autopar.ir.slicing import clone
 
 #: What an import brings into a nested block: a dense value, a value at a family's rows, or a route.

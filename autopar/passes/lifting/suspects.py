@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.rules import ALIGNED
+from autopar.analysis.rules.elementwise import ELEMENTWISE
 from autopar.ir.program import Atom, Equation, Literal, Var
 from autopar.ir.rowspace import Const, Free, Row
-from autopar.ir.rules import ALIGNED
-from autopar.ir.rules.elementwise import ELEMENTWISE
 from autopar.passes.lifting.scope import Scope
 
 #: Zero in, zero out: a divisor that is made of a zero by these is zero.

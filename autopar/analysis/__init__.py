@@ -1,0 +1,1 @@
+"""Facts that are found by walking a Program."""

@@ -1,0 +1,203 @@
+"""Where an operand's batch axis goes in an equation's results, primitive by primitive.
+
+`place` says where it goes; `partners` says which axes of the other operands run along with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autopar.analysis.rules import ALIGNED
+from autopar.ir.program import Equation
+
+#: The place of an axis that is reduced or contracted away.
+SUMMED = -1
+_WORKS_ALONG = frozenset({"concatenate", "sort"})
+_ELEMENTWISE = frozenset(ALIGNED - _WORKS_ALONG)
+#: Operands of one rank lie along each other.
+_ALONGSIDE = _ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
+
+
+def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
+    """Where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed.
+
+    `devices`: over how many of them it is to be spread.
+    """
+    if equation.op == "reshape":
+        return _reshape(equation, axis, devices)
+    if equation.op in _ELEMENTWISE:
+        same = len(equation.inputs[k].shape) == len(equation.outputs[0].shape)
+        return axis if same and equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis] else None
+    rule = _PLACES.get(equation.op)
+    return None if rule is None else rule(equation, k, axis)
+
+
+def partners(equation: Equation, k: int, axis: int) -> Sequence[tuple[int, int]]:
+    """(operand, axis) of the other operands' axes that run along with an axis of operand k."""
+    if equation.op in _ALONGSIDE:
+        rank = len(equation.inputs[k].shape)
+        return [(j, axis) for j, a in enumerate(equation.inputs) if j != k and len(a.shape) == rank]
+    if equation.op == "stack":
+        return [(j, axis) for j in range(len(equation.inputs)) if j != k]
+    pairs = _PAIRED.get(equation.op)
+    return [] if pairs is None else [(1 - k, dims[1 - k]) for dims in pairs(equation) if k < 2 and dims[k] == axis]
+
+
+def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
+    to = equation.params["broadcast_dimensions"][axis]
+    return to if equation.outputs[0].shape[to] == equation.inputs[0].shape[axis] else None
+
+
+def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
+    """Equal shares stay equal shares where the axis leads what it is merged with or split into.
+
+    Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
+    """
+    old, new = equation.inputs[0].shape, equation.outputs[0].shape
+    before = _size(old[:axis])
+    found = next((d for d in range(len(new)) if _size(new[:d]) == before and new[d] > 1), None)
+    if found is None or new[found] % devices == 0 or old[axis] % devices or found + 1 == len(new):
+        return found
+    is_split = old[axis] % (new[found] * new[found + 1]) == 0
+    return found + 1 if is_split and new[found + 1] % devices == 0 else found
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def _tile(equation: Equation, k: int, axis: int) -> int | None:
+    return axis if equation.params["reps"][axis] == 1 else None
+
+
+def _transpose(equation: Equation, k: int, axis: int) -> int | None:
+    return list(equation.params["permutation"]).index(axis)
+
+
+def _squeeze(equation: Equation, k: int, axis: int) -> int | None:
+    rank = len(equation.inputs[0].shape)
+    return _without([d % rank for d in equation.params["dimensions"]], axis)
+
+
+def _reduce(equation: Equation, k: int, axis: int) -> int | None:
+    gone = equation.params["axes"]
+    return SUMMED if axis in gone else _without(gone, axis)
+
+
+def _without(gone: Sequence[int], axis: int) -> int | None:
+    return None if axis in gone else axis - sum(d < axis for d in gone)
+
+
+def _kept(equation: Equation, k: int, axis: int) -> int | None:
+    """Slices, pads, sorts and scans along other axes."""
+    p = equation.params
+    if equation.op == "pad" and tuple(p["padding_config"][axis]) != (0, 0, 0):  # (1, -1) keeps the size, and shifts
+        return None
+    along = p.get("axis", p.get("dimension", p.get("dimensions", ())))
+    if axis in (along if isinstance(along, tuple) else (along,)):
+        return None
+    same = equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis]
+    return axis if same or equation.op == "concatenate" else None
+
+
+def _stack(equation: Equation, k: int, axis: int) -> int | None:
+    return axis + (equation.params["axis"] <= axis)
+
+
+def _unstack(equation: Equation, k: int, axis: int) -> int | None:
+    return _without([equation.params["axis"]], axis)
+
+
+def _gather(equation: Equation, k: int, axis: int) -> int | None:
+    """Along with the examples' ids, or with the window of an operand."""
+    numbers = equation.params["dimension_numbers"]
+    if k == 1:
+        examples = [d for d in range(len(equation.outputs[0].shape)) if d not in numbers.offset_dims]
+        return examples[axis] if axis < len(examples) else None
+    if axis in numbers.operand_batching_dims:
+        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+        return _gather(equation, 1, paired)
+    shape = equation.inputs[0].shape
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    if axis in gone or equation.params["slice_sizes"][axis] != shape[axis]:
+        return None
+    return numbers.offset_dims[[d for d in range(len(shape)) if d not in gone].index(axis)]
+
+
+def _gather_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
+    numbers = equation.params["dimension_numbers"]
+    return list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+
+
+def _dot(equation: Equation, k: int, axis: int) -> int | None:
+    contract, batch = equation.params["dimension_numbers"]
+    if axis in contract[k]:
+        return SUMMED
+    if axis in batch[k]:
+        return batch[k].index(axis)
+    free = [d for d in range(len(equation.inputs[k].shape)) if d not in contract[k] and d not in batch[k]]
+    left = len(equation.inputs[0].shape) - len(contract[0]) - len(batch[0]) if k == 1 else 0
+    return len(batch[k]) + left + free.index(axis)
+
+
+def _dot_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
+    return [pair for dims in equation.params["dimension_numbers"] for pair in zip(*dims, strict=True)]
+
+
+def _convolve(equation: Equation, k: int, axis: int) -> int | None:
+    """Along with the left operand's batch, or with the groups (those of a convolution with a kernel by example)."""
+    numbers = equation.params["dimension_numbers"]
+    if any(dims[k] == axis for dims in _group_pairs(equation)):
+        return numbers.out_spec[1]
+    return numbers.out_spec[0] if k == 0 and axis == numbers.lhs_spec[0] else None
+
+
+def _group_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
+    """Axes of both operands that are taken apart into a convolution's groups; shares hold whole groups or none."""
+    p, numbers = equation.params, equation.params["dimension_numbers"]
+    by_feature, by_batch = (p[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
+    return [(numbers.lhs_spec[0 if by_batch else 1], numbers.rhs_spec[0])] if by_feature or by_batch else []
+
+
+#: Of an array that is read in windows; the second operand of some has the windows' own axes.
+_WINDOWED = frozenset(
+    "reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add".split()
+)
+
+
+def _windowed(equation: Equation, k: int, axis: int) -> int | None:
+    """Windows of one element, each in its place."""
+    p, names = equation.params, ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    sizes = (p[name][axis] for name in names if name in p)
+    return axis if all(size == 1 for size in sizes) and tuple(p["padding"][axis]) == (0, 0) else None
+
+
+def _transform(equation: Equation, k: int, axis: int) -> int | None:
+    return axis if axis < len(equation.inputs[0].shape) - len(equation.params["fft_lengths"]) else None
+
+
+_PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "tile": _tile,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "gather": _gather,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolve,
+    "stack": _stack,
+    "unstack": _unstack,
+    **{op: _windowed for op in _WINDOWED},
+    "fft": _transform,
+    **{f"reduce_{op}": _reduce for op in ("sum", "max", "min", "prod", "and", "or")},
+    **{op: _reduce for op in ("argmax", "argmin")},
+    **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},
+    **{op: _kept for op in ("slice", "dynamic_slice", "dynamic_update_slice", "pad", *_WORKS_ALONG)},
+}
+#: Of the first two operands, pairs of axes along which they are matched.
+_PAIRED: Mapping[str, Callable[[Equation], Sequence[tuple[int, int]]]] = {
+    "dot_general": _dot_pairs,
+    "gather": _gather_pairs,
+    "conv_general_dilated": _group_pairs,
+}

@@ -1,0 +1,293 @@
+"""What a device (or a rank) has of a value when it runs its own part of a step.
+
+Three things can be had of a global value: all of it (`None`), an equal share along one axis (`Spread`), or an addend of
+it (`Partial`: the value is the sum over all). `place_spread` and `keeps_partial` say what an equation makes of such
+operands. Both are sound: what they have no rule for is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.batch_rules import SUMMED, partners, place
+from autopar.analysis.rules import ALIGNED, RESIZE
+from autopar.ir.program import Equation, Source, Var
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """An equal share along an axis. `owner`: of the rows that a device owns, not of the examples that it has."""
+
+    axis: int
+    owner: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """An addend of the value."""
+
+
+PARTIAL = Partial()
+#: None: all of the value.
+State = Spread | Partial | None
+
+
+class NotLocal(Exception):
+    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it."""
+
+    def __init__(self, reason: str, source: Source | None = None, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.source = source
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.source})" if self.source else self.reason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """A place where something is reduced over all devices.
+
+    Attributes:
+      type: Of what is reduced.
+      op: "sum", "max", "min", "and", "or" or "prod".
+      nested: Whether it stands in a loop or branch.
+      source: The user's line.
+    """
+
+    type: Any
+    op: str
+    nested: bool
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalFacts:
+    """What `localize` found.
+
+    Attributes:
+      outputs: What each device has of the block's outputs.
+      owned: Variables that are shares of an owner's rows.
+      reductions: All reductions.
+      inside: What a device computes on its own examples from a reduced value (as batch norm does), None if nothing.
+    """
+
+    outputs: tuple[State, ...]
+    owned: frozenset[Var]
+    reductions: tuple[Reduction, ...]
+    inside: NotLocal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OncePerRow:
+    """What `once_per_row` did.
+
+    Attributes:
+      counts: (rows, lookups) of the ids by which something is computed for distinct rows.
+      share: Operations of the program's products that are left, of those before.
+    """
+
+    counts: tuple[tuple[int, int], ...]
+    share: float
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{rows} rows for {lookups} lookups" for rows, lookups in self.counts)
+        return f"{told}; {self.share:.0%} of the products' operations are left"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What an equation makes of spread operands.
+
+    Attributes:
+      axis: Where the shares are in the results; SUMMED if they are reduced or contracted.
+      needed: Operand -> the axis along which it must be spread as well.
+    """
+
+    axis: int
+    needed: Mapping[int, int] = field(default_factory=dict)
+
+
+def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) -> Placed:
+    """Where equal shares of some operands end up.
+
+    Args:
+      equation: Without bodies.
+      spread: Operand -> the axis along which it is spread, for those that are.
+      devices: N.
+
+    Raises:
+      NotLocal: there is no rule, or the operands don't go together.
+    """
+    op = equation.op
+    if op.startswith("scatter"):
+        return _scatter(equation, spread)
+    if op == "conv_general_dilated":
+        contracted = _contracting_convolution(equation)
+        if contracted is not None and any(contracted[k] == axis for k, axis in spread.items()):
+            return _agreed(equation, spread, {0: contracted[0], 1: contracted[1]}, SUMMED)
+        if _takes_groups_apart(equation, spread, devices):
+            raise NotLocal(f"{op} in groups of examples of several devices", equation.source)
+    needed: dict[int, int] = {}
+    places: set[int] = set()
+    for k, axis in spread.items():
+        at = place(equation, k, axis, devices)
+        if at is None:
+            raise NotLocal(f"{op} works along the examples", equation.source)
+        places.add(at)
+        for j, along in partners(equation, k, axis):
+            is_same = equation.inputs[j].shape[along] == equation.inputs[k].shape[axis]
+            if is_same or op == "conv_general_dilated":  # groups, of any number of features each
+                needed[j] = along
+            elif equation.inputs[j].shape[along] != 1 or op not in ALIGNED:  # one for all examples
+                raise NotLocal(f"{op} works along the examples", equation.source)
+    if len(places) > 1:
+        raise NotLocal(f"{op} of examples with other examples", equation.source)
+    (at,) = places
+    out = equation.outputs[0]
+    if at != SUMMED and (out.shape[at] % devices or (op == "reshape" and not _equal_shares(equation, spread[0], at))):
+        raise NotLocal(f"{op} takes the examples apart", equation.source)
+    return _agreed(equation, spread, needed, at)
+
+
+def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Mapping[str, Any]:
+    """The parameters of an equation that is run on a part of its operands.
+
+    Args:
+      equation: Without bodies.
+      spread: Operand -> the axis of which it is a part.
+      axis: Of the results.
+      size: Of that axis.
+    """
+    if equation.op not in RESIZE:
+        return equation.params
+    if equation.op == "gather":
+        batching = equation.params["dimension_numbers"].operand_batching_dims
+        if 0 not in spread or spread[0] in batching:
+            return equation.params
+    return RESIZE[equation.op](equation, axis, size)
+
+
+def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, int], axis: int) -> Placed:
+    if any(needed.get(k, along) != along for k, along in spread.items()):
+        raise NotLocal(f"{equation.op} of examples with other examples", equation.source)
+    return Placed(axis, {k: along for k, along in needed.items() if k not in spread})
+
+
+def _equal_shares(equation: Equation, axis: int, to: int) -> bool:
+    """Whether a reshape leaves what is ahead of an axis, so that equal shares stay equal shares."""
+    old, new = equation.inputs[0].shape, equation.outputs[0].shape
+    return int(np.prod(old[:axis], dtype=np.int64)) == int(np.prod(new[:to], dtype=np.int64))
+
+
+def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
+    """The axes of both operands over which a convolution sums; None of one whose features are in groups."""
+    p = equation.params
+    if p["feature_group_count"] != 1:
+        return None
+    numbers = p["dimension_numbers"]
+    return numbers.lhs_spec[1], numbers.rhs_spec[1]
+
+
+def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], devices: int) -> bool:
+    """Whether shares along the groups of a convolution aren't whole groups."""
+    p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
+    groups = max(p["feature_group_count"], p["batch_group_count"])
+    return groups % devices != 0 and any(place(equation, k, axis) == out for k, axis in spread.items())
+
+
+def _scatter(equation: Equation, spread: Mapping[int, int]) -> Placed:
+    """Examples' updates at examples' indices, added up; or everything along a batching dimension."""
+    numbers = equation.params["dimension_numbers"]
+    updates = equation.inputs[2]
+    examples = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    paired = list(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
+    for operand, index in paired:
+        axes = {0: operand, 1: index, 2: examples[index]}
+        if any(axes[k] == axis for k, axis in spread.items()):
+            return _agreed(equation, spread, axes, operand)
+    if 0 in spread or equation.op != "scatter-add":
+        raise NotLocal(f"{equation.op} works along the examples", equation.source)
+    index = spread[1] if 1 in spread else examples.index(spread[2]) if spread[2] in examples else None
+    if index is None or index >= len(equation.inputs[1].shape) - 1:
+        raise NotLocal(f"{equation.op} works along the examples", equation.source)
+    return _agreed(equation, spread, {1: index, 2: examples[index]}, SUMMED)
+
+
+# --- addends ---
+
+#: Linear in the first operand, whatever the others are.
+_LINEAR_IN_FIRST = frozenset(
+    "neg broadcast_in_dim reshape transpose squeeze reduce_sum slice dynamic_slice copy copy_p rev tile cumsum gather "
+    "real imag split unstack stop_gradient".split()
+)
+#: Linear in all operands together.
+_SUMS = frozenset({"add", "add_any", "sub", "ap.plus", "concatenate", "stack", "scatter-add", "dynamic_update_slice"})
+#: Operands of such that aren't values but say where.
+_INDICES = {"scatter-add": (1,), "dynamic_update_slice": tuple(range(2, 16))}
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+
+
+def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] | None:
+    """Whether the results of addends add up to the result, every other operand being whole.
+
+    Returns:
+      None if they don't; else the operands that are no addends, and of which one device only may take part.
+    """
+    op = equation.op
+    if op == "gather" and not _fills_with_zeros(equation):
+        return None
+    if op in _LINEAR_IN_FIRST:
+        return () if partial[0] and not any(partial[1:]) else None
+    if op == "convert_element_type":
+        return () if _widens(equation) else None
+    if op in _PRODUCTS:
+        return () if sum(partial) == 1 and np.dtype(equation.outputs[0].dtype) != np.bool_ else None
+    if op == "div":
+        return () if partial[0] and not partial[1] and _is_float(equation) else None
+    if op == "pad":
+        return (1,) if partial[0] else None
+    if op == "select_n":
+        return None if partial[0] else [k for k in range(1, len(partial)) if not partial[k]]
+    if op in _SUMS:
+        where = _INDICES.get(op, ())
+        if any(partial[k] for k in where if k < len(partial)):
+            return None
+        return [k for k in range(len(partial)) if not partial[k] and k not in where]
+    return None
+
+
+def _is_float(equation: Equation) -> bool:
+    return all(jax_compat.is_float(a.dtype) for a in equation.inputs)
+
+
+def _fills_with_zeros(equation: Equation) -> bool:
+    """Whether what is out of range is as good as zero: the sum of all devices' NaN is NaN."""
+    p = equation.params
+    if p["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = p["fill_value"]
+    return jax_compat.is_float(equation.outputs[0].dtype) if fill is None else not np.any(np.asarray(fill))
+
+
+def _widens(equation: Equation) -> bool:
+    """Rounding each addend is not rounding their sum; an integer may wrap around in an addend and not in the sum."""
+    old, new = np.dtype(equation.inputs[0].dtype), np.dtype(equation.outputs[0].dtype)
+    if jax_compat.is_float(old) and jax_compat.is_float(new):
+        return jax_compat.holds_floats(new, old)
+    return old.kind in "iu" and new.itemsize == old.itemsize
+
+
+#: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
+REDUCES: Mapping[str, str] = {f"reduce_{op}": op for op in ("sum", "max", "min", "and", "or", "prod")} | {
+    "dot_general": "sum",
+    "conv_general_dilated": "sum",
+    "scatter-add": "sum",
+}

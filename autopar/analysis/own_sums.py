@@ -1,0 +1,164 @@
+"""Where a step that is written for one device of several means something else than it would as a step for one device.
+
+That is where a device uses what it reduced over its own examples before it is reduced over the devices: to normalize
+those examples (batch norm), to clip its own gradient; and where sums over devices aren't means. What goes through
+linear equations to a `pmean` is the same in both.
+
+Nothing rests on it: this is what `explain` tells. What can't be followed isn't told.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.analysis.batch import follow_batch
+from autopar.ir.program import Atom, Block, Equation, Literal, Var
+
+
+class Kind(enum.IntEnum):
+    """How a value differs from device to device."""
+
+    SAME = 0
+    #: A reduction over the device's examples, and what is linear in it.
+    OWN = 1
+    #: The device's examples, and what is computed of them; also of OWN, once that was told.
+    EXAMPLES = 2
+
+
+_REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "dot_general", "scatter-add", "argmax"})
+#: Linear in all operands together.
+_LINEAR = frozenset(
+    {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "stop_gradient", "optimization_barrier"}
+    | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "concatenate", "rev", "reduce_sum"}
+    | {"stack", "unstack", "split"}
+)
+#: Linear in each of two operands.
+_BILINEAR = frozenset({"mul", "dot_general"})
+_SAME_SIZE = frozenset({"neg", "convert_element_type", "copy", "broadcast_in_dim", "reshape", "transpose", "squeeze"})
+_REDUCES_DEVICES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter")
+
+
+@dataclass(eq=False)
+class _Flow:
+    axis: str
+    count: int
+    axes: Mapping[Var, int]
+    kinds: dict[Var, Kind] = field(default_factory=dict)
+    used: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+
+    def follow(self, block: Block) -> None:
+        means = self._means(block)
+        for equation in block.equations:
+            kinds = [self.kind(a) for a in equation.inputs]
+            if equation.bodies:
+                found = self._nested(equation, kinds)
+            elif equation.op in _REDUCES_DEVICES:
+                found = [Kind.SAME] * len(equation.outputs)
+                if equation.op.startswith("psum") and equation not in means and Kind.OWN in kinds:
+                    self.added.append(equation.where)
+            else:
+                found = [self._plain(equation, kinds)] * len(equation.outputs)
+            self.kinds.update(zip(equation.outputs, found, strict=True))
+
+    def kind(self, atom: Atom) -> Kind:
+        return Kind.SAME if isinstance(atom, Literal) else self.kinds.get(atom, Kind.SAME)
+
+    def _means(self, block: Block) -> set[Equation]:
+        """Sums over devices that are divided by their number, before or after (as derivatives of means are)."""
+        users: dict[Atom, list[Equation]] = {}
+        for equation in block.equations:
+            for atom in equation.inputs:
+                users.setdefault(atom, []).append(equation)
+        producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
+
+        def divides(e: Equation) -> bool:
+            by = e.inputs[1] if e.op == "div" else None
+            return isinstance(by, Literal) and by.shape == () and float(by.value) == self.count
+
+        def is_divided(atom: Atom) -> bool:
+            made = producers.get(atom)
+            if made is None:
+                return False
+            return divides(made) or (made.op in _SAME_SIZE and is_divided(made.inputs[0]))
+
+        def is_mean(e: Equation) -> bool:
+            after = all(users.get(v) and all(map(divides, users[v])) for v in e.outputs)
+            return after or all(map(is_divided, e.inputs))
+
+        return {e for e in block.equations if e.op.startswith("psum") and is_mean(e)}
+
+    def _plain(self, equation: Equation, kinds: Sequence[Kind]) -> Kind:
+        if all(k is Kind.SAME for k in kinds):
+            return Kind.SAME
+        if Kind.OWN not in kinds:
+            along = any(v in self.axes for v in equation.outputs)
+            return Kind.OWN if equation.op in _REDUCES and not along else Kind.EXAMPLES
+        others = [k for k in kinds if k is not Kind.OWN]
+        linear = Kind.EXAMPLES not in others and (
+            equation.op in _LINEAR
+            or (equation.op in _BILINEAR and len(others) == 1)
+            or (equation.op == "div" and kinds[1] is Kind.SAME)
+            or (equation.op == "select_n" and kinds[0] is Kind.SAME)
+        )
+        if linear:
+            return Kind.OWN
+        self.used.append(equation.where)
+        return Kind.EXAMPLES
+
+    def _nested(self, equation: Equation, kinds: Sequence[Kind]) -> list[Kind]:
+        """Bodies of branches and loops; a carry is of the highest kind that it ever is."""
+        body_inputs = len(equation.bodies[0].inputs)
+        given = list(kinds[len(kinds) - body_inputs :]) if len(kinds) >= body_inputs else [Kind.EXAMPLES] * body_inputs
+        first, carried = 0, 0
+        if equation.op == "scan":
+            first, carried = equation.params["num_consts"], equation.params["num_carry"]
+        while True:
+            results: list[Kind] = [Kind.SAME] * len(equation.outputs)
+            for body in equation.bodies:
+                if len(body.inputs) != body_inputs:
+                    return [max(kinds)] * len(equation.outputs)
+                self.kinds.update(zip(body.inputs, given, strict=True))
+                self.follow(body)
+                if len(body.outputs) != len(results):
+                    return [max(kinds)] * len(equation.outputs)
+                results = [max(a, self.kind(b)) for a, b in zip(results, body.outputs, strict=True)]
+            merged = [max(a, b) for a, b in zip(given[first : first + carried], results, strict=False)]
+            if merged == given[first : first + carried]:
+                return results
+            given[first : first + carried] = merged
+
+
+def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) -> list[str]:
+    """What differs from a step for one device, in words, with the user's lines.
+
+    Args:
+      block: The step as one device runs it.
+      axes: Of its inputs the axis of the examples, or None.
+      axis: The name by which it reduces over devices.
+      count: How many there are.
+    """
+    known = {var: along for var, along in zip(block.inputs, axes, strict=True) if along is not None}
+    followed = dict(known)
+    follow_batch(block.equations, followed, devices=1)
+    flow = _Flow(axis, count, followed, dict.fromkeys(known, Kind.EXAMPLES))
+    flow.follow(block)
+    told = []
+    if flow.used:
+        told.append(
+            f"each device uses what it reduced over its own examples ({_lines(flow.used)}): on one device that is what "
+            f"all examples give (batch norm, clipping by a norm: reduce over {axis!r} first for the same)"
+        )
+    if flow.added:
+        told.append(
+            f"values of {count} devices are added up ({_lines(flow.added)}): where they are means over a device's "
+            f"examples that is {count} times what one device computes (jax.lax.pmean is the same)"
+        )
+    return told
+
+
+def _lines(where: Sequence[str], most: int = 3) -> str:
+    lines = list(dict.fromkeys(where))
+    return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")

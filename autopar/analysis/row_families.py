@@ -1,0 +1,268 @@
+"""What an interpretation of the program (`RowFlow`) means for its families: which there are, and which can be lifted.
+
+A table's family is kept if
+
+- each of its leaves comes back, off the touched rows, as it was or as a constant (under `lazy`: as anything);
+- every use of it that is no row equation can read the leaf as a whole (before or after the update);
+- the ids of its lookups can be computed before its rows are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from autopar.analysis.row_flow import RowFlow
+from autopar.analysis.row_ids import index_atoms
+from autopar.ir.program import Atom, Equation, Program, Source
+from autopar.ir.rowspace import Access, Const, Refusal, RefusalKind, Row, RowSpace, Same
+from autopar.ir.slicing import hoist, needed_equations
+
+_LAZY = "sparse='lazy' moves only the touched rows, which is another function"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Families:
+    """What an interpretation of the program means for its families."""
+
+    program: Program
+    flow: RowFlow
+    lazy: bool
+    defer: bool
+    undeferred: Mapping[int, Refusal]
+    #: (Equations around an access, its index operand) -> what computes it: moved out of loops, and at the top.
+    slices: dict[tuple[tuple[Equation, ...], Atom], tuple[list[Equation], list[Equation]]] = field(default_factory=dict)
+
+    def _row(self, atom: Atom, space: RowSpace) -> Row | None:
+        """The value as rows of this family, if it is that."""
+        value = self.flow.value(atom)
+        return value if isinstance(value, Row) and self.flow.find(value.family) == space.family else None
+
+    def _leaf_families(self) -> dict[int, int]:
+        """Leaf -> its family."""
+        return {k: family for family, leaves in self._members().items() for k in leaves}
+
+    def _members(self) -> dict[int, list[int]]:
+        """Family -> its leaves."""
+        members: dict[int, list[int]] = {}
+        for k in self.flow.candidates:
+            members.setdefault(self.flow.family_of(k), []).append(k)
+        return members
+
+    def strangers(self) -> tuple[set[int], set[Equation]]:
+        """What has as many rows as a table by chance, belongs to none, and stands in the way of something: state
+        leaves, and equations that put something into zeros."""
+        troubled = self.flow.troubled()
+        looked_up = {k for k, _ in self.program.tables}
+        members = self._members()
+        tables = {family for family, leaves in members.items() if looked_up.intersection(leaves)}
+        leaves = {k for family, found in members.items() if family in troubled - tables for k in found}
+        entries = {e for f, e in self.flow.entries.items() if self.flow.find(f) in troubled - tables}
+        return leaves, entries
+
+    def suspects(self, spaces: Sequence[RowSpace]) -> list[RowSpace]:
+        """Those of which all rows are needed somewhere, whatever other families do; if there are none, those of which
+        all rows are needed where they meet others'."""
+        meetings: dict[int, set[int]] = {}
+        for family, refusal in (*self.flow.refusals, *self.flow.dense_reads):  # one refusal for all that meet
+            meetings.setdefault(id(refusal), set()).add(self.flow.find(family))
+        by_themselves = [s for s in spaces if {s.family} in meetings.values()]
+        return by_themselves or [s for s in spaces if any(s.family in met for met in meetings.values())]
+
+    def spaces(self) -> list[RowSpace]:
+        """The families that hold a table, with everything in them."""
+        looked_up = {k for k, _ in self.program.tables}
+        found = []
+        for family, leaves in self._members().items():
+            tables = tuple(k for k in leaves if k in looked_up)
+            accesses = tuple(a for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
+            if tables and any(a.is_lookup for a in accesses) and self._is_worth_lifting(leaves):
+                axes = tuple(self.flow.candidates[k] for k in leaves)
+                space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
+                found.append(dataclasses.replace(space, depends_on=self._id_families(space), notes=self._notes(space)))
+        return _closed(found)
+
+    def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
+        """Whether there is an update to save, or the rows are spread and would be brought together."""
+        block, new = self.program.block, self.program.new_states
+        updated = any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
+        return updated or any(self.program.inputs[k].layout is not None for k in leaves)
+
+    def _notes(self, space: RowSpace) -> tuple[str, ...]:
+        reads = [f"read whole: {r}" for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
+        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
+            value = self.flow.value(atom)
+            if (
+                isinstance(value, Row)
+                and self.flow.find(value.family) == space.family
+                and output.state not in space.leaves
+            ):
+                reads.append(f"the output {output.path} is written with all rows, {value.off} on untouched ones")
+        return tuple(dict.fromkeys(reads))
+
+    def causes(self, space: RowSpace) -> dict[int, Refusal]:
+        """Leaves that keep the family from being lifted, with the reason."""
+        for family, refusal in self.flow.refusals:
+            if self.flow.find(family) == space.family:
+                return dict.fromkeys(space.leaves, refusal)
+        changed = {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
+        if changed:
+            return changed
+        if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
+            return dict.fromkeys(space.leaves, Refusal("it meets rows of a table that is stored in another layout"))
+        repeated = self._repeated_effect(space)
+        if repeated is not None:
+            reason = "the ids of a lookup come from a callback inside a loop, which would run twice"
+            return dict.fromkeys(space.leaves, Refusal(reason, repeated.source, "call it before the loop"))
+        if space.family in space.depends_on:
+            where = next((a.equation.source for a in space.accesses if self._on_own_rows(space, a)), None)
+            reason = Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
+            return dict.fromkeys(space.leaves, reason)
+        return self._output_causes(space)
+
+    def _changes(self, space: RowSpace, leaf: int) -> Refusal | None:
+        """Why a leaf's new value isn't known off the touched rows."""
+        new = self.program.new_states
+        path = self.program.inputs[leaf].path
+        if leaf not in new:
+            return None
+        atom = self.program.block.outputs[new[leaf]]
+        value = self._row(atom, space)
+        source = self._defined_at(atom)
+        if value is not None and value.axis == self.flow.candidates[leaf]:
+            if value.off == Same(leaf, self.program.block.inputs[leaf].dtype) or isinstance(value.off, Const):
+                late = any(self.flow.find(f) == space.family for f in self.flow.after.get(atom, ()))
+                return Refusal(f"{path} depends on a read of the whole updated table", source) if late else None
+            mixed = next((e for f, e in self.flow.mixed_with_dense if self.flow.find(f) == space.family), None)
+            if mixed is None and (self.lazy or (self.defer and self._undeferred(space) is None)):
+                return None
+            read = self._product(space)
+            if read is not None:
+                return read
+            if mixed is not None:
+                what = "an array of all rows that isn't computed row by row (noise, a mask, another gradient)"
+                return Refusal(f"{mixed.op} mixes its rows with {what}", mixed.source)
+            why = self._undeferred(space) if self.defer else None
+            if why is not None:
+                return why
+            return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LAZY)
+        other = self.flow.value(atom)
+        if isinstance(other, Row):
+            owners = [k for k, found in self._leaf_families().items() if found == self.flow.find(other.family)]
+            names = ", ".join(self.program.inputs[k].path for k in owners[:2])
+            return Refusal(f"{path} is made anew from all rows of {names}", source)
+        return self._product(space) or Refusal(
+            f"{path} comes back as something that is not computed row by row", source
+        )
+
+    def _undeferred(self, space: RowSpace) -> Refusal | None:
+        """Why rows that a step doesn't touch can't be brought up to date later."""
+        known = next((self.undeferred[k] for k in space.leaves if k in self.undeferred), None)
+        if known is not None:
+            return known
+        read = next((r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family), None)
+        if read is not None:
+            reason = f"all of its rows move in every step, and it is read whole ({read.reason})"
+            return Refusal(reason, read.source, read.remedy)
+        written = next(iter(self._notes(space)), None)
+        return None if written is None else Refusal(f"all of its rows move in every step, and {written}")
+
+    def moves(self, space: RowSpace) -> bool:
+        """Whether a step moves rows that it doesn't touch."""
+        new, block = self.program.new_states, self.program.block
+        values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
+        return any(v is not None and not isinstance(v.off, (Const, Same)) for v in values)
+
+    def _product(self, space: RowSpace) -> Refusal | None:
+        """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of
+        it."""
+        reads = [r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
+        telling = [kind for kind in get_args(RefusalKind) if kind != "other"]
+        return next((r for kind in telling for r in reads if r.kind == kind), None)
+
+    def _defined_at(self, atom: Atom) -> Source | None:
+        for equation in reversed(self.program.block.equations):
+            if any(v is atom for v in equation.outputs):
+                return equation.source
+        return None
+
+    def _output_causes(self, space: RowSpace) -> dict[int, Refusal]:
+        """Outputs that aren't states and hold a row value which can't be had for all rows."""
+        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
+            if self._row(atom, space) is None or atom in self.flow.whole:
+                continue
+            if output.state is None or output.state not in space.leaves:
+                reason = Refusal(f"the output {output.path} needs all of its rows", self._defined_at(atom))
+                return dict.fromkeys(space.leaves, reason)
+        return {}
+
+    def _id_families(self, space: RowSpace) -> tuple[int, ...]:
+        """Families whose rows the ids of this one depend on directly."""
+        return tuple(sorted({f for access in space.accesses for f in self._families_of_ids(access)}))
+
+    def _families_of_ids(self, access: Access) -> set[int]:
+        """Families whose rows the ids of an access depend on."""
+        found: set[int] = set()
+        for inner, needed in self._slices(access):
+            found |= self._families_in(inner)
+            found |= self._families_in(needed)
+        return found
+
+    def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
+        """What computes the ids of an access. Many accesses share theirs."""
+        found = []
+        for atom in index_atoms(access):
+            key = access.path, atom
+            if key not in self.slices:
+                inner, outer, _ = hoist(access.path, atom)
+                roots = [outer, *(a for e in inner for a in e.inputs)]
+                self.slices[key] = inner, needed_equations(self.program.block, roots)
+            found.append(self.slices[key])
+        return found
+
+    def own_lookups(self, space: RowSpace) -> list[Equation]:
+        """Lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
+        lookups = [a for a in space.accesses if a.is_lookup and a.equation.inputs[0] in self.flow.whole]
+        return [a.equation for a in lookups if self._on_own_rows(space, a)]
+
+    def _on_own_rows(self, space: RowSpace, access: Access) -> bool:
+        return space.family in self._families_of_ids(access)
+
+    def _repeated_effect(self, space: RowSpace) -> Equation | None:
+        """An equation with effects that the ids of the family would need a second time, outside of its loop."""
+        own: set[Equation] | None = None
+        for access in space.accesses:
+            for inner, needed in self._slices(access):
+                for equation in (*inner, *needed):
+                    found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
+                    if not equation.effects and not found:
+                        continue
+                    own = set(self.program.block.equations) if own is None else own
+                    if equation not in own:
+                        return found[0] if found else equation
+        return None
+
+    def _families_in(self, equations: Sequence[Equation]) -> set[int]:
+        """Families whose routed rows the equations need (a read of the whole old leaf needs none)."""
+        found: set[int] = set()
+        for equation in equations:
+            if self.flow.roles.get(equation) == "dense" and not any(self.flow.whole.get(a) for a in equation.inputs):
+                continue
+            for atom in (*equation.inputs, *equation.outputs):
+                value = self.flow.value(atom)
+                if isinstance(value, Row):
+                    found.add(self.flow.find(value.family))
+            for body in equation.bodies:
+                found |= self._families_in(body.equations)
+        return found
+
+
+def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
+    """`depends_on` through any number of families."""
+    direct = {s.family: set(s.depends_on) for s in spaces}
+    for _ in spaces:
+        for found in direct.values():
+            found |= {g for f in tuple(found) for g in direct.get(f, ())}
+    return [dataclasses.replace(s, depends_on=tuple(sorted(direct[s.family]))) for s in spaces]

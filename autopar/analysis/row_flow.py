@@ -1,0 +1,238 @@
+"""The abstract interpreter of `analyze_rows`: runs `analysis.rules` over a program, values in place of arrays.
+
+It finds what each variable is along the rows of a family, which equations touch rows, and which need all of them.
+What that means for the families is for `analyze_rows` to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.analysis.rules import ALIGNED, RULES, Mixes
+from autopar.analysis.softmax import softmaxes
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
+
+
+@dataclass(eq=False)
+class RowFlow:
+    """One pass over the program with a given set of candidate leaves. Implements `analysis.rules.Analysis`."""
+
+    program: Program
+    candidates: Mapping[int, int]
+    values: dict[Var, Value] = field(default_factory=dict)
+    roles: dict[Equation, str] = field(default_factory=dict)
+    parents: list[int] = field(default_factory=list)
+    extents: list[int] = field(default_factory=list)
+    accesses: dict[Equation, tuple[int, Access]] = field(default_factory=dict)
+    refusals: list[tuple[int, Refusal]] = field(default_factory=list)
+    dense_reads: list[tuple[int, Refusal]] = field(default_factory=list)
+    mixed_with_dense: list[tuple[int, Equation]] = field(default_factory=list)
+    path: tuple[Equation, ...] = ()
+    #: Equations that make rows which turned out to be no table's.
+    barred: set[Equation] = field(default_factory=set)
+    #: Lookups whose ids depend on the rows they look up: they read all rows.
+    reading_whole: set[Equation] = field(default_factory=set)
+    entries: dict[int, Equation] = field(default_factory=dict)
+    #: Row values that can be had for all rows -> families whose committed leaves that needs.
+    whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
+    #: Top-level variables -> families whose committed leaves they depend on.
+    after: dict[Atom, frozenset[int]] = field(default_factory=dict)
+    _block: Block | None = None
+
+    def __post_init__(self) -> None:
+        inputs = self.program.block.inputs
+        self.table_extents = {inputs[k].shape[axis] for k, axis in self.candidates.items()}
+
+    # --- what rules ask (ir.rules.Analysis) ---
+
+    def find(self, family: int) -> int:
+        while self.parents[family] != family:
+            family = self.parents[family]
+        return family
+
+    def unite(self, rows: Sequence[Row]) -> int:
+        first = min(self.find(r.family) for r in rows)
+        for row in rows:
+            self.parents[self.find(row.family)] = first
+        return first
+
+    def extent(self, family: int) -> int:
+        return self.extents[self.find(family)]
+
+    def new_family(self, extent: int) -> int:
+        """A family by itself."""
+        self.parents.append(len(self.parents))
+        self.extents.append(extent)
+        return len(self.parents) - 1
+
+    def enter(self, equation: Equation, axis: int) -> int | None:
+        """A family for what an equation puts into zeros; None where it can't be a table's gradient."""
+        extent = equation.outputs[0].shape[axis]
+        if equation in self.barred or extent not in self.table_extents:
+            return None
+        family = self.new_family(extent)
+        self.entries[family] = equation
+        return family
+
+    def access(self, family: int, equation: Equation, axis: int) -> None:
+        self.accesses[equation] = (family, Access(equation, self.path, axis))
+
+    def role(self, equation: Equation, role: str) -> None:
+        self.roles[equation] = role
+
+    def checkpoint(self) -> tuple:
+        return (dict(self.accesses), list(self.refusals), list(self.dense_reads), list(self.mixed_with_dense))
+
+    def restore(self, mark: tuple) -> None:
+        self.accesses, self.refusals, self.dense_reads, self.mixed_with_dense = (type(m)(m) for m in mark)
+
+    def refused_since(self, mark: tuple) -> Refusal | None:
+        """The first refusal after a checkpoint."""
+        return next((refusal for _, refusal in self.refusals[len(mark[1]) :]), None)
+
+    def body(self, equation: Equation, block: Block, values: Sequence[Value]) -> list[Value]:
+        outer, self.path = self.path, (*self.path, equation)
+        fixed = equation.params["num_consts"] if equation.op == "scan" else len(block.inputs)
+        operands = equation.inputs[len(equation.inputs) - len(block.inputs) :]  # without a cond's index
+        for k, (var, value, operand) in enumerate(zip(block.inputs, values, operands, strict=True)):
+            self.values[var] = value
+            if k < fixed and self.whole.get(operand) == frozenset():
+                self.whole[var] = frozenset()
+            else:
+                self.whole.pop(var, None)
+        self._equations(block)
+        self.path = outer
+        return [self.value(a) for a in block.outputs]
+
+    # --- the pass itself ---
+
+    def start(self) -> None:
+        block = self.program.block
+        for k, axis in self.candidates.items():
+            var = block.inputs[k]
+            self.values[var] = Row(axis, self.new_family(var.shape[axis]), Same(k, var.dtype))
+            self.whole[var] = frozenset()
+        self._equations(block)
+
+    def family_of(self, leaf: int) -> int:
+        """The family of a candidate leaf."""
+        value = self.values[self.program.block.inputs[leaf]]
+        assert isinstance(value, Row), "a candidate starts as rows"
+        return self.find(value.family)
+
+    def troubled(self) -> set[int]:
+        """Families whose rows met something that needs all of them."""
+        return {self.find(family) for family, _ in (*self.refusals, *self.dense_reads)}
+
+    def value(self, atom: Atom) -> Value:
+        return self.values.get(atom) if isinstance(atom, Var) else None
+
+    def _equations(self, block: Block) -> None:
+        outer, self._block = self._block, block
+        for equation in block.equations:
+            self._equation(equation)
+        self._block = outer
+
+    def _equation(self, equation: Equation) -> None:
+        values = [self.value(a) for a in equation.inputs]
+        self.roles.pop(equation, None)
+        self.accesses.pop(equation, None)
+        try:
+            results = self._apply(equation, values)
+        except Mixes as mixes:
+            results = [None] * len(equation.outputs)
+            self._read_whole(equation, values, mixes)
+        for var, value in zip(equation.outputs, results, strict=True):
+            self.values[var] = value
+        self._after(equation)
+        if any(isinstance(v, Row) for v in results):
+            self.roles.setdefault(equation, "rows")
+            self._note_whole(equation)
+            self._note_dense_operands(equation, values, results)
+
+    def _apply(self, equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
+        rule = RULES.get(equation.op)
+        if equation in self.reading_whole and any(isinstance(v, Row) for v in values):
+            raise Mixes("a lookup whose ids depend on rows of the same table", "compute the ids first")
+        if rule is not None:
+            return rule(equation, values, self)
+        if any(isinstance(v, Row) for v in values):
+            raise Mixes(f"{equation.op} has no rule for rows")
+        return [None] * len(equation.outputs)
+
+    def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
+        """An equation that needs all rows: read them, or refuse the families it needs them of."""
+        rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
+        refusal = self._refusal(equation, mixes)
+        possible = all(a in self.whole for a, _ in rows) and not (
+            self.path and any(self.whole[a] for a, _ in rows if isinstance(a, Var))
+        )
+        for _, row in rows:
+            (self.dense_reads if possible else self.refusals).append((row.family, refusal))
+        if possible:
+            self.roles[equation] = "dense"
+
+    def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
+        if mixes.kind != "sum" or self._block is None or equation not in softmaxes(self._block):
+            return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
+        reason = f"{equation.op} over all rows of the table, for a full softmax"
+        return Refusal(
+            reason, equation.source, "use a sampled softmax, or accept that this table stays dense", "softmax"
+        )
+
+    def _after(self, equation: Equation) -> None:
+        """Which committed leaves the results depend on (top level only)."""
+        if self.path:
+            return
+        found: set[int] = set()
+        for atom in equation.inputs:
+            if isinstance(atom, Var):
+                found |= self.after.get(atom, frozenset())
+                if self.roles.get(equation) == "dense":
+                    found |= self.whole.get(atom, frozenset())
+        if found:
+            self.after |= {v: frozenset(found) for v in equation.outputs}
+
+    def _note_whole(self, equation: Equation) -> None:
+        """Results that can be had for all rows: new values of leaves, constants, and what is made of such."""
+        updates = self._updates()
+        sources: frozenset[int] | None = frozenset()
+        for atom in equation.inputs:
+            if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):
+                needed = self.whole.get(atom)
+                sources = None if sources is None or needed is None else sources | needed
+        if self.roles[equation] != "rows" or not can_be_run_again(equation):
+            sources = None
+        for var in equation.outputs:
+            value = self.values[var]
+            if not isinstance(value, Row):
+                continue
+            if not self.path and isinstance(value.off, Same) and value.off.leaf in updates.get(var, ()):
+                self.whole[var] = frozenset([value.family])
+            elif sources is not None:
+                self.whole[var] = sources
+            elif not self.path and isinstance(value.off, Const):
+                self.whole[var] = frozenset()
+            else:
+                self.whole.pop(var, None)
+
+    def _updates(self) -> dict[Atom, tuple[int, ...]]:
+        """Output variable -> the state inputs that it is the new value of."""
+        if not hasattr(self, "_updates_cache"):
+            found: dict[Atom, tuple[int, ...]] = {}
+            for leaf, out in self.program.new_states.items():
+                atom = self.program.block.outputs[out]
+                found[atom] = (*found.get(atom, ()), leaf)
+            self._updates_cache = found
+        return self._updates_cache
+
+    def _note_dense_operands(self, equation: Equation, values: Sequence[Value], results: Sequence[Value]) -> None:
+        if equation.op not in ALIGNED:
+            return
+        row = next(v for v in results if isinstance(v, Row))
+        for atom, value in zip(equation.inputs, values, strict=True):
+            dense = value is None or (isinstance(value, Free) and row.axis not in value.axes)
+            if dense and atom.shape != () and not (isinstance(row.off, Const)):
+                self.mixed_with_dense.append((row.family, equation))

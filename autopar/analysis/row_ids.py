@@ -1,0 +1,203 @@
+"""Which rows a family's accesses mean, as equations at the top of the program.
+
+`collect_ids` computes the ids of all lookups and scatters of a family outside of the loops they stand in, each set of
+ids once: a forward lookup and its backward scatter share one. Ids come out flat, as int32, with what is out of range
+mapped to the number of rows (no row).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.analysis.batch import follow_batch
+from autopar.analysis.values import Numbering, atom_key
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.rowspace import Access, RowSpace
+from autopar.ir.slicing import hoist
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Index:
+    """The index operand of an access, computed outside of the loops around it.
+
+    Attributes:
+      path: The equations around the access, outermost first.
+      atom: The operand at the top of the program, with a leading axis for each equation of the path that `varies`.
+      varies: Whether the operand differs from iteration to iteration.
+    """
+
+    path: tuple[Equation, ...]
+    atom: Atom
+    varies: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowIds:
+    """The ids of a family: equations to append to the program's block, and their flat results.
+
+    Attributes:
+      equations: Those that compute the ids outside of loops, and the `row_ids` and `row_range`s.
+      results: Flat ids.
+      batched: For each result, whether equal shares of it are those of equal shares of the batch.
+      axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
+      indices: For each access its index operand outside of loops.
+    """
+
+    equations: tuple[Equation, ...]
+    results: tuple[Var, ...]
+    batched: tuple[bool, ...]
+    axes: Mapping[Equation, int | None]
+    indices: Mapping[Equation, Index]
+
+    @property
+    def count(self) -> int:
+        """Number of ids, duplicates included."""
+        return sum(v.shape[0] for v in self.results)
+
+    def count_on(self, devices: int) -> int:
+        """Number of ids that each device has, if the batch is spread over so many."""
+        return sum(v.shape[0] // (devices if b else 1) for v, b in zip(self.results, self.batched, strict=True))
+
+
+def index_atoms(access: Access) -> tuple[Atom, ...]:
+    """The operands of an access that say which rows it means (none for a static slice or pad)."""
+    equation = access.equation
+    if equation.op == "gather" or equation.op.startswith("scatter"):
+        return (equation.inputs[1],)
+    if equation.op == "dynamic_slice":
+        return (equation.inputs[1 + access.axis],)
+    if equation.op == "dynamic_update_slice":
+        return (equation.inputs[2 + access.axis],)
+    return ()
+
+
+def id_params(access: Access, extent: int) -> Mapping[str, Any]:
+    """Parameters of the `row_ids` (dynamic) or `row_range` (static) operation for an access.
+
+    `position`: which component of the index vectors is the row; `clip`: whether ids out of range mean the nearest
+    row (else none); `count`: adjacent rows from each start.
+    """
+    equation, axis = access.equation, access.axis
+    if equation.op == "gather":
+        position = equation.params["dimension_numbers"].start_index_map.index(axis)
+        return {"extent": extent, "position": position, "clip": "FILL" not in _mode(equation), "count": 1}
+    if equation.op.startswith("scatter"):
+        position = equation.params["dimension_numbers"].scatter_dims_to_operand_dims.index(axis)
+        return {"extent": extent, "position": position, "clip": "CLIP" in _mode(equation), "count": 1}
+    if equation.op == "dynamic_slice":
+        return {"extent": extent, "position": None, "clip": True, "count": equation.params["slice_sizes"][axis]}
+    if equation.op == "dynamic_update_slice":
+        return {"extent": extent, "position": None, "clip": True, "count": equation.inputs[1].shape[axis]}
+    if equation.op == "slice":
+        p = equation.params
+        stride = 1 if p["strides"] is None else p["strides"][axis]
+        return {"extent": extent, "start": p["start_indices"][axis], "stop": p["limit_indices"][axis], "stride": stride}
+    assert equation.op == "pad", f"{equation.op} is no access"
+    low, _, interior = (int(x) for x in equation.params["padding_config"][axis])
+    rows = equation.inputs[0].shape[axis]
+    stop = low + (rows - 1) * (interior + 1) + 1 if rows else low
+    return {"extent": extent, "start": low, "stop": stop, "stride": interior + 1}
+
+
+def _mode(equation: Equation) -> str:
+    return str(equation.params["mode"])
+
+
+def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
+    """The operation that makes flat ids of an access's index operand."""
+    if index is None:
+        size = len(range(params["start"], params["stop"], params["stride"]))
+        return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
+    shape = index.shape if params["position"] is None else index.shape[:-1]
+    size = int(np.prod(shape, dtype=np.int64)) * params["count"]
+    return Equation("ap.row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
+
+
+def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1) -> RowIds:
+    """The ids of all accesses of a family, each distinct set once.
+
+    Args:
+      block: The program's block.
+      space: The family.
+      batch: Batch axes of the program's variables.
+      devices: Over how many devices the batch is spread.
+    """
+    axes = dict(batch or {})
+    spread: dict[Equation, int | None] = {}
+    indices: dict[Equation, Index] = {}
+    numbering = Numbering()
+    if any(access.path for access in space.accesses):  # hoisted equations may stand in the block already
+        for equation in block.equations:
+            numbering.find(equation)
+    producers = {v: e for e in block.equations if e.op == "scan" for v in e.outputs}
+    wanted: dict[Any, tuple[Mapping[str, Any], Atom | None]] = {}
+    equations: list[Equation] = []
+    for access in space.accesses:
+        params = id_params(access, space.extent)
+        index: Atom | None = None
+        for atom in index_atoms(access):
+            inner, value, varies = hoist(access.path, atom)
+            returned, value = _returned_by_scan(value, producers)
+            inner = [*inner, *returned]
+            known = len(equations)
+            index = _append(inner, value, equations, numbering)
+            indices[access.equation] = Index(access.path, index, varies)
+            follow_batch(equations[known:], axes, devices=devices)
+            spread[access.equation] = axis = _spread_axis(access, atom, index, axes, devices)
+            params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
+        key = (None if index is None else atom_key(index), *(v for k, v in sorted(params.items()) if k != "clip"))
+        # Clipped ids include the unclipped ones, so one of the two is enough.
+        if key not in wanted or params.get("clip"):
+            wanted[key] = (params, index)
+    results = []
+    for params, index in wanted.values():
+        equations.append(ids_equation(params, index))
+        results.append(equations[-1].outputs[0])
+    batched = tuple(params.get("batch") is not None for params, _ in wanted.values())
+    return RowIds(tuple(equations), tuple(results), batched, spread, indices)
+
+
+def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int], devices: int) -> int | None:
+    """The batch axis of an access's index operand, if each device can do its own examples' part of the access.
+
+    The same axis must be found where the ids are computed, outside of loops: a device asks for rows by the one and
+    looks them up by the other.
+    """
+    if not isinstance(atom, Var) or not isinstance(index, Var) or atom not in axes:
+        return None
+    equation, axis, rank = access.equation, axes[atom], len(atom.shape)
+    if not (equation.op == "gather" or equation.op.startswith("scatter")):
+        return None
+    numbers = equation.params["dimension_numbers"]
+    paired = "start_indices_batching_dims" if equation.op == "gather" else "scatter_indices_batching_dims"
+    if axis >= rank - 1 or axis in getattr(numbers, paired) or atom.shape[axis] % devices:
+        return None
+    return axis if axes.get(index) == axis + len(index.shape) - rank else None
+
+
+def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[list[Equation], Atom]:
+    """What a scan returns stacked, computed outside of it: a backward loop's ids are then the forward one's."""
+    scan = producers.get(value) if isinstance(value, Var) else None
+    if scan is None or isinstance(value, Literal):
+        return [], value
+    k = scan.outputs.index(value)
+    inner, outside, varies = hoist([scan], scan.bodies[0].outputs[k])
+    return (inner, outside) if k >= scan.params["num_carry"] and varies == (True,) else ([], value)
+
+
+def _append(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:
+    """Add hoisted equations, those that exist already excepted; the value's name among them."""
+    env: dict[Atom, Atom] = {}
+    for equation in inner:
+        equation = dataclasses.replace(equation, inputs=tuple(env.get(a, a) for a in equation.inputs))
+        earlier = numbering.find(equation)
+        if earlier is None:
+            equations.append(equation)
+        else:
+            env.update(zip(equation.outputs, earlier, strict=True))
+    return value if isinstance(value, Literal) else env.get(value, value)

@@ -1,0 +1,263 @@
+"""Elementwise primitives: row-parallel by nature; what matters is what they make of the untouched rows.
+
+`fold` is the off-row algebra: constants fold (with NumPy), zero absorbs in products and is neutral in sums, one is
+neutral in products. `0 * x = 0` holds for finite x only: the lifted step checks a row of its own for what it can't
+know here (see `passes.lift_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.rules import ALIGNED, RULES, Analysis, Mixes
+from autopar.ir.program import Equation, Literal
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Same, Value
+
+_INEXACT = frozenset({"div", "rem", "pow", "integer_pow"})
+_IDENTITIES = frozenset({"copy", "copy_p", "stop_gradient", "sharding_constraint", "pvary"})
+
+_FOLD: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "rem": np.fmod,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "sign": np.sign,
+    "abs": np.abs,
+    "square": np.square,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "pow": np.power,
+    "is_finite": np.isfinite,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "one_minus_square": lambda x: 1 - x * x,
+}
+
+#: Elementwise, but never constant off the rows in practice: no folding.
+_PLAIN = frozenset(
+    "acos acosh asin asinh atan atanh atan2 sinh cosh tan erf erfc erf_inv lgamma digamma igamma igammac "
+    "nextafter round real imag complex conj population_count clz shift_left shift_right_logical "
+    "shift_right_arithmetic reduce_precision bitcast_convert_type mul_add random_bits_like".split()
+)
+
+ELEMENTWISE = frozenset(_FOLD) | _PLAIN | _IDENTITIES | {"convert_element_type", "integer_pow", "select_n", "clamp"}
+
+
+def fold(equation: Equation, offs: Sequence[Off]) -> Off:
+    """What the result is off the touched rows, from what the operands are there."""
+    op = equation.op
+    if op in _INEXACT and not jax_compat.is_float(equation.outputs[0].dtype):
+        return UNKNOWN  # integers divide and overflow in XLA's own way
+    special = _SPECIAL.get(op)
+    if special is not None:
+        return special(equation, offs)
+    if op in _IDENTITIES:
+        return offs[0]
+    if op in _FOLD and all(isinstance(o, Const) for o in offs):
+        with np.errstate(all="ignore"):
+            return Const(_as(equation, _FOLD[op](*(np.asarray(o.value) for o in offs if isinstance(o, Const)))))
+    return UNKNOWN
+
+
+def _as(equation: Equation, value: Any) -> Any:
+    return np.asarray(value).astype(equation.outputs[0].dtype)
+
+
+def _zero(off: Off) -> bool:
+    return isinstance(off, Const) and off.is_zero
+
+
+def _one(off: Off) -> bool:
+    return isinstance(off, Const) and off.is_one
+
+
+def _constants(equation: Equation, offs: Sequence[Off]) -> Const | None:
+    if not all(isinstance(o, Const) for o in offs):
+        return None
+    with np.errstate(all="ignore"):
+        values = [np.asarray(o.value) for o in offs if isinstance(o, Const)]
+        return Const(_as(equation, _FOLD[equation.op](*values)))
+
+
+def _mul(equation: Equation, offs: Sequence[Off]) -> Off:
+    known = _constants(equation, offs)
+    if known is not None:
+        return known
+    if any(map(_zero, offs)):
+        return Const(_as(equation, 0))
+    return offs[1] if _one(offs[0]) else offs[0] if _one(offs[1]) else UNKNOWN
+
+
+def _add(equation: Equation, offs: Sequence[Off]) -> Off:
+    return _constants(equation, offs) or (offs[1] if _zero(offs[0]) else offs[0] if _zero(offs[1]) else UNKNOWN)
+
+
+def _sub(equation: Equation, offs: Sequence[Off]) -> Off:
+    return _constants(equation, offs) or (offs[0] if _zero(offs[1]) else UNKNOWN)
+
+
+def _div(equation: Equation, offs: Sequence[Off]) -> Off:
+    known = _constants(equation, offs)
+    if known is not None:
+        return known
+    return Const(_as(equation, 0)) if _zero(offs[0]) else offs[0] if _one(offs[1]) else UNKNOWN
+
+
+def _and(equation: Equation, offs: Sequence[Off]) -> Off:
+    return _lattice(equation, offs, absorbing=_zero, neutral=_ones)
+
+
+def _or(equation: Equation, offs: Sequence[Off]) -> Off:
+    return _lattice(equation, offs, absorbing=_ones, neutral=_zero)
+
+
+def _ones(off: Off) -> bool:
+    """Whether all bits are set."""
+    return isinstance(off, Const) and bool(np.all(np.invert(np.asarray(off.value)) == 0))
+
+
+def _lattice(
+    equation: Equation, offs: Sequence[Off], absorbing: Callable[[Off], bool], neutral: Callable[[Off], bool]
+) -> Off:
+    known = _constants(equation, offs)
+    if known is not None:
+        return known
+    absorbed = next((o for o in offs if absorbing(o)), None)
+    return absorbed or (offs[1] if neutral(offs[0]) else offs[0] if neutral(offs[1]) else UNKNOWN)
+
+
+def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
+    (off,), new = offs, equation.outputs[0].dtype
+    if isinstance(off, Const):
+        with np.errstate(all="ignore"):
+            value = np.asarray(off.value)
+            converted = value.astype(new)
+            kept = bool(converted.astype(value.dtype) == value) or jax_compat.is_float(new)
+            return Const(converted) if kept or converted.dtype == np.bool_ else UNKNOWN
+    if isinstance(off, Same) and (new == off.dtype or _holds(new, off.dtype)):
+        return off  # widening is exact, and narrowing back to the leaf's own dtype undoes it
+    return UNKNOWN
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether every value of one float dtype is a value of another."""
+    both_float = jax_compat.is_float(wide) and jax_compat.is_float(narrow)
+    return both_float and jax_compat.holds_floats(wide, narrow)
+
+
+def _integer_pow(equation: Equation, offs: Sequence[Off]) -> Off:
+    off = offs[0]
+    if not isinstance(off, Const):
+        return UNKNOWN
+    with np.errstate(all="ignore"):
+        return Const(_as(equation, np.asarray(off.value) ** float(equation.params["y"])))
+
+
+def _select(equation: Equation, offs: Sequence[Off]) -> Off:
+    which, *cases = offs
+    if isinstance(which, Const) and np.ndim(which.value) == 0:
+        return cases[int(which.value)]
+    return cases[0] if all(c == cases[0] and c != UNKNOWN for c in cases) else UNKNOWN
+
+
+def _clamp(equation: Equation, offs: Sequence[Off]) -> Off:
+    if all(isinstance(o, Const) for o in offs):
+        low, x, high = (np.asarray(o.value) for o in offs if isinstance(o, Const))
+        return Const(_as(equation, np.minimum(np.maximum(x, low), high)))
+    return UNKNOWN
+
+
+_SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
+    "mul": _mul,
+    "add": _add,
+    "add_any": _add,
+    "sub": _sub,
+    "div": _div,
+    "and": _and,
+    "or": _or,
+    "convert_element_type": _convert,
+    "integer_pow": _integer_pow,
+    "select_n": _select,
+    "clamp": _clamp,
+}
+
+
+def off_of(atom: Any, value: Value, axis: int) -> Off:
+    """What an operand is off the rows that lie along `axis`."""
+    if isinstance(value, Row):
+        return value.off
+    if isinstance(value, Free) and (atom.shape == () or axis in value.axes):
+        return value.off
+    if isinstance(atom, Literal) and atom.shape == () and not jax_compat.is_key(atom.dtype):
+        return Const(np.asarray(atom.value))
+    return UNKNOWN
+
+
+def elementwise(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """Rows meet rows along one axis; everything else is restricted to them."""
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [_free(equation, values)]
+    if len({r.axis for r in rows}) > 1:
+        raise Mixes(f"{equation.op} of values whose rows lie along different axes")
+    axis = rows[0].axis
+    offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
+    return [Row(axis, analysis.unite(rows), fold(equation, offs))]
+
+
+def _free(equation: Equation, values: Sequence[Value]) -> Value:
+    """The result of operands that belong to no family."""
+    axes = set(range(len(equation.outputs[0].shape)))
+    index_axis: int | None = None
+    offs: list[Off] = []
+    for atom, value in zip(equation.inputs, values, strict=True):
+        if isinstance(value, Free):
+            if atom.shape != ():
+                axes &= value.axes
+            if value.index_axis is not None:
+                if index_axis not in (None, value.index_axis):
+                    return None
+                index_axis = value.index_axis
+            offs.append(value.off)
+        elif atom.shape == ():
+            offs.append(off_of(atom, value, 0))
+        else:
+            return None
+    off = fold(equation, offs)
+    if not axes and not isinstance(off, Const):
+        return None
+    return Free(frozenset(axes), off, index_axis)
+
+
+for _op in ELEMENTWISE:
+    RULES[_op] = elementwise
+    ALIGNED.add(_op)

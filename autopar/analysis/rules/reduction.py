@@ -1,0 +1,55 @@
+"""Reductions: over other axes they stay in row space; over the rows they leave it.
+
+A reduction over the rows of a value that is constant off the touched rows needs the touched rows only, after their
+duplicates have been summed, with the constant folded in for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.analysis.rules import RULES, Analysis, Mixes
+from autopar.ir.program import Equation
+from autopar.ir.rowspace import UNKNOWN, Const, Off, Row, Value
+
+#: Reductions that can be finished from a partial result and the constant of the untouched rows.
+REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+#: What would change a sum over all rows.
+SUM_REMEDY = (
+    "compute it apart from the step (a metric), or of looked-up rows alone, or accept that the table stays dense"
+)
+_ARG = frozenset({"argmax", "argmin"})
+
+
+def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    row, axes = values[0], equation.params["axes"]
+    if not isinstance(row, Row):
+        return [None]
+    if row.axis in axes:
+        if equation.op in _ARG:
+            raise Mixes(f"{equation.op} over all rows")
+        if not isinstance(row.off, Const):
+            raise Mixes(f"{equation.op} over all rows of the table", SUM_REMEDY, "sum")
+        analysis.role(equation, "reduce")
+        return [None]
+    axis = row.axis - sum(a < row.axis for a in axes)
+    return [Row(axis, row.family, _reduced_off(equation, row.off))]
+
+
+def _reduced_off(equation: Equation, off: Off) -> Off:
+    if not isinstance(off, Const) or equation.op in _ARG:
+        return UNKNOWN
+    count = int(np.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]], dtype=np.int64))
+    value = np.asarray(off.value)
+    with np.errstate(all="ignore"):
+        if equation.op == "reduce_sum":
+            return Const((value * count).astype(equation.outputs[0].dtype))
+        if equation.op == "reduce_prod":
+            return Const((value**count).astype(equation.outputs[0].dtype))
+    return off
+
+
+for _op in REDUCTIONS | _ARG:
+    RULES[_op] = reduce

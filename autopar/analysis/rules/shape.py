@@ -1,0 +1,243 @@
+"""Primitives that move or make axes: broadcast, reshape, transpose, slices and pads of other axes, iota."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.analysis.rules import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
+from autopar.analysis.rules.elementwise import off_of
+from autopar.analysis.rules.reduction import SUM_REMEDY
+from autopar.ir.program import Equation
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
+
+
+def _constant_or_unknown(off: Off) -> Off:
+    """What is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
+    return off if isinstance(off, Const) else UNKNOWN
+
+
+def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    value, operand = values[0], equation.inputs[0]
+    if isinstance(value, Row):
+        axis = dims[value.axis]
+        if shape[axis] != operand.shape[value.axis]:
+            raise Mixes("broadcasts a table of one row")
+        return [Row(axis, value.family, _constant_or_unknown(value.off))]
+    new = {d for d in range(len(shape)) if d not in dims}
+    new |= {d for k, d in enumerate(dims) if operand.shape[k] == 1 and shape[d] != 1}
+    index_axis = None
+    if isinstance(value, Free):
+        new |= {dims[a] for a in value.axes if operand.shape[a] == shape[dims[a]]}
+        index_axis = dims[value.index_axis] if value.index_axis is not None else None
+    off = _constant_or_unknown(off_of(operand, value, 0)) if operand.shape == () or isinstance(value, Free) else UNKNOWN
+    return [Free(frozenset(new), off, index_axis)] if new else [None]
+
+
+def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value, old, new = values[0], equation.inputs[0].shape, equation.params["new_sizes"]
+    if isinstance(value, Free):
+        if isinstance(value.off, Const) and len(value.axes) == len(old):
+            return [Free(frozenset(range(len(new))), value.off)]
+        return [None]
+    if not isinstance(value, Row):
+        return [None]
+    before = int(np.prod(old[: value.axis], dtype=np.int64))
+    for axis, size in enumerate(new):
+        if size == old[value.axis] and int(np.prod(new[:axis], dtype=np.int64)) == before:
+            return [Row(axis, value.family, _constant_or_unknown(value.off))]
+    raise Mixes("reshapes the table so that its rows run into each other", "keep the table's first axis as it is")
+
+
+def transpose(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value, order = values[0], list(equation.params["permutation"])
+    if isinstance(value, Row):
+        return [Row(order.index(value.axis), value.family, _constant_or_unknown(value.off))]
+    if isinstance(value, Free):
+        index_axis = order.index(value.index_axis) if value.index_axis is not None else None
+        return [Free(frozenset(order.index(a) for a in value.axes), value.off, index_axis)]
+    return [None]
+
+
+def squeeze(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value, rank = values[0], len(equation.inputs[0].shape)
+    gone = {d % rank for d in equation.params["dimensions"]}
+
+    def moved(axis: int) -> int:
+        return axis - sum(d < axis for d in gone)
+
+    if isinstance(value, Row):
+        if value.axis in gone:
+            raise Mixes("squeezes away the row axis")
+        return [Row(moved(value.axis), value.family, _constant_or_unknown(value.off))]
+    if isinstance(value, Free):
+        index_axis = value.index_axis
+        if index_axis in gone:
+            return [None]
+        index_axis = moved(index_axis) if index_axis is not None else None
+        return [Free(frozenset(moved(a) for a in value.axes if a not in gone), value.off, index_axis)]
+    return [None]
+
+
+def iota(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    if values:  # a dynamic shape
+        return [None]
+    rank = len(equation.params["shape"])
+    return [Free(frozenset(range(rank)), UNKNOWN, equation.params["dimension"])]
+
+
+def split(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value = values[0]
+    if not isinstance(value, Row):
+        return [None] * len(equation.outputs)
+    if value.axis == equation.params["axis"]:
+        raise Mixes("splits the table by rows")
+    return [Row(value.axis, value.family, _constant_or_unknown(value.off)) for _ in equation.outputs]
+
+
+def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    axis = rows[0].axis
+    if axis == equation.params["dimension"] or any(r.axis != axis for r in rows):
+        raise Mixes("concatenates rows", "keep tables that are looked up separately in separate parameters")
+    offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
+    same = all(isinstance(o, Const) and o == offs[0] for o in offs)
+    return [Row(axis, analysis.unite(rows), offs[0] if same else UNKNOWN)]
+
+
+def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    if len(rows) != len(values) or len({r.axis for r in rows}) > 1:
+        raise Mixes("stacks rows of a table with something else")
+    axis = rows[0].axis + (equation.params["axis"] <= rows[0].axis)
+    same = all(isinstance(r.off, Const) and r.off == rows[0].off for r in rows)
+    return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
+
+
+def unstack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value, along = values[0], equation.params["axis"]
+    if not isinstance(value, Row):
+        return [None] * len(equation.outputs)
+    if value.axis == along:
+        raise Mixes("takes the table apart by rows")
+    row = Row(value.axis - (along < value.axis), value.family, _constant_or_unknown(value.off))
+    return [row] * len(equation.outputs)
+
+
+def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
+    """A rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
+
+    `keeps`: whether the op leaves a row of equal elements as it is.
+    """
+
+    def rule(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+        rows = [v for v in values if isinstance(v, Row)]
+        if not rows:
+            return [None] * len(equation.outputs)
+        along = equation.params[parameter]
+        along = along if isinstance(along, tuple) else (along,)
+        if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
+            raise Mixes(f"{equation.op} along the rows")
+        family = analysis.unite(rows)
+        return [Row(r.axis, family, r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN) for r in rows]
+
+    return rule
+
+
+def optimization_barrier(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    return list(values)
+
+
+def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """Rows times a dense matrix stay rows: `table @ w`. A contraction over the rows mixes them, unless one side is
+    zero on the untouched ones (the gradient of w)."""
+    contract, batch = equation.params["dimension_numbers"]
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    if len(rows) == 2:
+        positions = [c.index(v.axis) if v.axis in c else None for v, c in zip(rows, contract, strict=True)]
+        zero = any(isinstance(v.off, Const) and v.off.is_zero for v in rows)
+        if positions[0] is None or positions[0] != positions[1] or not zero:
+            raise Mixes("a product of two tables' rows", kind="product")
+        analysis.unite(rows)
+        analysis.role(equation, "contract")
+        return [None]
+    side, row = row_operand(values)
+    if row.axis in contract[side]:
+        raise Mixes("a matrix product sums over all rows of the table", SUM_REMEDY, "sum")
+    if row.axis in batch[side]:
+        raise Mixes("a matrix product is batched over the rows", kind="product")
+    rank = len(equation.inputs[side].shape)
+    free = [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
+    axis = len(batch[side]) + free.index(row.axis)
+    if side == 1:
+        axis += len(equation.inputs[0].shape) - len(contract[0]) - len(batch[0])
+    zero = isinstance(row.off, Const) and row.off.is_zero
+    return [Row(axis, row.family, row.off if zero else UNKNOWN)]
+
+
+def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
+    """A pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
+    _, row = row_operand(values)
+    if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
+        raise Mixes("pads the table by rows")
+    filled = off_of(equation.inputs[1], values[1], 0)
+    same = isinstance(row.off, Const) and filled == row.off
+    return [Row(row.axis, row.family, row.off if same else UNKNOWN)]
+
+
+RULES |= {
+    "broadcast_in_dim": broadcast_in_dim,
+    "reshape": reshape,
+    "transpose": transpose,
+    "squeeze": squeeze,
+    "iota": iota,
+    "split": split,
+    "concatenate": concatenate,
+    "optimization_barrier": optimization_barrier,
+    "dot_general": dot_general,
+    "cumsum": along_other_axis("axis", lambda constant: constant.is_zero),
+    "cumprod": along_other_axis("axis", lambda constant: constant.is_zero or constant.is_one),
+    "cummax": along_other_axis("axis"),
+    "cummin": along_other_axis("axis"),
+    "cumlogsumexp": along_other_axis("axis", lambda constant: False),
+    "sort": along_other_axis("dimension"),
+    "stack": stack,
+    "unstack": unstack,
+    "rev": along_other_axis("dimensions"),
+}
+ALIGNED |= {"concatenate", "sort"}
+
+
+def _resize_shape(name: str) -> Any:
+    def resize(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
+        return {**equation.params, name: resized(equation.params[name], axis, rows)}
+
+    return resize
+
+
+def _resize_convolution(equation: Equation, axis: int, size: int) -> Mapping[str, Any]:
+    """Of fewer output features there are fewer groups; fewer examples change nothing."""
+    p, numbers, features = equation.params, equation.params["dimension_numbers"], equation.outputs[0].shape
+    if axis != numbers.out_spec[1]:
+        return p
+    kind = "feature_group_count" if p["feature_group_count"] > 1 else "batch_group_count"
+    return {**p, kind: p[kind] * size // features[axis]}
+
+
+RESIZE |= {
+    "conv_general_dilated": _resize_convolution,
+    "broadcast_in_dim": _resize_shape("shape"),
+    "reshape": _resize_shape("new_sizes"),
+    "iota": _resize_shape("shape"),
+    "slice": _resize_shape("limit_indices"),
+    "dynamic_slice": _resize_shape("slice_sizes"),
+}

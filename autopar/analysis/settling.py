@@ -1,0 +1,135 @@
+"""Whether phi only scales a row's leaves, some of them being zero; and by how much: see `ir.deferred`.
+
+An abstract interpretation of phi's body. A value is zero; a leaf times a number, which is held as `unit + rest` so that
+1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not negative; or anything.
+The rules compute with the step's numbers, so that the same walk, on arrays, gives the step's factors. What they take
+for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.settling_rules import RULES, Granted, Number, Scaled, Value, Zero, is_scalar, one_of, scalar_of
+from autopar.ir.deferred import Settled
+from autopar.ir.program import Atom, Block, Equation, Literal
+
+
+@dataclass(eq=False)
+class Walk(Granted):
+    """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
+
+    def run(self, body: Block, inputs: Sequence[Any]) -> list[Any]:
+        env: dict[Atom, Any] = dict(zip(body.inputs, inputs, strict=True))
+
+        def read(atom: Atom) -> Any:
+            if isinstance(atom, Literal):
+                key = jax_compat.is_key(atom.dtype)
+                return self.of(None if key else Number(np.asarray(atom.value), literal=True))
+            return env[atom]
+
+        for equation in body.equations:
+            values = [read(a) for a in equation.inputs]
+            if equation.op == "cond":
+                env.update(zip(equation.outputs, self._cond(equation, values), strict=True))
+            else:
+                env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
+        return [read(a) for a in body.outputs]
+
+    def branch(self) -> Walk:
+        """A walk of one branch."""
+        return Walk(self.xp)
+
+    def of(self, value: Value) -> Any:
+        """What is kept of a value that no leaf entered."""
+        return value
+
+    def unknown(self) -> Any:
+        """What is kept of a value that may be anything."""
+        return None
+
+    def known(self, kept: Any) -> Value:
+        """The value in what is kept."""
+        return kept
+
+    def apply(self, equation: Equation, values: Sequence[Any]) -> Any:
+        """The result of an equation."""
+        rule = RULES.get(equation.op)
+        if rule is None or len(equation.outputs) != 1 or equation.bodies:
+            return None
+        return rule(self, equation, values)
+
+    def choose(self, index: Any, cases: Sequence[Any]) -> Any:
+        """One of several, which a number of the step chooses."""
+        return one_of(self, index, cases)
+
+    def _cond(self, equation: Equation, values: Sequence[Any]) -> list[Any]:
+        """Each branch by itself; what they take for granted must hold of the one that is taken."""
+        which, operands = self.known(values[0]), values[1:]
+        if not isinstance(which, Number) or not is_scalar(which):
+            return [self.unknown()] * len(equation.outputs)
+        index = scalar_of(self, which)
+        branches: list[list[Any]] = []
+        for k, body in enumerate(equation.bodies):
+            walk = self.branch()
+            branches.append(walk.run(body, operands))
+            self.assumed += [(index != k) | condition for condition in walk.assumed]
+            self.not_negative |= walk.not_negative
+        return [self.choose(index, cases) for cases in zip(*branches, strict=True)]
+
+
+def find_settled(body: Block, changed: int, read: int) -> Settled | None:
+    """The fewest leaves that must be zero for the others to be scaled only; None if there are no such."""
+    dtypes = [v.dtype for v in body.inputs[:changed]]
+    if not all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in dtypes):
+        return None  # a product of the factors would miss what short floats round away in each step
+    for size in range(changed + 1):
+        for zero in itertools.combinations(range(changed), size):
+            found = _settled(body, changed, read, zero)
+            if found is not None:
+                return found
+    return None
+
+
+def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Settled | None:
+    walk = Walk(np)
+    numbers: list[Value] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
+    with np.errstate(all="ignore"):
+        outputs = walk.run(body, [*_leaves(body, changed, read, zero), *numbers])
+    scaled = tuple(k for k in range(changed) if k not in zero)
+    if not all(isinstance(outputs[k], Zero) for k in zero):
+        return None
+    if not all(isinstance(v := outputs[k], Scaled) and v.leaf == k and v.unit in (0, 1) for k in scaled):
+        return None
+    near_one = tuple(isinstance(v := outputs[k], Scaled) and v.unit == 1 for k in scaled)
+    dtypes = tuple(body.inputs[k].dtype for k in scaled)
+    return Settled(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
+
+
+def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequence[Any], xp: Any) -> list[Any]:
+    """A step's factors (less one where they are near it), in the order of `settled.scaled`, and whether they hold."""
+    walk = Walk(xp)
+    numbers: list[Value] = [Number(v) for v in values]
+    outputs = walk.run(body, [*_leaves(body, changed, read, settled.zero), *numbers])
+    found = []
+    for k, dtype, near_one in zip(settled.scaled, settled.dtypes, settled.near_one, strict=True):
+        value = outputs[k]
+        assert isinstance(value, Scaled) and value.leaf == k and value.unit == near_one, "as it was when it was planned"
+        rest = xp.asarray(value.rest, dtype).reshape(())
+        walk.assume(xp.isfinite(rest) & (rest > -1 if near_one else True))
+        found.append(rest)
+    holds = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else xp.asarray(True)
+    return [*found, holds]
+
+
+def _leaves(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:
+    """Leaves that are only read may hold anything: nobody looks whether they are finite."""
+    types = [v.dtype for v in body.inputs[:changed]]
+    mine = [Zero() if k in zero else Scaled(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
+    return [*mine, *[None] * read]

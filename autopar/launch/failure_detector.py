@@ -1,0 +1,133 @@
+"""`judge`: who stands still, from what the ranks were last seen doing.
+
+In synchronous training one rank that stands still makes all others wait, so standing still is no proof. Blamed is, in
+this order: who gives no sign of life; who has left while others wait for it in a later step; who neither waits nor
+goes on while others wait; and, where all wait for each other, who is in the earliest step. A compilation takes its
+time: nobody is blamed while a rank compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.launch.progress import Kind, describe
+
+#: For this long a rank waits in a later step for one that has left before that is a fault.
+LATE_S = 1.0
+
+#: The same where all that are left wait in the step in which it left: its last messages may be on their way.
+LAST_S = 10.0
+
+REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks more time; None (off) any"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of a rank.
+
+    Attributes:
+      name: The rank, in messages.
+      age_s: Seconds since its last mark.
+      silent_s: Seconds since the last sign of life.
+      allowance_s: How long it may stand still; None: for ever.
+      left: Whether it waits for the others at its exit.
+      code: Its exit code, where known.
+    """
+
+    rank: int
+    name: str
+    step: int
+    what: str
+    kind: Kind
+    age_s: float
+    silent_s: float
+    allowance_s: float | None
+    left: bool = False
+    code: int | None = None
+
+    def exceeds(self, seconds: float) -> bool:
+        return self.allowance_s is not None and seconds > self.allowance_s
+
+    @property
+    def waits(self) -> bool:
+        return self.kind == "waits" and not self.left
+
+    @property
+    def where(self) -> str:
+        return describe(self.step, self.what)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is to blame, and what is said about it."""
+
+    culprits: tuple[int, ...]
+    message: str
+
+
+def judge(ranks: Sequence[Seen]) -> Verdict | None:
+    """Who stands still; None while nobody does. `ranks`: all of them, in order."""
+    silent = [r for r in ranks if r.exceeds(r.silent_s)]
+    if silent:
+        told = [
+            f"{r.name} has given no sign of life for {r.silent_s:.0f} s (stopped, or its machine is gone); "
+            f"last seen {r.where}."
+            for r in silent
+        ]
+        return _verdict(silent, told)
+    late = _left_while_awaited(ranks)
+    if late is not None:
+        return late
+    waiting = [r for r in ranks if r.waits and r.exceeds(r.age_s)]
+    running = [r for r in ranks if not r.left]
+    if not waiting or any(r.kind == "compiles" for r in running):
+        return None
+    idle = [r for r in running if not r.waits]
+    if idle:
+        stuck = [r for r in idle if r.exceeds(r.age_s)]
+        names = _numbers(waiting)
+        told = [f"{r.name} has made no progress for {r.age_s:.0f} s, {r.where}; {names} for it." for r in stuck]
+        return _verdict(stuck, told) if stuck else None
+    if len(waiting) < len(running):
+        return None
+    left = [r for r in ranks if r.left]
+    if left:
+        return _left(left, waiting)
+    first = min(r.step for r in waiting)
+    behind = [r for r in waiting if r.step == first]
+    told = [f"{r.name} has waited for {r.age_s:.0f} s, {r.where}." for r in waiting]
+    return _verdict(behind, ["All ranks wait for each other:", *told])
+
+
+def _left_while_awaited(ranks: Sequence[Seen]) -> Verdict | None:
+    """Ranks that have left, others being at a wait where they can't be met any more."""
+    running = [r for r in ranks if not r.left]
+    for r in (r for r in ranks if r.left):
+        waiting = [w for w in running if w.waits and w.step > r.step and w.age_s > LATE_S]
+        if waiting:
+            return _left([r], waiting)
+    left = [r for r in ranks if r.left]
+    if left and running and all(w.waits and w.age_s > LAST_S for w in running):
+        return _left(left, running)
+    return None
+
+
+def _left(left: Sequence[Seen], waiting: Sequence[Seen]) -> Verdict:
+    where = f"{_numbers(waiting)} for it {waiting[0].where}"
+    told = [f"{r.name} has left{_code(r)}, last seen {r.where}, while {where}." for r in left]
+    return Verdict(tuple(r.rank for r in left), " ".join([*told, "All ranks end."]))
+
+
+def _verdict(culprits: Sequence[Seen], told: Sequence[str]) -> Verdict:
+    return Verdict(tuple(r.rank for r in culprits), " ".join([*told, f"All ranks end ({REMEDY})."]))
+
+
+def _code(r: Seen) -> str:
+    return "" if r.code is None else f" with exit code {r.code}"
+
+
+def _numbers(ranks: Sequence[Seen]) -> str:
+    """ "rank 1 waits", "ranks 0, 1, 3 wait"."""
+    numbers = ", ".join(str(r.rank) for r in ranks)
+    return f"rank {numbers} waits" if len(ranks) == 1 else f"ranks {numbers} wait"

@@ -1,0 +1,274 @@
+"""The watchdog's thread: each rank tells others what it does, and ends the job when one stands still.
+
+Once a beat (a second, or less under a short allowance) a rank sends what it knows of all ranks to one other rank, the
+neighbour 1, 2, 4, ... further on in turn, so that news has reached everyone after log2(size) beats, around any rank
+that has stopped. Messages go through a communicator of their own and are looked for at each beat, never waited for,
+and a rank that has fallen silent is sent a few more and then none (MPI's buffers, once full of messages that nobody
+takes, stop the sender's messages to all others): a stopped rank stops nobody's thread. The thread costs well below a
+thousandth of a core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import ArgumentsError
+from autopar.launch.failure_detector import Seen, Verdict, judge
+from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report
+from autopar.launch.progress import KINDS, PROGRESS, TEXT_BYTES
+from autopar.mpi.world import World
+
+#: How long a rank may stand still if nothing else is said.
+ALLOWANCE_S = 300.0
+
+#: "off", or seconds: set by the launcher.
+ALLOWANCE_VARIABLE = "AUTOPAR_WATCHDOG"
+
+#: Seconds between beats, at most and at least, and beats in an allowance.
+LONGEST_BEAT_S, SHORTEST_BEAT_S, BEATS = 1.0, 0.05, 20
+
+#: A main thread that hasn't answered an interrupt after this long is held up in foreign code.
+ANSWER_S = 3.0
+
+#: So many messages a rank is sent before it is heard of again.
+UNANSWERED = 4
+
+_TAG = 1
+_UNKNOWN_CODE = -1
+
+#: What is known of one rank, as it travels.
+_STATE = np.dtype(
+    [
+        ("beat", "<i8"),
+        ("step", "<i8"),
+        ("age_s", "<f8"),
+        ("allowance_s", "<f8"),
+        ("kind", "i1"),
+        ("left", "i1"),
+        ("code", "<i2"),
+        ("what", f"S{TEXT_BYTES}"),
+    ]
+)
+
+
+def allowance(seconds: float | None) -> float:
+    """An allowance as it travels: infinity for None.
+
+    Raises:
+      ArgumentsError: it isn't positive.
+    """
+    if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise ArgumentsError(f"watchdog: {seconds!r} seconds; it must be a positive number, or None for no watchdog")
+    return math.inf if seconds is None else float(seconds)
+
+
+class Pulse:
+    """What this rank tells of itself, and hears of the others."""
+
+    def __init__(self, world: World, hooks: Hooks, allowance_s: float | None) -> None:
+        from mpi4py import MPI
+
+        self._world = world
+        self._hooks = hooks
+        self.pid = hooks.pid
+        #: For the pulse, and the barrier at exit, alone.
+        self.comm = world.comm.Dup()
+        self._names: list[str] = self.comm.allgather(name_rank(world.rank))
+        self._states = np.zeros(world.size, _STATE)
+        self._states["step"] = -1
+        self._states["code"] = _UNKNOWN_CODE
+        self._states["what"] = str(PROGRESS.last).encode()
+        self._heard_s = np.full(world.size, time.monotonic())
+        self._sending: dict[int, tuple[Any, Any]] = {}
+        self._unanswered = np.zeros(world.size, np.int64)
+        self._received = np.empty_like(self._states)
+        self._status = MPI.Status()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._interrupts: socket.socket | None = None
+        self._interrupted_s: float | None = None
+        #: It came after the first of these times; the second one is the latest.
+        self._before_interrupt_s = self._listened_s = time.monotonic()
+        self._judged_s: float | None = None
+        self.allowance_s = allowance(allowance_s)
+        self._states["allowance_s"] = self.allowance_s  # Until the others have said theirs.
+        self._left = False
+        self._code: int | None = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._listen_to_interrupts()
+        PROGRESS.watched = True
+        self._thread = threading.Thread(target=self._run, name="autopar-pulse", daemon=True)
+        self._thread.start()
+
+    def leave(self, code: int | None) -> None:
+        """Tell the others that this rank is at its end, with this exit code (None: unknown)."""
+        self._code = code
+        self._left = True
+
+    def stop(self) -> None:
+        """End the thread, when all ranks have left. Collective."""
+        self._stop.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        # All have sent their last message once all are here; what is left in the queues is taken out.
+        done = None
+        while done is None or not done.Test():
+            self._receive()
+            self._sending = {r: sent for r, sent in self._sending.items() if not sent[0].Test()}
+            if done is None and not self._sending:
+                done = self.comm.Ibarrier()
+            time.sleep(0.001)
+        self._receive()
+
+    @property
+    def staying(self) -> list[int]:
+        """The ranks that haven't left, as far as is known."""
+        return [r for r in range(self._world.size) if not self._states[r]["left"] and r != self._world.rank]
+
+    def _run(self) -> None:
+        from mpi4py import MPI
+
+        beat, last_s = 0, time.monotonic()
+        while not self._stop.wait(self._beat_s()):
+            if os.getpid() != self.pid or MPI.Is_finalized():
+                return
+            now_s = time.monotonic()
+            if now_s - last_s > 3 * self._beat_s() + 1:
+                self._heard_s += now_s - last_s  # This process was stopped itself: it can't tell about the others.
+            last_s = now_s
+            self._tell(beat, now_s)
+            self._send(beat)
+            self._receive()
+            self._check_interrupt(now_s)
+            self._judge(now_s)
+            beat += 1
+
+    def _beat_s(self) -> float:
+        known = min(self.allowance_s, LONGEST_BEAT_S * BEATS)
+        return min(max(known / BEATS, SHORTEST_BEAT_S), LONGEST_BEAT_S)
+
+    def _tell(self, beat: int, now_s: float) -> None:
+        mark = PROGRESS.seen
+        code = _UNKNOWN_CODE if self._code is None else self._code
+        kind, what = KINDS.index(mark.kind), mark.what.encode()[:TEXT_BYTES]
+        self._states[self._world.rank] = (
+            *(beat + 1, mark.step, now_s - mark.time_s, self.allowance_s),
+            *(kind, self._left, code, what),
+        )
+        self._heard_s[self._world.rank] = now_s
+
+    def _send(self, beat: int) -> None:
+        size = self._world.size
+        hops = 1 << (beat % max((size - 1).bit_length(), 1))
+        to = (self._world.rank + hops) % size
+        pending = self._sending.get(to)
+        if to == self._world.rank or self._unanswered[to] >= UNANSWERED or (pending and not pending[0].Test()):
+            return
+        self._unanswered[to] += 1
+        message = self._states.copy()
+        self._sending[to] = (self.comm.Isend(_bytes(message), dest=to, tag=_TAG), message)
+
+    def _receive(self) -> None:
+        # The source is named: over TCP (UCX) mpich 5.0.2 loses messages to receives from any source, for good.
+        while self.comm.Iprobe(tag=_TAG, status=self._status):
+            self.comm.Recv(_bytes(self._received), source=self._status.source, tag=_TAG)
+            newer = self._received["beat"] > self._states["beat"]
+            self._states[newer] = self._received[newer]
+            self._heard_s[newer] = time.monotonic()
+            self._unanswered[newer] = 0
+
+    def _judge(self, now_s: float) -> None:
+        """End the job if a rank stands still: the first rank that is not to blame says so, the others wait a little,
+        in case that one can't."""
+        verdict = judge(self._seen(now_s))
+        if verdict is None:
+            self._judged_s = None
+            return
+        rank = self._world.rank
+        if self._judged_s is None:
+            self._judged_s = now_s
+            if rank in verdict.culprits and not self._left:
+                report(f"{self._names[rank]} is at\n{_main_stack()}")
+        others = [r for r in range(self._world.size) if r not in verdict.culprits]
+        order = [*others, *verdict.culprits]
+        if now_s - self._judged_s >= self._beat_s() + 0.5 + 2 * order.index(rank):
+            self._end(verdict)
+
+    def _end(self, verdict: Verdict) -> None:
+        abort(self._world, verdict.message)
+
+    def _seen(self, now_s: float) -> list[Seen]:
+        return [
+            Seen(
+                rank=r,
+                name=self._names[r],
+                step=int(s["step"]),
+                what=s["what"].decode(errors="replace"),
+                kind=KINDS[s["kind"]],
+                age_s=float(s["age_s"]) + max(now_s - float(heard_s), 0.0),
+                silent_s=max(now_s - float(heard_s), 0.0),
+                allowance_s=None if math.isinf(s["allowance_s"]) else float(s["allowance_s"]),
+                left=bool(s["left"]),
+                code=None if s["code"] == _UNKNOWN_CODE else int(s["code"]),
+            )
+            for r, (s, heard_s) in enumerate(zip(self._states, self._heard_s, strict=True))
+        ]
+
+    def _listen_to_interrupts(self) -> None:
+        """Have the numbers of signals written where this thread reads them, even while the main thread is held up in
+        a collective, where Python's own handlers don't get their turn."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        reading, writing = socket.socketpair()
+        reading.setblocking(False)
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+        if before != -1:  # Somebody else's, who needs it.
+            os.close(signal.set_wakeup_fd(before))
+            reading.close()
+            return
+        # A child has a main thread of its own, whose signals are no news here.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        self._interrupts = reading
+
+    def _check_interrupt(self, now_s: float) -> None:
+        if self._interrupts is None:
+            return
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            while some := self._interrupts.recv(4096):  # all: one that is read late would seem to be unanswered
+                numbers += some
+        if signal.SIGINT in numbers and self._hooks.answers_interrupts():
+            self._interrupted_s, self._before_interrupt_s = now_s, self._listened_s
+        self._listened_s = now_s
+        if self._interrupted_s is None or self._hooks.answered_s >= self._before_interrupt_s:
+            self._interrupted_s = None
+            return
+        if now_s - self._interrupted_s > ANSWER_S:
+            where = PROGRESS.last
+            message = f"{self._names[self._world.rank]} was interrupted, {where}, where it can't answer."
+            abort(self._world, message, INTERRUPTED)
+
+
+def _bytes(states: np.ndarray) -> np.ndarray:
+    return states.view(np.uint8)
+
+
+def _main_stack() -> str:
+    """Where the main thread stands, as Python shows tracebacks."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (no Python frame)"

@@ -1,0 +1,291 @@
+"""`python -m autopar launch`: starts the ranks of a job with mpirun, and prints the line that does it.
+
+Nothing of it is needed: `mpirun -n 4 python train.py` is the same job. What it adds: the mpiexec of the environment's
+own MPI, devices a rank, a cluster file, and a supervisor for each rank (`launch/supervise.py`), which names a rank that
+is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from autopar.errors import LaunchError
+from autopar.launch.cluster_file import Cluster, Host, read_cluster
+from autopar.mpi.limits import cores
+
+Flavor = Literal["hydra", "open-mpi", "other"]
+
+#: How long ranks may take to end after Ctrl-C, and mpirun after that.
+ENDING_S, KILLING_S = 10.0, 5.0
+
+#: Variables that other hosts need, too. Hydra passes the whole environment on by itself.
+_PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH", "XLA_FLAGS")
+
+#: Has the kernel kill mpirun if the launcher is killed, and then becomes mpirun.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, signal, sys; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+@dataclass(frozen=True)
+class Mpirun:
+    """An mpirun: its path, and whose flags it has."""
+
+    path: str
+    flavor: Flavor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that follow each other and are started alike."""
+
+    count: int
+    variables: tuple[tuple[str, str], ...]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code: that of the rank that failed, 2 for a wrong command line."""
+    options = _parser().parse_args(arguments)
+    try:
+        mpirun = find_mpirun(options.mpirun)
+        cluster = read_cluster(options.cluster) if options.cluster else None
+        ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog)
+        script = Path(options.script).absolute()
+        if not script.is_file():
+            raise LaunchError(f"{options.script}: there is no such script")
+        if cluster is not None and not options.dry_run:
+            _check_hosts(cluster)
+        fills = mpirun.flavor != "other" and cluster is None and _fills_cores(options.n, options.devices)
+        is_bound = options.bind == "core" or (options.bind is None and fills)
+        command = mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments], is_bound=is_bound)
+    except LaunchError as error:
+        print(f"autopar launch: {error}", file=sys.stderr)
+        return 2
+    print(shlex.join(command), flush=True)
+    return 0 if options.dry_run else _run(command)
+
+
+def find_mpirun(given: str | None = None) -> Mpirun:
+    """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's.
+
+    Raises:
+      LaunchError: there is none.
+    """
+    beside = [str(Path(sys.executable).parent / name) for name in ("mpiexec", "mpirun")]
+    tried = [given] if given else [*beside, "mpirun", "mpiexec"]
+    path = next((found for name in tried if (found := shutil.which(name))), None)
+    if path is None:
+        if given:
+            raise LaunchError(f"--mpirun {given}: there is no such program")
+        raise LaunchError("there is no mpirun: pip install 'autopar[mpi]' brings one, or name one with --mpirun PATH")
+    path = os.path.abspath(path)
+    return Mpirun(path, _flavor(path))
+
+
+@functools.cache
+def _flavor(path: str) -> Flavor:
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path}: it can't be run: {error}") from error
+    said = (done.stdout + done.stderr).lower()
+    if "hydra" in said or "intel" in said:
+        return "hydra"
+    return "open-mpi" if "open mpi" in said or "openrte" in said or "prrte" in said else "other"
+
+
+def plan_ranks(
+    count: int | None, devices: int | None, cluster: Cluster | None, watchdog: str | None = None
+) -> list[Ranks]:
+    """Which ranks there are, and with which variables.
+
+    Args:
+      count: Ranks; None with a cluster.
+      devices: CPU devices a rank.
+      cluster: The machines, which say both.
+      watchdog: What the launcher was told: seconds or "off".
+
+    Raises:
+      LaunchError: both are given and disagree, or neither is.
+    """
+    common = (("AUTOPAR_WATCHDOG", watchdog),) if watchdog else ()
+    if cluster is None:
+        if count is None:
+            raise LaunchError("how many processes? -n 4, or --cluster cluster.toml")
+        return [Ranks(count, (*_devices(devices), *common))]
+    if count not in (None, cluster.processes):
+        raise LaunchError(f"-n {count}, but the cluster file has {cluster.processes} processes; leave -n out")
+    if devices is not None:
+        raise LaunchError("--devices: the cluster file says how many devices each host has; leave --devices out")
+    each = [
+        Ranks(1, (*_devices(host.devices), *_accelerators(host, i), *common))
+        for host in cluster.hosts
+        for i in range(host.processes)
+    ]
+    merged = each[:1]
+    for ranks in each[1:]:
+        if ranks.variables == merged[-1].variables:
+            merged[-1] = Ranks(merged[-1].count + 1, ranks.variables)
+        else:
+            merged.append(ranks)
+    return merged
+
+
+def _devices(count: int | None) -> tuple[tuple[str, str], ...]:
+    return () if count is None else (("JAX_NUM_CPU_DEVICES", str(count)),)
+
+
+def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
+    if not host.accelerators:
+        return ()
+    numbers = ",".join(map(str, host.accelerators[process]))
+    return (("JAX_CUDA_VISIBLE_DEVICES", numbers), ("JAX_ROCM_VISIBLE_DEVICES", numbers))
+
+
+def _fills_cores(count: int | None, devices: int | None) -> bool:
+    """Whether ranks of one device each take every core of this machine.
+
+    Smaller jobs aren't bound by themselves: mpirun begins with the first core for every job, so that two of them would
+    share it.
+    """
+    return count is not None and (devices or 1) == 1 and count >= cores() > 1
+
+
+def mpirun_command(
+    mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | None, script: Sequence[str], *, is_bound: bool = False
+) -> list[str]:
+    """The command that starts all ranks.
+
+    Args:
+      script: The script's absolute path, and its arguments.
+      is_bound: Whether a rank keeps to one core.
+
+    Raises:
+      LaunchError: what is asked for can't be said to this mpirun.
+    """
+    found = importlib.util.find_spec("autopar.launch.supervise")
+    assert found is not None and found.origin is not None, "autopar/launch/supervise.py is a part of the package"
+    program = [sys.executable, "-I", found.origin, *script]
+    if mpirun.flavor == "other" and (cluster is not None or any(r.variables for r in ranks)):
+        raise LaunchError(
+            f"{mpirun.path} is neither mpich's nor Open MPI's, and its flags for hosts and variables aren't known. "
+            "Start the ranks with it yourself: JAX_NUM_CPU_DEVICES and AUTOPAR_WATCHDOG are all that launch sets"
+        )
+    if mpirun.flavor == "other" and is_bound:
+        raise LaunchError(
+            f"--bind core: {mpirun.path} is neither mpich's nor Open MPI's, and its flag for it isn't known"
+        )
+    command = [mpirun.path, *_global_flags(mpirun.flavor, cluster, is_bound)]
+    for number, part in enumerate(ranks):
+        if number:
+            command.append(":")
+        command += ["-n", str(part.count)]
+        for name, value in part.variables:
+            command += ["-env", name, value] if mpirun.flavor == "hydra" else ["-x", f"{name}={value}"]
+        command += program
+    return command
+
+
+def _global_flags(flavor: Flavor, cluster: Cluster | None, is_bound: bool) -> list[str]:
+    hosts = ",".join(f"{host.address}:{host.processes}" for host in cluster.hosts) if cluster else ""
+    if flavor == "hydra":
+        return [*(["-bind-to", "core"] if is_bound else []), *(["-hosts", hosts] if hosts else [])]
+    if flavor == "other":
+        return []
+    # Open MPI binds by itself, which a rank with several devices, of which each has threads, can't do with.
+    flags = ["--bind-to", "core:overload-allowed" if is_bound else "none", "--oversubscribe"]
+    if os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    if hosts:
+        passed = [name for name in os.environ if name in _PASSED or name.startswith("JAX_")]
+        flags += ["--host", hosts, *(flag for name in sorted(passed) for flag in ("-x", name))]
+    return flags
+
+
+def _check_hosts(cluster: Cluster) -> None:
+    for host in cluster.hosts:
+        try:
+            socket.getaddrinfo(host.address, None)
+        except OSError as error:
+            raise LaunchError(f"{host.where}: the host {host.address} isn't known: {error.strerror}") from error
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run mpirun in a session of its own; Ctrl-C goes to all ranks, and ends those that don't answer."""
+    guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
+    process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def pass_on(number: int, frame: Any) -> None:
+        process.send_signal(number)
+        signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
+
+    def end(number: int, frame: Any) -> None:
+        process.send_signal(ending.pop(0) if ending else signal.SIGKILL)
+
+    ending = [signal.SIGTERM]
+    handlers: Mapping[int, Any] = {
+        signal.SIGINT: pass_on,
+        signal.SIGTERM: pass_on,
+        signal.SIGHUP: pass_on,
+        signal.SIGALRM: end,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        code = process.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m autopar launch",
+        description="Start a script as several processes with mpirun, and print the line that does it.",
+    )
+    parser.add_argument("-n", type=_positive, metavar="N", help="processes")
+    parser.add_argument("--devices", type=_positive, metavar="N", help="CPU devices a process (JAX_NUM_CPU_DEVICES)")
+    parser.add_argument("--cluster", metavar="FILE", help="hosts, processes and devices: cluster.toml or Parallax's")
+    parser.add_argument("--watchdog", type=_watchdog, metavar="SECONDS|off", help="how long a rank may stand (300)")
+    parser.add_argument(
+        "--bind",
+        choices=("core", "none"),
+        help="keep each rank on one core, or not (by itself: where ranks of one device take every core of the machine)",
+    )
+    parser.add_argument("--mpirun", metavar="PATH", help="the mpirun to use")
+    parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, and run nothing")
+    parser.add_argument("script", help="the Python script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _watchdog(text: str) -> str:
+    try:
+        good = text == "off" or float(text) > 0
+    except ValueError:
+        good = False
+    if not good:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of seconds nor off")
+    return text

@@ -1,0 +1,132 @@
+"""How a rank leaves: with all others, or as a fault.
+
+A rank that comes to its end, by the last line of its script or by SystemExit, waits for all others to come to theirs.
+That is what JAX's exit handler and MPI_Finalize would do next anyway; here it is done first, and with knowledge of
+what the others do. A rank that leaves with a code other than 0 while others stay has failed, and ends the job. With
+code 0 that is a fault as soon as another rank waits for it in a later step (`judgement.py`); otherwise the others may
+have their own last work to do, an evaluation or a checkpoint, and are waited for.
+
+Python shows its exit code to nobody: SystemExit meets no hook. From Python 3.12 on `sys.monitoring` shows the
+exception as it leaves the script. On 3.11 `sys.exit` is watched instead, and a SystemExit that was raised by hand
+leaves with an unknown code, which is taken for 0.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
+
+from autopar.launch.faults import INTERRUPTED, abort, exit_code, name_rank, report
+from autopar.launch.heartbeat import Pulse
+from autopar.launch.progress import LEFT, PROGRESS
+from autopar.mpi.world import World
+
+#: For this long a rank with an exit code other than 0 waits for others that may be leaving, too.
+LEAVING_S = 3.0
+
+#: After this long it is said that the job goes on without a rank.
+NOTICE_S = 20.0
+
+
+class Script:
+    """The main script of the process, watched for the SystemExit that ends it."""
+
+    def __init__(self) -> None:
+        self._frame = _outermost_frame()
+        self._error: SystemExit | None = None
+
+    def watch(self) -> None:
+        """Begin."""
+        if sys.version_info >= (3, 12):
+            self._monitor()
+        else:
+            sys.exit = self._noting(sys.exit)
+
+    def exit_code(self) -> int | None:
+        """The exit code of a script that has ended; None for one that ended otherwise than by a known SystemExit."""
+        if self._error is None:
+            return None
+        if sys.version_info < (3, 12) and self._returned():
+            return None  # It was caught, and the script went on to its end.
+        return exit_code(self._error)
+
+    def _returned(self) -> bool:
+        """Whether the script ended by its last line: the frame, which is kept, says where it stopped."""
+        frame = self._frame
+        return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+    def _monitor(self) -> None:
+        monitoring = getattr(sys, "monitoring")  # noqa: B009 (3.11's type stubs don't know it)
+        tool = next((number for number in (4, 3) if monitoring.get_tool(number) is None), None)
+        if tool is None or self._frame is None:
+            return
+        script = self._frame.f_code
+
+        def unwound(code: Any, offset: int, error: BaseException) -> None:
+            if code is script and isinstance(error, SystemExit):
+                self._error = error
+
+        monitoring.use_tool_id(tool, "autopar")
+        monitoring.register_callback(tool, monitoring.events.PY_UNWIND, unwound)
+        monitoring.set_events(tool, monitoring.events.PY_UNWIND)
+
+    def _noting(self, leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+        def exit(status: Any = None, /) -> NoReturn:
+            try:
+                leave(status)
+            except SystemExit as error:
+                if threading.current_thread() is threading.main_thread():
+                    self._error = error
+                raise
+
+        exit.__doc__ = leave.__doc__
+        return exit
+
+
+def leave(world: World, pulse: Pulse, script: Script) -> None:
+    """Wait for all ranks to leave. An exit handler, to run before JAX's own."""
+    from mpi4py import MPI
+
+    if os.getpid() != pulse.pid or MPI.Is_finalized():
+        return
+    code = script.exit_code()
+    pulse.leave(code)
+    try:
+        _await_others(world, pulse, code)
+        pulse.stop()
+    except KeyboardInterrupt:
+        where = PROGRESS.last
+        abort(world, f"{name_rank(world.rank)} was interrupted, at its exit, last {where}.", INTERRUPTED)
+    PROGRESS.flag(LEFT)
+
+
+def _await_others(world: World, pulse: Pulse, code: int | None) -> None:
+    start_s, noticed = time.monotonic(), False
+    all_leave = pulse.comm.Ibarrier()
+    while not all_leave.Test():
+        waited_s = time.monotonic() - start_s
+        others = ", ".join(map(str, pulse.staying))
+        if code and waited_s > LEAVING_S:
+            message = f"{name_rank(world.rank)} left with exit code {code}, last {PROGRESS.last}; all ranks end."
+            abort(world, message, code)
+        if not noticed and waited_s > NOTICE_S and others:
+            noticed = True
+            report(
+                f"{name_rank(world.rank)} has come to its end, last {PROGRESS.last}; it waits for those that go on: "
+                f"rank {others}."
+            )
+        time.sleep(min(0.05, 0.001 + waited_s / 20))
+
+
+def _outermost_frame() -> FrameType | None:
+    """The frame in which the main thread began: the main script's module, as a rule."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,155 @@
+"""`start`: what importing autopar does under an MPI launcher, and `watchdog`.
+
+JAX must know all processes before its backend comes up, which is at its first use; so this happens when autopar is
+imported, and a script needs no line for it. Without a launcher, and in a world of one, nothing happens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import platform
+import socket
+
+import jax
+
+from autopar import jax_compat
+from autopar.errors import LaunchError
+from autopar.launch.coordinator import choose_coordinator
+from autopar.launch.faults import Hooks, report
+from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Pulse, allowance
+from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
+from autopar.launch.sameness import check_same
+from autopar.launch.shutdown import Script, leave
+from autopar.mpi.launchers import claim, launched
+from autopar.mpi.world import World, world
+
+#: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
+DEVICE_VARIABLES = ("JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS")
+
+#: The pulse of this process, if it is one of several.
+_pulses: list[Pulse] = []
+
+
+@functools.cache
+def start() -> None:
+    """Make this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog.
+
+    Raises:
+      LaunchError: a backend of JAX is up already, the ranks have different versions of JAX or can't reach each other,
+        or MPI doesn't work.
+    """
+    if launched() is None:
+        return
+    claim()
+    descriptor = os.environ.pop(PAGE_VARIABLE, "")
+    if descriptor:
+        PROGRESS.share(int(descriptor))
+    here = world()
+    if here.size == 1:
+        atexit.register(PROGRESS.flag, LEFT)
+        return
+    hooks = Hooks(here)
+    hooks.install()
+    script = Script()
+    script.watch()
+    _start_jax(here)
+    pulse = Pulse(here, hooks, _allowance())
+    # Registered after JAX's exit handler, and so called before it.
+    atexit.register(leave, here, pulse, script)
+    _pulses.append(pulse)
+    if _threads_are_safe():
+        pulse.start()
+    elif here.rank == 0:
+        report("warning: MPI was started for calls from one thread only, so there is no watchdog")
+
+
+def watchdog(seconds: float | None) -> None:
+    """Set how long this rank may stand still, from now on. 300 seconds, if it was never said.
+
+    A rank that makes no progress for longer while others wait for it, or that gives no sign of life, is named, and
+    the job ends. Call it on all ranks alike; around a long part of your own (an evaluation on one rank) `None`
+    switches it off. Without an MPI launcher there is nothing to watch, and it does nothing.
+
+    Args:
+      seconds: The allowance in seconds; None: no limit.
+
+    Raises:
+      ArgumentsError: `seconds` is no positive number.
+
+    >>> watchdog(600)
+    """
+    allowed = allowance(seconds)
+    for pulse in _pulses:
+        pulse.allowance_s = allowed
+
+
+def _threads_are_safe() -> bool:
+    """Whether MPI may be called from several threads: the user, or an old library, may have started it otherwise."""
+    from mpi4py import MPI
+
+    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
+
+
+def _allowance() -> float | None:
+    text = os.environ.get(ALLOWANCE_VARIABLE, "")
+    if text == "off":
+        return None
+    try:
+        return float(text) if text else ALLOWANCE_S
+    except ValueError:
+        raise LaunchError(f"{ALLOWANCE_VARIABLE}={text!r} is neither a number of seconds nor off") from None
+
+
+def _start_jax(here: World) -> None:
+    """Make the ranks JAX's processes, unless the user has done so."""
+    if jax.distributed.is_initialized():
+        number, count = jax_compat.process()
+        if (number, count) != (here.rank, here.size):
+            raise LaunchError(
+                f"rank {here.rank} of {here.size} is process {number} of {count} for jax.distributed, which was "
+                "initialised before autopar was imported. Number JAX's processes as MPI does, or leave it to autopar"
+            )
+        return
+    if jax_compat.backend_is_up():
+        raise LaunchError(
+            f"rank {here.rank}: JAX has been used before autopar was imported, so its processes can't be connected "
+            "any more. Import autopar before the first use of JAX (arrays, jax.devices(), jax.random.key, ... at the "
+            "top of a module count, too): move `import autopar` to the top of the script"
+        )
+    # Different versions of JAX might not even get to the comparison before the first step.
+    check_same(here, {"JAX version": jax.__version__, "Python version": platform.python_version()})
+    address = choose_coordinator(here)
+    _check_host_name(here, address)
+    jax.distributed.initialize(
+        address, here.size, here.rank, _local_devices(here), cluster_detection_method="deactivate"
+    )
+
+
+def _local_devices(here: World) -> list[int] | None:
+    """The accelerators of this rank among its host's, by number: one each where several ranks share a host. None
+    for all of them, and where the environment says which."""
+    from mpi4py import MPI
+
+    local = here.comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank, size = local.Get_rank(), local.Get_size()
+    local.Free()
+    said = any(name in os.environ for name in DEVICE_VARIABLES)
+    return None if size == 1 or said else [rank]
+
+
+def _check_host_name(here: World, coordinator: str) -> None:
+    """JAX's collectives on CPUs (gloo) listen where the host's name leads to; say so if that is nowhere."""
+    if coordinator.startswith("127."):
+        return
+    name = socket.gethostname()
+    try:
+        found = socket.gethostbyname(name)
+    except OSError as error:
+        found = str(error)
+    if found.startswith("127.") or not found[:1].isdigit():
+        report(
+            f"warning: the name of the host of rank {here.rank}, {name}, leads to {found}, where other hosts can't "
+            "reach it. JAX's collectives on CPUs need it: give its network address in its /etc/hosts"
+        )

@@ -1,0 +1,1 @@
+"""What `choose` decides by."""

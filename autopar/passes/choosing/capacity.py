@@ -1,0 +1,118 @@
+"""How many rows travel: static bounds for sharded rows, from what no batch exceeds or from a measured one.
+
+A device that asks for F rows may want them all of one owner, so the safe capacity of each of its N messages is F: N
+times what is needed on average. A measured capacity needs a check and a fallback (`backends.fallback`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.analysis.row_ids import RowIds
+from autopar.ir.layout import RowLayout
+from autopar.ir.plan import FamilyPlan
+from autopar.ir.rowspace import RowSpace
+
+#: Contiguous shares are kept where the busiest message is at most this much longer than with rows dealt out.
+_IMBALANCE = 1.25
+#: Capacities are multiples of this.
+_STEP = 8
+
+
+def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int, journal: int) -> FamilyPlan:
+    """The family with the bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
+    asked = max(1, min(space.extent, ids.count_on(devices)))
+    if method != "ps" or devices == 1:
+        travels = devices > 1 and method == "allgather" and any(ids.batched)
+        sums = devices * asked if travels else None
+        rows = min(space.extent, ids.count) + 1
+        return FamilyPlan(space.family, rows, ids.count, method, lazy, sums, journal=journal)
+    layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
+    family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout, journal=journal)
+    return _with_capacity(family, min(asked, layout.share), tight=False)
+
+
+def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int, journal: int) -> FamilyPlan:
+    """The same of a family on hosts. Messages have the length that they need, so there is no capacity."""
+    asked = max(1, min(space.extent, ids.count_on(ranks)))
+    layout = RowLayout(space.extent, ranks, dealt=ranks > 1)
+    owned = min(layout.share, ranks * asked) + 1
+    rows, sums = ranks * owned, ranks * asked
+    return FamilyPlan(space.family, rows, ids.count, "ps", lazy, sums, layout=layout, where="hosts", journal=journal)
+
+
+def _with_capacity(family: FamilyPlan, capacity: int, *, tight: bool) -> FamilyPlan:
+    layout = family.layout
+    assert layout is not None, "only sharded rows have a capacity"
+    owned = min(layout.share, layout.devices * capacity) + 1
+    return dataclasses.replace(family, rows=layout.devices * owned, capacity=capacity, tight=tight)
+
+
+def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int) -> list[np.ndarray]:
+    """The distinct rows that each device asks for in an example batch.
+
+    Args:
+      flat: Flat ids, `extent` for no row.
+      batched: Which of them are spread over the devices; the others every device has.
+      devices: N.
+      extent: V.
+    """
+    found = []
+    for k in range(devices):
+        parts = [np.split(ids, devices)[k] if b else ids for ids, b in zip(flat, batched, strict=True)]
+        unique = np.unique(np.concatenate(parts)) if parts else np.zeros((0,), np.int32)
+        found.append(unique[unique < extent])
+    return found
+
+
+def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
+    """Rows in the longest message from one device to one owner."""
+    loads = [np.bincount(layout.place(rows) // layout.share, minlength=1).max() for rows in asked if rows.size]
+    return int(max(loads, default=0))
+
+
+def most_asked(asked: Sequence[np.ndarray], family: FamilyPlan) -> int:
+    """Rows that all devices together ask the busiest owner for."""
+    layout = family.layout
+    assert layout is not None, "only sharded rows have owners"
+    return int(np.bincount(layout.place(np.concatenate(asked)) // layout.share, minlength=1).max())
+
+
+def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
+    """Rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
+    average = sum(rows.size for rows in asked) / layout.devices**2
+    return _busiest(asked, layout) / average if average else 1.0
+
+
+def with_layout(family: FamilyPlan, asked: Sequence[np.ndarray]) -> FamilyPlan:
+    """The family with rows dealt out, if their owners would be too unequal otherwise."""
+    layout = family.layout
+    assert layout is not None, "only sharded rows have a layout"
+    dealt = dataclasses.replace(layout, dealt=True)
+    if layout.dealt or _busiest(asked, layout) <= _IMBALANCE * max(_busiest(asked, dealt), _STEP):
+        return family
+    return dataclasses.replace(family, layout=dealt)
+
+
+def tightened(family: FamilyPlan, asked: Sequence[np.ndarray], headroom: float) -> FamilyPlan:
+    """The family with the example's load and some headroom as its capacity, where that saves anything."""
+    assert family.layout is not None, "only sharded rows have a capacity"
+    return limited(family, headroom * _busiest(asked, family.layout))
+
+
+def limitless(family: FamilyPlan) -> FamilyPlan:
+    """A family on hosts with the capacity that no batch would exceed on devices."""
+    layout = family.layout
+    assert layout is not None, "only sharded rows have a capacity"
+    return dataclasses.replace(family, capacity=min((family.asked or 0) // layout.devices, layout.share))
+
+
+def limited(family: FamilyPlan, rows: float) -> FamilyPlan:
+    """The family with so many rows as its capacity, rounded up, where that is less than what no batch exceeds."""
+    safe = family.capacity
+    assert safe is not None, "only sharded rows have a capacity"
+    capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
+    return _with_capacity(family, capacity, tight=True) if capacity < safe else family

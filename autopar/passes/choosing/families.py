@@ -1,0 +1,280 @@
+"""Decide for one family: whether it is lifted, by which method, and with which bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds
+from autopar.cost.model import journal_steps, lifting_pays
+from autopar.cost.rates import Rates
+from autopar.errors import StrategyError
+from autopar.ir.decisions import TableDecision
+from autopar.ir.layout import RowLayout
+from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
+from autopar.ir.program import Program
+from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
+from autopar.ir.sizes import HEADROOM, Sizes
+from autopar.passes.choosing.capacity import (
+    bounds,
+    device_ids,
+    host_bounds,
+    imbalance,
+    limited,
+    limitless,
+    most_asked,
+    tightened,
+    with_layout,
+)
+
+#: Rows that a table may have: one number more must be free for "no row".
+_MOST_ROWS = np.iinfo(np.int32).max
+#: A family without limits and as it is planned, None if it stays dense; and what is said of its tables.
+Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]
+#: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
+Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What the user, the devices and the example say.
+
+    Attributes:
+      methods: Table -> (method, whether the strategy names this very table).
+      sparse: "exact", "lazy" or "off".
+      devices: N.
+      example: Gives the flat ids of the example batch.
+      headroom: How much more than the example's load a device may send to another one.
+      rates: Gives what exchanges cost.
+      hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
+      journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
+      repeatable: Whether a step may be done again (it has no effects), so that a batch may exceed a capacity.
+      decided: Table -> what an earlier plan decides about it.
+    """
+
+    methods: Mapping[int, tuple[str, bool]]
+    sparse: Sparse
+    devices: int
+    example: Example | None
+    headroom: float
+    rates: Callable[[], Rates] | None
+    hosts: frozenset[int] = frozenset()
+    journal_steps: int | None = None
+    repeatable: bool = True
+    decided: Mapping[int, TableDecision] = field(default_factory=dict)
+
+    def waits(self, space: RowSpace) -> int:
+        """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
+        if not space.deferred:
+            return 0
+        told = self.told(space)
+        return (told.journal if told is not None else self.journal_steps) or journal_steps(space.extent)
+
+    def told(self, space: RowSpace) -> TableDecision | None:
+        """What an earlier plan decides about a family."""
+        return next((self.decided[k] for k in space.tables if k in self.decided), None)
+
+
+def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded: str = "") -> Decision:
+    """Decide for one family.
+
+    Args:
+      program: An analysed program.
+      space: The family's.
+      wishes: What the user, the devices and the example say.
+      sharded: Why "auto" is to shard it, whatever that costs; empty: it takes what costs least.
+
+    Raises:
+      StrategyError: a method is named for a table that can't be lifted.
+    """
+    paths = [program.inputs[k].path for k in space.tables]
+    asked = [wishes.methods[k] for k in space.tables]
+    method = next((m for m, _ in asked if m != "auto"), "auto")
+    source = _line(space)
+
+    def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[ParameterPlan]]:
+        return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
+
+    hosted = any(k in wishes.hosts for k in space.tables)
+    space = dataclasses.replace(space, refusal=_refusal(program, space, wishes))
+    if space.refusal is not None:
+        named = "hosts" if hosted else next((m for m, by_name in asked if by_name and m in ROW_METHODS[1:]), None)
+        if named is not None:
+            what = "be on hosts" if hosted else f"be trained with {named!r}"
+            remedy = f" To change it: {space.refusal.remedy}." if space.refusal.remedy else ""
+            raise StrategyError(
+                f"strategy: {paths[0]} can't {what}: {space.refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
+            )
+        where = str(space.refusal.source) if space.refusal.source else source
+        return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
+    if wishes.sparse == "off":
+        return dense("sparse='off'")
+    ids = collect_ids(program.block, space, program.batch, wishes.devices)
+    if method == "allreduce":
+        who = "the strategy" if wishes.told(space) is None else "the plan"
+        several = wishes.devices > 1 and not wishes.hosts
+        sizes = _sizes(program, space, ids, _sharded(program, space, ids, wishes)[1]) if several else None
+        return dense(f"{who} says 'allreduce'", sizes=sizes)
+    if wishes.hosts and not hosted and method == "auto" and wishes.devices > 1:  # beside others that are there
+        if not _pays(program, space, ids):
+            shown = f"{ids.count} ids a step against {space.extent} rows"
+            return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
+        hosted = True
+    if hosted:
+        family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
+        sizes = None if wishes.devices == 1 else _host_sizes(program, space, ids, family, wishes)
+        sent = {} if sizes is None else host_sent_bytes(sizes)
+        return (family, family), _lifted(space, ids, family, paths, source, sent=sent, sizes=sizes)
+    if wishes.devices == 1:
+        if method == "auto" and not _pays(program, space, ids):
+            shown = f"{ids.count} ids a step against {space.extent} rows"
+            return dense(f"{shown}: the dense update is faster", "strategy='ps'")
+        family = bounds(
+            space, ids, "ps" if method == "auto" else method, wishes.sparse == "lazy", 1, wishes.waits(space)
+        )
+        return (family, family), _lifted(space, ids, family, paths, source)
+    stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
+    if stored is not None:  # a Table that is only read
+        safe, tight = _sharded(program, space, ids, wishes, stored)
+        return (safe, tight), _lifted(space, ids, tight, paths, source)
+    safe, tight = _sharded(program, space, ids, wishes)
+    sizes = _sizes(program, space, ids, tight)
+    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": sizes}
+    if method == "auto":
+        costs["seconds"] = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
+        method = "ps" if sharded else _cheapest(costs["seconds"] or costs["sent"])
+        if method == "allreduce":
+            reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
+            # Beside tables on hosts its gradient is reduced with all others.
+            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if wishes.hosts else sizes})
+    if method != "ps":
+        safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
+    return (safe, tight), _lifted(space, ids, tight, paths, source, why=sharded, **costs)
+
+
+def _refusal(program: Program, space: RowSpace, wishes: Wishes) -> Refusal | None:
+    """Why a family can't be lifted; beside tables on hosts it would be there, too."""
+    if space.refusal is None and space.extent >= _MOST_ROWS:
+        return Refusal(f"it has {space.extent} rows; numbers of rows are int32")
+    return host_refusal(program, space) if wishes.hosts else space.refusal
+
+
+def _cheapest(cost: Mapping[str, float]) -> str:
+    """The method that costs least; "ps" of those that cost the same."""
+    return min(cost, key=lambda m: (cost[m], m != "ps"))
+
+
+def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
+    row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
+    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes, deferred=space.deferred)
+
+
+def _lifted(
+    space: RowSpace,
+    ids: RowIds,
+    family: FamilyPlan,
+    paths: Sequence[str],
+    source: str,
+    why: str = "",
+    **told: Any,
+) -> list[ParameterPlan]:
+    """What is said of the tables of a lifted family."""
+    reason = f"at most {min(space.extent, ids.count)} of {space.extent} rows a step{_told(family)}"
+    if family.journal:
+        reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
+    reason = "; ".join([reason, *filter(None, [why]), *space.notes])
+    if family.on_hosts and any(note.startswith("read whole") for note in space.notes):
+        reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
+    return [ParameterPlan(p, True, family.method, reason, "", source, **told) for p in paths]
+
+
+def _told(family: FamilyPlan) -> str:
+    """How sharded rows are spread, in words."""
+    if family.layout is None:
+        return ""
+    if family.on_hosts:
+        ranks = f"{family.layout.devices} ranks" if family.layout.devices > 1 else "this process"
+        return f"; rows in the memory of the hosts, dealt out over {ranks}"
+    order = ", dealt out over the devices" if family.layout.dealt else ", in shares of adjacent rows"
+    measured = "measured, with headroom" if family.tight else "a bound"
+    told = f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
+    if family.imbalance is None:
+        return told
+    return f"{told}; in the example the busiest message is {family.imbalance:.2f} times the average one"
+
+
+def _sharded(
+    program: Program, space: RowSpace, ids: RowIds, wishes: Wishes, stored: RowLayout | None = None
+) -> tuple[FamilyPlan, FamilyPlan]:
+    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
+
+    What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
+    where as many ids are looked up.
+    """
+    family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
+    assert family.layout is not None, "sharded rows have a layout"
+    told = wishes.told(space)
+    told = told if told is not None and told.method == "ps" and stored is None else None
+    if stored is not None:
+        family = dataclasses.replace(family, layout=stored)
+    elif told is not None:
+        dealt = told.dealt or family.layout.dealt
+        family = dataclasses.replace(family, layout=dataclasses.replace(family.layout, dealt=dealt))
+    if not wishes.repeatable or space.depends_on:
+        return family, family
+    if told is not None and told.ids == ids.count:
+        grown = (told.capacity or 1) * wishes.headroom / HEADROOM
+        return family, limited(family, grown) if told.tight else family
+    flat = None if wishes.example is None else wishes.example(program, space, ids)
+    if flat is None:
+        return family, family
+    loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
+    safe = with_layout(family, loads) if stored is None and told is None else family
+    assert safe.layout is not None, "sharded rows have a layout"
+    safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
+    return safe, tightened(safe, loads, wishes.headroom)
+
+
+def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Sizes:
+    """What a step does with the family, in numbers, given its bounds by `ps`."""
+    layout, asked, capacity = sharded.layout, sharded.asked, sharded.capacity
+    assert layout is not None and asked is not None and capacity is not None, "sharded rows have bounds"
+    inputs = program.block.inputs
+    return Sizes(
+        devices=layout.devices,
+        extent=space.extent,
+        row_bytes=sum(inputs[k].type.nbytes for k in space.tables) // space.extent,
+        family_bytes=sum(inputs[k].type.nbytes for k in space.leaves) // space.extent,
+        ids=ids.count_on(layout.devices),
+        asked=asked // layout.devices,
+        routed=min(space.extent, ids.count) + 1,
+        capacity=capacity,
+        owned=sharded.rows // layout.devices,
+        checks=sharded.tight,
+        spread=any(ids.batched),
+    )
+
+
+def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, wishes: Wishes) -> Sizes:
+    """The same of a family on hosts, measured on the example where there is one."""
+    sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
+    sizes = dataclasses.replace(sizes, owned=sizes.asked)  # as many as a rank asks for, on average
+    flat = None if wishes.example is None or space.depends_on else wishes.example(program, space, ids)
+    if flat is None:
+        return sizes
+    loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
+    limit = tightened(limitless(family), loads, wishes.headroom).capacity or 0
+    asked = max(rows.size for rows in loads)
+    return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, family), capacity=limit)
+
+
+def _line(space: RowSpace) -> str:
+    """Where the table is looked up."""
+    lookups: Sequence = [a.equation for a in space.accesses if a.is_lookup]
+    source = next((e.source for e in lookups if e.source), None)
+    return str(source) if source else ""

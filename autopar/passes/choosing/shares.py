@@ -1,0 +1,82 @@
+"""Dense parameters in shares: which leaves a strategy's `ps` spreads over the devices, and along which axis.
+
+Parallax's BASE keeps dense parameters on servers: each is gathered for use, and its gradient is reduced to its owner.
+Its slots go with it: the leaves that its update reads element by element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.analysis.rules import ALIGNED
+from autopar.errors import StrategyError
+from autopar.ir.layout import even_axis
+from autopar.ir.plan import ParameterPlan
+from autopar.ir.program import Atom, Program, Var
+
+
+def share_dense(
+    program: Program, asked: Mapping[int, str], dense: frozenset[int], devices: int
+) -> tuple[dict[int, int], list[ParameterPlan]]:
+    """Leaf -> the axis along which it is spread, slots included; and what is said of the leaves.
+
+    Args:
+      program: An analysed program.
+      asked: Leaf -> the pattern that gives it to "ps".
+      dense: Leaves that no lifted family has.
+      devices: N.
+
+    Raises:
+      StrategyError: a pattern names one leaf that can't be spread.
+    """
+    axes: dict[int, int] = {}
+    told: dict[int, ParameterPlan] = {}
+    tables = {k for k, _ in program.tables}
+    for leaf, pattern in asked.items():
+        if leaf not in dense or leaf in axes or devices == 1:
+            continue
+        type_, path = program.block.inputs[leaf].type, program.inputs[leaf].path
+        axis = even_axis(getattr(type_, "shape", ()), 0, devices)
+        if axis is None:
+            if pattern == path:
+                raise StrategyError(
+                    f"strategy: {path} can't be spread over {devices} devices: they divide none of its axes ({type_}). "
+                    "Leave it to 'auto'"
+                )
+            continue
+        shares = _with_slots(program, leaf) & dense
+        named = min(shares, key=lambda k: (len(program.inputs[k].path), k))  # the parameter rather than a slot
+        axes.update(dict.fromkeys(shares, axis))
+        slots = f", {len(shares) - 1} slots with it" if len(shares) > 1 else ""
+        use = "looked up at its owners" if shares & tables else "gathered for use"
+        reason = f"a share of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
+        once = (devices - 1) * type_.nbytes // devices
+        told[named] = ParameterPlan(
+            program.inputs[named].path, False, "ps", reason, sent={"ps": 2 * once, "allreduce": 2 * once}
+        )
+    return axes, list(told.values())
+
+
+def _with_slots(program: Program, leaf: int) -> frozenset[int]:
+    """The leaf, and the leaves of its shape that are tied to it by updates made element by element."""
+    block, new = program.block, program.new_states
+    producers = {v: e for e in block.equations for v in e.outputs}
+    numbers = {v: k for k, v in enumerate(block.inputs)}
+    shape = block.inputs[leaf].shape
+    found, waiting = {leaf}, [leaf]
+    while waiting:
+        k = waiting.pop()
+        seen: set[Atom] = set()
+        atoms = [block.outputs[new[k]]] if k in new else []
+        while atoms:
+            atom = atoms.pop()
+            if not isinstance(atom, Var) or atom in seen or atom.shape != shape:
+                continue
+            seen.add(atom)
+            if atom in numbers and program.inputs[numbers[atom]].role == "state" and numbers[atom] not in found:
+                found.add(numbers[atom])
+                waiting.append(numbers[atom])
+            made = producers.get(atom)
+            if made is not None and (made.op in ALIGNED or made.op == "optimization_barrier"):
+                atoms += made.inputs
+    return frozenset(found)

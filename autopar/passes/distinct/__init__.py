@@ -1,0 +1,1 @@
+"""What `once_per_row` looks for."""

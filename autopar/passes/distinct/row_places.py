@@ -1,0 +1,252 @@
+"""Where the axes of ids are in a value, and what becomes of an equation when one axis of entries takes their place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.analysis.rules import elementwise
+from autopar.ir.program import Atom, Equation
+
+Params = Mapping[str, Any]
+
+#: The same value in the same place, whatever the operands' places are.
+ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`rank` neighbouring axes, from `at` on, which run over ids in their order."""
+
+    at: int
+    rank: int
+
+    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The sizes of these axes."""
+        return tuple(shape[self.at : self.at + self.rank])
+
+    def has(self, axis: int) -> bool:
+        return self.at <= axis < self.at + self.rank
+
+    def within(self, axes: Sequence[int]) -> bool:
+        """Whether all of these axes are among some."""
+        return all(d in axes for d in range(self.at, self.at + self.rank))
+
+    def by_entries(self, shape: Sequence[int], entries: int) -> tuple[int, ...]:
+        """The shape with one axis in their place."""
+        return (*shape[: self.at], entries, *shape[self.at + self.rank :])
+
+    def moved(self, axis: int) -> int:
+        """The number of an axis after that."""
+        return axis if axis < self.at else max(self.at, axis - self.rank + 1)
+
+    def index(self, entries: Any) -> tuple[Any, ...]:
+        """An index of a value by entries: these entries, and everything along the other axes."""
+        return (*[slice(None)] * self.at, entries)
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """The shape of one number for each entry, beside a value by entries of so many axes."""
+        return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
+
+
+def places_of(count: int, shape: Sequence[int]) -> list[Place]:
+    """Where a value of this shape may have the axes of so many ids."""
+    pairs = ((at, end) for at in range(len(shape)) for end in range(at + 1, len(shape) + 1))
+    return [Place(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
+
+
+# --- equations of one operand ---
+
+#: Those that are linear.
+LINEAR = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "cumsum"})
+
+
+def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    """Where an equation of one operand puts its ids, and its parameters by entries; None of any other equation."""
+    rule = _RULES.get(equation.op)
+    if rule is None or len(equation.inputs) != 1:
+        return None
+    found = rule(equation, place, entries)
+    return None if found is None else (found[0], {**equation.params, **found[1]})
+
+
+def before(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    """The same the other way round: where the operand has the ids that the result has at `place`."""
+    for inner in places_of(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape):
+        found = moved(equation, inner, entries)
+        if found is not None and found[0] == place:
+            return inner, found[1]
+    return None
+
+
+def _broadcast(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
+    to = dims[place.at : place.at + place.rank]
+    new = Place(to[0], place.rank)
+    if tuple(to) != tuple(range(new.at, new.at + new.rank)) or new.of(shape) != place.of(equation.inputs[0].shape):
+        return None
+    kept = (d for k, d in enumerate(dims) if not (place.has(k) and k > place.at))
+    return new, {
+        "shape": new.by_entries(shape, entries),
+        "broadcast_dimensions": tuple(new.moved(d) for d in kept),
+    }
+
+
+def _reshape(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    old, shape = equation.inputs[0].shape, equation.outputs[0].shape
+    before, count = _size(old[: place.at]), _size(place.of(old))
+    for new in places_of(count, shape):
+        if _size(shape[: new.at]) == before:
+            return new, {"new_sizes": new.by_entries(shape, entries)}
+    return None
+
+
+def _squeeze(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    rank = len(equation.inputs[0].shape)
+    gone = [d % rank for d in equation.params["dimensions"]]
+    if any(map(place.has, gone)):
+        return None
+    return _without(gone, place), {"dimensions": tuple(map(place.moved, gone))}
+
+
+def _transpose(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    order = list(equation.params["permutation"])
+    new = Place(order.index(place.at), place.rank)
+    if order[new.at : new.at + new.rank] != list(range(place.at, place.at + place.rank)):
+        return None
+    return new, {"permutation": tuple(dict.fromkeys(map(place.moved, order)))}
+
+
+def _reduce(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    gone = equation.params["axes"]
+    if any(map(place.has, gone)):
+        return None
+    return _without(gone, place), {"axes": tuple(map(place.moved, gone))}
+
+
+def _cumulative(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    axis = equation.params["axis"]
+    return None if place.has(axis) else (place, {"axis": place.moved(axis)})
+
+
+def _slice(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    p, shape = equation.params, equation.inputs[0].shape
+    starts, ends, steps = p["start_indices"], p["limit_indices"], p["strides"]
+    if equation.outputs[0].shape[place.at : place.at + place.rank] != place.of(shape):
+        return None
+    if steps is not None:
+        steps = (*steps[: place.at], 1, *steps[place.at + place.rank :])
+    starts = (*starts[: place.at], 0, *starts[place.at + place.rank :])
+    return place, {"start_indices": starts, "limit_indices": place.by_entries(ends, entries), "strides": steps}
+
+
+def _without(gone: Sequence[int], place: Place) -> Place:
+    return Place(place.at - sum(d < place.at for d in gone), place.rank)
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+_RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, Params] | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "slice": _slice,
+    **{f"reduce_{op}": _reduce for op in ("sum", "max", "min", "prod", "and", "or")},
+    **{op: _reduce for op in ("argmax", "argmin")},
+    **{op: _cumulative for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
+}
+
+
+def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
+    """The axes along which the result of an equation is constant, as bits. `known`: of what it reads.
+
+    Unlike `analysis.uniform`, which says what fits a guess, this holds: random bits and closed-over arrays are
+    constant along no axis.
+    """
+    if len(equation.outputs) != 1:
+        return 0
+    out, op = equation.outputs[0], equation.op
+    every = (1 << len(out.shape)) - 1
+    if op == "ap.full":
+        return every
+    if op == "iota":
+        return every & ~(1 << equation.params["dimension"])
+    if op == "broadcast_in_dim":
+        operand, dims = equation.inputs[0], equation.params["broadcast_dimensions"]
+        sizes = enumerate(zip(dims, operand.shape, strict=True))
+        varying = (to for k, (to, size) in sizes if size > 1 and not known.get(operand, 0) >> k & 1)
+        return functools.reduce(lambda bits, to: bits & ~(1 << to), varying, every)
+    if op in ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
+        bits = (along(a, known) for a in equation.inputs if a.shape)
+        return functools.reduce(lambda a, b: a & b, bits, every) if out.shape else 0
+    return 0
+
+
+def along(atom: Atom, known: Mapping[Atom, int]) -> int:
+    """The axes along which a value is constant, those of size 1 among them."""
+    return functools.reduce(
+        lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
+    )
+
+
+def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether an operand of an elementwise equation is a scalar, or has the axes of the result (some may be 1)."""
+    same = len(shape) == len(result)
+    return not shape or (same and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
+
+
+# --- products ---
+
+
+def in_product(equation: Equation, k: int, place: Place) -> Place | None:
+    """Where ids of operand k are in a product that neither adds up over them nor pairs them with the other's."""
+    contract, batch = equation.params["dimension_numbers"]
+    if any(place.has(d) for d in (*contract[k], *batch[k])):
+        return None
+    before = len(batch[k]) + (len(_free(equation, 0)) if k == 1 else 0)
+    return Place(before + _free(equation, k).index(place.at), place.rank)
+
+
+def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None:
+    """The operand of a product that the ids come from, and where they are in it: the inverse of `in_product`."""
+    _, batch = equation.params["dimension_numbers"]
+    start = len(batch[0])
+    for k in (0, 1):
+        free = _free(equation, k)
+        axes = free[max(place.at - start, 0) :][: place.rank] if place.at >= start else []
+        if len(axes) == place.rank and axes == list(range(axes[0], axes[0] + place.rank)):
+            return k, Place(axes[0], place.rank)
+        start += len(free)
+    return None
+
+
+def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
+    """Where the other operand of a product has the ids that it adds up over; None where it doesn't."""
+    contract, _ = equation.params["dimension_numbers"]
+    pairs = dict(zip(contract[k], contract[1 - k], strict=True))
+    mine = range(place.at, place.at + place.rank)
+    if not set(mine) <= set(pairs):
+        return None
+    others = [pairs[d] for d in mine]
+    return Place(others[0], place.rank) if others == list(range(others[0], others[0] + place.rank)) else None
+
+
+def product_params(equation: Equation, places: Mapping[int, Place]) -> Params:
+    """A product's parameters where some operands are by entries."""
+    contract, batch = equation.params["dimension_numbers"]
+    renumber = lambda dims: tuple(  # noqa: E731
+        tuple(dict.fromkeys(places[k].moved(d) for d in dims[k])) if k in places else tuple(dims[k]) for k in (0, 1)
+    )
+    return {**equation.params, "dimension_numbers": (renumber(contract), renumber(batch))}
+
+
+def _free(equation: Equation, k: int) -> list[int]:
+    contract, batch = equation.params["dimension_numbers"]
+    return [d for d in range(len(equation.inputs[k].shape)) if d not in contract[k] and d not in batch[k]]

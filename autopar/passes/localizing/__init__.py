@@ -1,0 +1,1 @@
+"""How `localize` writes each equation."""

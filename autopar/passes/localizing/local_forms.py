@@ -1,0 +1,193 @@
+"""Values of a program that is written for one device, and how they are brought from one form into another.
+
+See `localize`: of each value a device has all, an equal share, or an addend (`analysis.local`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
+from autopar.analysis.rules import resized
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Atom, Equation, Literal, RouteType, Var
+
+
+@dataclass(eq=False)
+class Shared:
+    """What the walks through a program and its bodies have in common."""
+
+    plan: Plan
+    examples: bool
+    owned: set[Var] = field(default_factory=set)
+    reductions: list[Reduction] = field(default_factory=list)
+    inside: NotLocal | None = None
+
+    @property
+    def devices(self) -> int:
+        return self.plan.devices
+
+
+@dataclass(eq=False)
+class Forms:
+    """Old values of one block, under their new names, and in other forms."""
+
+    shared: Shared
+    nested: bool = False
+    equations: list[Equation] = field(default_factory=list)
+    #: Old variable -> its new name and what a device has of it.
+    env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)
+    producers: dict[Atom, Equation] = field(default_factory=dict)
+    #: Old variables that depend on a sum over the examples.
+    reduced: set[Atom] = field(default_factory=set)
+    zeros: set[Atom] = field(default_factory=set)
+    converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
+
+    # --- values ---
+
+    def state(self, atom: Atom) -> State:
+        """What a device has of an old value."""
+        return None if isinstance(atom, Literal) else self.env[atom][1]
+
+    def read(self, atom: Atom) -> Atom:
+        """The new name of an old value."""
+        return atom if isinstance(atom, Literal) else self.env[atom][0]
+
+    def local_type(self, type_: ArrayType, state: State) -> ArrayType:
+        """The type of a device's part."""
+        if not isinstance(state, Spread):
+            return type_
+        size, devices = type_.shape[state.axis], self.shared.devices
+        if size % devices:
+            raise NotLocal(f"{devices} devices don't divide {size}")
+        return dataclasses.replace(type_, shape=resized(type_.shape, state.axis, size // devices))
+
+    def define(self, var: Var, state: State) -> Var:
+        """A new variable for an old one."""
+        type_ = var.type
+        if isinstance(type_, RouteType):
+            new = Var(dataclasses.replace(type_, rows=type_.rows // self.owners(type_.family)))
+        else:
+            new = Var(self.local_type(type_, state))
+        self.env[var] = new, state
+        if isinstance(state, Spread) and state.owner:
+            self.shared.owned.add(new)
+        return new
+
+    def owners(self, family: int) -> int:
+        """Over how many devices a family's rows are spread."""
+        planned = self.shared.plan.family(family)
+        return 1 if planned is None or planned.layout is None else self.shared.devices
+
+    def emit(self, equation: Equation) -> None:
+        """Append a new equation."""
+        self.equations.append(equation)
+        self.producers.update({v: equation for v in equation.outputs})
+        constant = equation.op in ("ap.full", "broadcast_in_dim", "convert_element_type", "copy", "ap.share")
+        if constant and self._is_zero(equation.inputs[0]):
+            self.zeros.update(equation.outputs)
+
+    def _is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return atom.shape == () and not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
+        return atom in self.zeros
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether an old value is known to be zero."""
+        return self._is_zero(self.read(atom))
+
+    # --- from one form to another ---
+
+    def as_state(self, atom: Atom, wanted: State, source: Equation | None = None) -> Atom:
+        """The value in another form. Shares that are wanted whole, or along another axis, are gathered."""
+        have, new = self.state(atom), self.read(atom)
+        if have == wanted or isinstance(atom.type, RouteType):
+            return new
+        if isinstance(have, Spread) and isinstance(wanted, Spread) and have.axis == wanted.axis:
+            return new
+        if isinstance(have, Partial) and wanted is not None:
+            return self._convert(self.whole(atom, source), atom, wanted)
+        if isinstance(have, Partial):
+            return self.whole(atom, source)
+        if isinstance(have, Spread):
+            new = self._gathered(new, atom, have, source)
+        return self._convert(new, atom, wanted)
+
+    def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
+        """All of a value that is spread, on every device."""
+        key = new, None
+        if have.owner and self.shared.plan.on_hosts and not self.shared.plan.shares:
+            raise NotLocal("all rows of a table are read at once", source.source if source else None)
+        if key not in self.converted:
+            if not have.owner and self.shared.inside is None:
+                where = source.source if source else None
+                self.shared.inside = NotLocal("examples meet those of other devices", where)
+            self.converted[key] = out = Var(atom.type)
+            self.emit(Equation("ap.replicate", (new,), (out,), {"axis": have.axis}))
+        return self.converted[key]
+
+    def whole(self, atom: Atom, source: Equation | None = None, op: str = "sum") -> Atom:
+        """An old value reduced over the devices; from here on it is whole."""
+        if not isinstance(self.state(atom), Partial):
+            return self.as_state(atom, None, source)
+        assert isinstance(atom, Var), "constants are whole"
+        out = self.reduce(self.read(atom), op, source)
+        self.env[atom] = out, None
+        self.reduced.add(atom)
+        return out
+
+    def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
+        """A new value reduced over the devices."""
+        out = Var(new.type)
+        self.emit(Equation("ap.reduce", (new,), (out,), {"op": op}))
+        where = source.source if source else None
+        self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
+        return out
+
+    def make_whole(self, atom: Atom, source: Equation) -> None:
+        """From here on every device has all of an old value."""
+        if isinstance(atom, Var) and self.state(atom) is not None:
+            self.env[atom] = self.whole(atom, source), None
+
+    def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
+        """What all devices have, as a share or an addend of it."""
+        key = new, wanted
+        if isinstance(new, Var) and key in self.converted:
+            return self.converted[key]
+        if isinstance(wanted, Partial):
+            out = new if self._is_zero(new) else self._once(new)
+        elif isinstance(wanted, Spread):
+            out = self._share(new, wanted)
+        else:
+            out = new
+        if isinstance(new, Var):
+            self.converted[key] = out
+        return out
+
+    def _once(self, new: Atom) -> Var:
+        out = Var(new.type)
+        self.emit(Equation("ap.once", (new,), (out,)))
+        return out
+
+    def _share(self, new: Atom, wanted: Spread) -> Var:
+        """A device's part; a constant is made in that size."""
+        type_ = self.local_type(new.type, wanted)
+        made = self.producers.get(new)
+        out = Var(type_)
+        if made is not None and made.op in ("broadcast_in_dim", "ap.full"):
+            kept = made.params.get("broadcast_dimensions", ())
+            if wanted.axis not in kept:
+                params = {**made.params, "shape": resized(made.params["shape"], wanted.axis, type_.shape[wanted.axis])}
+                self.emit(dataclasses.replace(made, outputs=(out,), params=params))
+                return self._owned(out, wanted)
+        self.emit(Equation("ap.share", (new,), (out,), {"axis": wanted.axis}))
+        return self._owned(out, wanted)
+
+    def _owned(self, out: Var, state: Spread) -> Var:
+        if state.owner:
+            self.shared.owned.add(out)
+        return out

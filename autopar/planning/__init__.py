@@ -1,0 +1,1 @@
+"""Plans for people: explained, compared, checked, simulated, kept in files."""

@@ -1,0 +1,230 @@
+"""`measure_alpha`: what share of each table's rows workers touch, alone and together, over several batches.
+
+Parallax (5.3.1) calls alpha the sparsity. That of n workers is less than n times that of one: they share frequent rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.cost.heaps import Growth
+from autopar.errors import ArgumentsError, RecompileWarning
+from autopar.ir.program import Program
+from autopar.ir.rowspace import RowSpace
+from autopar.measure.alpha import growth_of, id_reader, together
+from autopar.passes.choosing.capacity import device_ids
+from autopar.planning.elsewhere import on_devices
+from autopar.run.entry import Entry
+from autopar.run.step import ParallelStep
+from autopar.run.wrapped_step import AnyStep, unwrapped
+
+
+@dataclass(frozen=True, slots=True)
+class TableAlpha:
+    """What workers touch of a table in a step.
+
+    Attributes:
+      path: Of the table.
+      growth: Rows by number of workers.
+      workers, per_machine: Workers that were measured; workers of a machine.
+      worker, machine, union: Distinct rows that one worker touches, those of a machine together, and all that were
+        measured together; on average over the workers and machines. Where fewer workers were measured than a machine
+        has, `machine` is predicted.
+    """
+
+    path: str
+    growth: Growth
+    workers: int
+    per_machine: int
+    worker: float
+    machine: float
+    union: float
+
+    @property
+    def share(self) -> float:
+        """Rows that all workers that were measured touch together, over all rows."""
+        return self.union / self.growth.extent
+
+    def rows_at(self, n: float) -> float:
+        """Distinct rows that n workers are expected to touch together."""
+        return self.growth.rows(n)
+
+    def alpha_at(self, n: float) -> float:
+        """The same over all rows; of one worker it is the paper's alpha."""
+        return self.growth.rows(n) / self.growth.extent
+
+
+@dataclass(frozen=True, slots=True)
+class Alphas:
+    """What `measure_alpha` returns, by table; `str()` is a table."""
+
+    step: str
+    tables: tuple[TableAlpha, ...]
+
+    def table(self, path: str) -> TableAlpha:
+        """The table of a path.
+
+        Raises:
+          ArgumentsError: there is none.
+        """
+        found = next((t for t in self.tables if t.path == path), None)
+        if found is None:
+            shown = ", ".join(t.path for t in self.tables) or "none"
+            raise ArgumentsError(f"alpha of {path!r} wasn't measured; that of these tables of {self.step} was: {shown}")
+        return found
+
+    def __str__(self) -> str:
+        workers, each = (self.tables[0].workers, self.tables[0].per_machine) if self.tables else (0, 0)
+        columns = ["table", "rows", "a worker", f"a machine of {each}", f"all {workers}", "k", "beta", "off by"]
+        lines = [columns, *map(_line, self.tables)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        shown = ["  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([f"alpha of {self.step}: distinct rows that workers touch in a step, together", *shown])
+
+
+def measure_alpha(
+    step: AnyStep,
+    batches: Iterable[Any],
+    *,
+    state: Any = None,
+    workers: int = 1,
+    per_machine: int = 1,
+) -> Alphas:
+    """Rows of each table that one worker touches, those of a machine together, and n of them together.
+
+    Nothing of the step is run but the equations that ids depend on. What n workers touch is measured for 1, 2, 4, ...
+    workers up to all that there are, on average over disjoint groups, and fitted (`autopar.cost.heaps`), so that
+    `alpha_at(48)` has an answer where 8 batches are given.
+
+    Args:
+      step: What `parallelize` returned.
+      batches: The batch of a worker each; all of them are read. Without `state` each is a tuple of all of the step's
+        arguments.
+      state: The step's first argument, the batch being its second and last one. Shapes will do where no ids depend on
+        it (on its key, say).
+      workers: Over how many workers each of the batches is spread, as the step spreads its batches over devices; each
+        share counts as a worker's batch.
+      per_machine: Workers of a machine.
+
+    Returns:
+      `Alphas`: by table, its `worker`, `machine` and `union` in rows, `rows_at(n)`, `alpha_at(n)` and `growth`.
+
+    Raises:
+      ArgumentsError: fewer than two workers' batches, batches that the workers don't divide, or ids that depend on what
+        is only a shape.
+
+    Example:
+      >>> import jax, numpy as np, autopar
+      >>> step = autopar.parallelize(lambda table, ids: table.at[ids].add(-0.1 * table[ids]))
+      >>> state = jax.ShapeDtypeStruct((50, 8), "float32")
+      >>> found = autopar.measure_alpha(step, np.arange(24).reshape(6, 4), state=state)
+      >>> table = found.tables[0]
+      >>> table.worker, table.union, table.share
+      (4.0, 24.0, 0.48)
+    """
+    if workers < 1 or per_machine < 1:
+        raise ArgumentsError(f"workers={workers}, per_machine={per_machine}: one at least")
+    reader = _Reader(step, workers)
+    for k, batch in enumerate(batches):
+        if state is None and not isinstance(batch, tuple):
+            raise ArgumentsError(
+                f"measure_alpha: without state= each of the batches is a tuple of all of the step's arguments; "
+                f"number {k} is a {type(batch).__name__}"
+            )
+        reader.read(batch if state is None else (state, batch), k)
+    if reader.workers < 2:
+        raise ArgumentsError(
+            f"measure_alpha takes the batches of two workers at least, to see how rows grow with workers, not of "
+            f"{reader.workers}: give more batches, or say over how many workers each is spread (workers=)"
+        )
+    return Alphas(step.name, tuple(found.alpha(per_machine) for found in reader.tables.values()))
+
+
+@dataclass(eq=False)
+class _Measured:
+    """What was read of a table: its workers' distinct rows, and how many ids they had."""
+
+    path: str
+    extent: int
+    asked: list[np.ndarray]
+    ids: list[int]
+
+    def alpha(self, per_machine: int) -> TableAlpha:
+        growth = growth_of(self.asked, self.extent, float(np.mean(self.ids)))
+        assert growth is not None, "there are two workers at least"
+        count = len(self.asked)
+        machine = together(self.asked, per_machine) if per_machine <= count else growth.rows(per_machine)
+        rows = (together(self.asked, 1), machine, together(self.asked, count))
+        return TableAlpha(self.path, growth, count, per_machine, *rows)
+
+
+class _Reader:
+    """Reads the rows of calls, whose shapes may differ.
+
+    Args:
+      step: The user's.
+      workers: Over how many workers a call's batch is spread.
+    """
+
+    def __init__(self, step: AnyStep, workers: int) -> None:
+        self.tables: dict[str, _Measured] = {}
+        self.workers = 0
+        self._step, self._spread = step, workers
+        self._own: dict[ParallelStep, ParallelStep] = {}
+        self._readers: dict[Entry, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
+
+    def read(self, args: Sequence[Any], number: int) -> None:
+        """The rows of one call, the `number`th."""
+        pure, arrays, named = unwrapped(self._step, args, {}, "measure_alpha")
+        own = self._own.setdefault(pure, on_devices(pure, self._spread))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RecompileWarning)  # nothing is compiled
+            entry = own.entry(*arrays, **named)
+        leaves = own.leaves(arrays, named)
+        program = entry.compiled.analysed
+        if self._spread > 1 and not any(program.batch.get(v) is not None for v in program.block.inputs):
+            raise ArgumentsError(
+                f"batch {number} of measure_alpha isn't spread over {self._spread} workers: its examples must be a "
+                "multiple of them"
+            )
+        if entry not in self._readers:
+            self._readers[entry] = list(_readers(program, self._spread))
+        for space, ids, run in self._readers[entry]:
+            flat = run(leaves)
+            if flat is None:
+                raise self._unknown(program, space, number)
+            rows = device_ids(flat, ids.batched, self._spread, space.extent)
+            for table in space.tables:
+                path = program.inputs[table].path
+                found = self.tables.setdefault(path, _Measured(path, space.extent, [], []))
+                found.asked += rows
+                found.ids += [ids.count_on(self._spread)] * len(rows)
+        self.workers += self._spread
+
+    def _unknown(self, program: Program, space: RowSpace, number: int) -> ArgumentsError:
+        path = program.inputs[space.tables[0]].path
+        return ArgumentsError(
+            f"batch {number} of measure_alpha: the ids of {path} aren't known: they depend on what is only a shape, or "
+            "on a callback. Give arrays (state= as well, if ids are drawn by a key in it)"
+        )
+
+
+def _readers(program: Program, workers: int) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Any]]]:
+    """Each family that is looked up, its ids, and what reads them of a call's leaves."""
+    for space in program.rows.spaces:
+        if space.accesses:
+            ids = collect_ids(program.block, space, program.batch, workers)
+            yield space, ids, id_reader(program, ids)
+
+
+def _line(table: TableAlpha) -> list[str]:
+    """Its row of the printed table."""
+    extent, growth = table.growth.extent, table.growth
+    rows = [f"{rows:.0f} ({rows / extent:.2%})" for rows in (table.worker, table.machine, table.union)]
+    return [table.path, str(extent), *rows, f"{growth.k:.3g}", f"{growth.beta:.3f}", f"{growth.residual:.1%}"]

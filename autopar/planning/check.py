@@ -1,0 +1,243 @@
+"""`check`: what the compiled step sends between devices, beside what its plan says.
+
+The collectives are read off XLA's compiled program (`measure.collectives`), which doesn't say what they are for:
+
+- all-to-alls are the tables' alone: their bytes must be the plan's;
+- all-gathers are the tables', and the model's where its examples meet (negatives of the same batch): what is more than
+  the plan says is XLA's own, unless a whole table could be in it;
+- of the sums those of tables are found by their sizes; the rest is XLA's own: gradients of dense leaves, and sums over
+  the examples (losses, norms).
+
+Two families that are looked up by the same ids may exchange these once, which the plan doesn't know.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.cost import Term, step_terms
+from autopar.cost.exchange import ID_TERMS
+from autopar.cost.rates import NO_TIME
+from autopar.errors import ArgumentsError
+from autopar.measure.collectives import Collective, read_collectives
+from autopar.planning.explain import format_bytes
+from autopar.planning.step_plan import DenseEntry, StepPlan, TableEntry, plan_of
+from autopar.run.placing import SpreadRunner
+from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
+
+#: Collectives that a plan's exchanges are made of, and those that XLA has besides.
+_EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRow:
+    """One line of a check: bytes that each device sends in a step.
+
+    Attributes:
+      collective: As XLA calls it.
+      what: For what.
+      planned: By the plan; None where it doesn't say: XLA's own.
+      compiled: By the compiled program.
+      count: Arrays that are sent so there.
+    """
+
+    collective: str
+    what: str
+    planned: int | None
+    compiled: int
+    count: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the compiled program does what the plan says, if that says anything."""
+        return self.planned is None or self.planned == self.compiled
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        planned = "XLA's own" if self.planned is None else f"planned {format_bytes(self.planned)}"
+        arrays = f" ({self.count} array{'' if self.count == 1 else 's'})" if self.count else ""
+        found = f"compiled {format_bytes(self.compiled)}{arrays}{'' if self.ok else ': DIFFERS'}"
+        return self.collective, self.what, planned, found
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What `check` returns; `str()` is a table, and it is true if all is as planned."""
+
+    step: str
+    devices: int
+    rows: tuple[CheckRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is as planned."""
+        return all(row.ok for row in self.rows)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.devices == 1:
+            told = "nothing travels, and the compiled program has no collective"
+            first = f"{self.step} on one device: {told if self.ok else 'nothing is to travel'}"
+        else:
+            said = "what the plan says" if self.ok else "not what the plan says"
+            first = f"{self.step} on {self.devices} devices: each sends in a step {said}"
+        cells = [row.cells() for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return "\n".join([first, *(f"  {line}" for line in lines)])
+
+
+def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
+    """Compile a planned step, and compare its collectives with what the plan says. Nothing is run.
+
+    Args:
+      step: What `parallelize` returned.
+      *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ArgumentsError: no arguments, or the step has tables on hosts, whose exchanges aren't in compiled programs.
+
+    Across processes, all of them check together.
+    """
+    require_step(step, "check")
+    if not args and not kwargs:
+        raise ArgumentsError(f"check takes a step's arguments as well: check({step.name}, state, batch)")
+    pure, arrays, named = unwrapped(step, args, kwargs, "check")
+    entry = pure.entry(*arrays, **named)
+    runner = entry.runner
+    if not isinstance(runner, SpreadRunner):
+        raise ArgumentsError(
+            f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
+            "it with the tables on devices; autopar.explain tells what ranks send"
+        )
+    untimed = dataclasses.replace(entry, options=dataclasses.replace(entry.options, rates=None))
+    made = plan_of(untimed, step.name, None)
+    return compare(made, read_collectives(runner.lower().compile().as_text()))
+
+
+def compare(plan: StepPlan, found: Sequence[Collective]) -> Check:
+    """A plan and the collectives of a program that was compiled by it."""
+    if plan.devices == 1:
+        rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in found]
+        return Check(plan.step, 1, tuple(rows))
+    pool = _Pool.of(found, plan.devices)
+    rows = [row for table in plan.tables for row in _reduced(table, pool)]
+    rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool)]
+    unplanned = None if _has_shares(plan) else 0
+    rows += [CheckRow(op, "arrays that XLA moves", unplanned, *pool.rest(op)) for op in _OTHERS]
+    dense = _sizes_of([*plan.dense, *(t for t in plan.tables if not t.lifted)])
+    rows += [
+        CheckRow("all-reduce", "gradients of dense leaves", None, *pool.rest("all-reduce", dense)),
+        CheckRow("all-reduce", "as large as a whole table", 0, *pool.rest("all-reduce", _lifted_sizes(plan))),
+        CheckRow("all-reduce", "sums over examples", None, *pool.rest("all-reduce")),
+        CheckRow("any", "flags", None, *pool.rest("any")),
+    ]
+    return Check(plan.step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What a program sends that isn't explained yet: (collective, bytes of the array, bytes that a device sends).
+
+    Flags, of whatever collective, are by themselves, as "any".
+    """
+
+    arrays: list[tuple[str, int, int]]
+
+    @staticmethod
+    def of(found: Sequence[Collective], devices: int) -> _Pool:
+        arrays = []
+        for c in found:
+            for array in c.arrays:
+                one = Collective(c.op, (array,), 1)
+                op = "any" if array[0] == "pred" else c.op
+                arrays += [(op, one.nbytes, one.sent(devices))] * c.times
+        return _Pool(arrays)
+
+    def take(self, op: str, nbytes: int) -> tuple[int, int]:
+        """One array of so many bytes: what is sent of it, and 1; zeros if there is none."""
+        found = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
+        if found is None:
+            return 0, 0
+        self.arrays.remove(found)
+        return found[2], 1
+
+    def rest(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
+        """All arrays of a collective, or those of some sizes: what is sent of them, and how many they are."""
+        found = [array for array in self.arrays if array[0] == op and (sizes is None or array[1] in sizes)]
+        self.arrays = [array for array in self.arrays if array not in found]
+        return sum(sent for _, _, sent in found), len(found)
+
+
+def _reduced(table: TableEntry, pool: _Pool) -> list[CheckRow]:
+    """What is reduced of a table's gradient: all rows, or those that are touched."""
+    sizes, method = table.sizes, table.method
+    if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
+        return []
+    nbytes = _nbytes(table.shape, table.dtype)
+    nbytes = nbytes if method == "allreduce" else sizes.routed * nbytes // sizes.extent
+    planned = Collective("all-reduce", (("u8", (nbytes,)),), 1).sent(sizes.devices)
+    return [CheckRow("all-reduce", f"{table.path}, {method}", planned, *pool.take("all-reduce", nbytes))]
+
+
+def _exchanged(plan: StepPlan, op: str, pool: _Pool) -> list[CheckRow]:
+    """What is exchanged of all tables' rows by one collective, and what XLA gathers besides."""
+    whole = any(array[:2] == (op, size) for array in pool.arrays for size in _lifted_sizes(plan))
+    sent, count = pool.rest(op)
+    if any(table.lifted and table.sizes is None for table in plan.tables):
+        return [CheckRow(op, "ids and rows of tables, some only read", None, sent, count)]
+    possible = _possible(plan, op)
+    planned = max((p for p in possible if p <= sent), default=max(possible))
+    what = "ids, rows and gradients of tables"
+    if op != "all-gather" or sent <= planned:
+        return [CheckRow(op, what, planned if sent == planned else max(possible), sent, count)]
+    alien = None if _has_shares(plan) or not whole else 0
+    return [CheckRow(op, what, planned, planned, count), CheckRow(op, "arrays of the model", alien, sent - planned, 0)]
+
+
+def _possible(plan: StepPlan, op: str) -> set[int]:
+    """Bytes that the tables' exchanges by one collective may take: families of the same ids may send them once."""
+    found, groups = {0}, collections.defaultdict(list)
+    for table in plan.families:
+        terms = [t for t in _terms(table) if t.collective == op]
+        ids = sum(t.sent for t in terms if t.name in ID_TERMS)
+        rest = sum(t.sent for t in terms) - ids
+        found = {total + rest for total in found}
+        if ids and (s := table.sizes) is not None:
+            groups[table.method, s.extent, s.ids, s.asked, s.capacity].append(ids)
+    for (first, *_), count in ((ids, len(ids)) for ids in groups.values()):
+        found = {total + times * first for total in found for times in range(1, count + 1)}
+    return found
+
+
+def _terms(table: TableEntry) -> Sequence[Term]:
+    """What a lifted table's family does in a step."""
+    return () if table.sizes is None or not table.lifted else step_terms(NO_TIME, table.sizes)[table.method]
+
+
+def _sizes_of(leaves: Sequence[TableEntry | DenseEntry]) -> frozenset[int]:
+    """Bytes of arrays, scalars left out."""
+    return frozenset(_nbytes(leaf.shape, leaf.dtype) for leaf in leaves if leaf.shape)
+
+
+def _lifted_sizes(plan: StepPlan) -> frozenset[int]:
+    return _sizes_of([table for table in plan.tables if table.lifted])
+
+
+def _has_shares(plan: StepPlan) -> bool:
+    """Whether XLA gathers and scatters leaves of its own accord."""
+    return any(leaf.shared for leaf in plan.dense) or any(t.method == "ps" and not t.lifted for t in plan.tables)
+
+
+def _nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of an array; of a key, of which nothing is known, none."""
+    return 0 if dtype.startswith("key<") else math.prod(shape) * jax.numpy.dtype(dtype).itemsize

@@ -1,0 +1,45 @@
+"""What a step with tables on hosts will compute for distinct rows, on batches like one that is known.
+
+A plan is made with the room that no batch exceeds. The runtime makes room for what batches need, and compiles again
+when one needs more; only then is it known what is worth computing for distinct rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.analysis.local import OncePerRow
+from autopar.analysis.row_ids import collect_ids
+from autopar.compile import follow
+from autopar.ir.sizes import room_for
+from autopar.measure.alpha import example_ids
+from autopar.passes.choosing.capacity import device_ids
+from autopar.run.entry import Entry
+
+
+def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> OncePerRow | None:
+    """What a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
+
+    Args:
+      entry: Of any step.
+      leaves: Its flat arguments, or those that ids depend on.
+      devices: Of each rank.
+    """
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    sizes: dict[int, tuple[int, int]] = {}
+    for space in program.rows.spaces:
+        family = plan.family(space.family)
+        if family is None or not family.on_hosts or family.asked is None or not space.accesses:
+            continue
+        ids = collect_ids(program.block, space, program.batch, plan.devices)
+        flat = example_ids(program, ids, leaves)
+        if flat is None:
+            return None
+        need = max(rows.size for rows in device_ids(flat, ids.batched, plan.devices, space.extent))
+        sizes[space.family] = family.rows // plan.devices, room_for(need, family.asked // plan.devices)
+    if not sizes:
+        return None
+    options = dataclasses.replace(entry.options, rank_devices=devices)
+    return follow(program, plan.with_sizes(sizes), options).once_per_row

@@ -1,0 +1,395 @@
+"""`explain`: the plan, and why, as a table that a person enjoys reading.
+
+Rich in a terminal, HTML in a notebook, plain text in a log: `print(autopar.explain(step, state, batch))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from autopar.cost import Cluster
+from autopar.cost.formulas import table_3
+from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget, state_bytes
+from autopar.cost.model import touched_bytes
+from autopar.cost.units import format_bytes
+from autopar.errors import ArgumentsError
+from autopar.ir.plan import ParameterPlan
+from autopar.ir.rowspace import RowSpace
+from autopar.measure.alpha import Alpha, measure_alpha
+from autopar.passes.shield import shield
+from autopar.planning.distinct_rows import once_per_row_of
+from autopar.planning.elsewhere import elsewhere
+from autopar.planning.step_plan import StepPlan, plan_of
+from autopar.run.entry import Entry
+from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
+
+#: Dense leaves that are listed one by one; the rest is summed up.
+_SHOWN_DENSE = 8
+#: Columns of a terminal below which the table leaves out shapes and sizes.
+_WIDE = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter (and, for a table, its optimizer slots).
+
+    Attributes:
+      path, shape, kind: As in the state; kind is "sparse" (looked up by rows) or "dense".
+      nbytes: Bytes of the parameter and of its slots.
+      alpha: Share of rows that a batch touches, None for a dense parameter.
+      action: What was done.
+      dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
+      line: Where it is looked up, or what refused it.
+      reason, remedy: Why, and what would change it.
+      method: How a table's rows travel.
+      sent: On several devices, method -> bytes that each device would send in a step.
+      seconds: Method -> what its exchanges and updates were predicted to take.
+      table_3: The paper's figures for the table itself (`cost.transfer_bytes`).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+    slots: int
+    alpha: Alpha | None
+    action: str
+    dense_bytes: int
+    planned_bytes: int
+    line: str = ""
+    reason: str = ""
+    remedy: str = ""
+    method: str = ""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    table_3: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What `explain` returns; `str()` is plain text.
+
+    Attributes:
+      updates: Whether there is a state.
+      told: What is to be known of how the step was read.
+      processes: Whose devices they are.
+      hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
+    """
+
+    name: str
+    rows: tuple[Row, ...]
+    passes: tuple[tuple[str, str, float], ...]
+    trace_s: float
+    sparse: str
+    devices: int = 1
+    updates: bool = True
+    processes: int = 1
+    hosted: str = ""
+    told: tuple[str, ...] = ()
+
+    @property
+    def dense_bytes(self) -> int:
+        """Memory traffic of all updates in a plain step."""
+        return sum(r.dense_bytes for r in self.rows)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory traffic of all updates in the planned step."""
+        return sum(r.planned_bytes for r in self.rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.rows:  # an evaluation
+            text = (
+                "no argument comes back with something added to it, so there is no state to update: it runs as under "
+                "jax.jit. If an argument is state, name it with parallelize(step, state_argnums=...)"
+            )
+            return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}"), *map(Text, self.told)]
+        parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
+        parts += [_reason(r, "rank" if self.hosted else "device") for r in self.rows if r.reason]
+        parts += map(Text, self.told)
+        if self.hosted:
+            parts.append(Text(self.hosted))
+        parts.append(self._totals())
+        for name, note, seconds in self.passes:
+            parts.append(Text.assemble(("  " + name.ljust(14), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
+        return parts
+
+    def __str__(self) -> str:
+        return self._export(None).rstrip()
+
+    def _repr_html_(self) -> str:
+        return self._export("html")
+
+    def _export(self, kind: str | None) -> str:
+        # A log has no width of its own; long lines are better than broken paths.
+        console = Console(file=io.StringIO(), record=kind == "html", width=160, color_system=None)
+        console.print(self)
+        if kind == "html":
+            return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    @property
+    def _where(self) -> str:
+        if self.hosted:
+            return "one process" if self.devices == 1 else f"{self.devices} ranks"
+        several = f" of {self.processes} processes" if self.processes > 1 else ""
+        return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
+
+    def _table(self, narrow: bool) -> Table:
+        table = Table(
+            title=f"Plan of {self.name} ({self._where})",
+            title_justify="left",
+            title_style="bold",
+        )
+        table.add_column("parameter", overflow="fold")
+        if not narrow:
+            table.add_column("shape", no_wrap=True)
+            table.add_column("bytes", justify="right", no_wrap=True)
+            table.add_column("kind", no_wrap=True)
+        table.add_column("alpha", justify="right", no_wrap=True)
+        table.add_column("update", no_wrap=True)
+        table.add_column("bytes touched a step", justify="right", no_wrap=not narrow)
+        dense = [r for r in self.rows if r.kind == "dense"]
+        shown = [r for r in self.rows if r.kind == "sparse"] + sorted(dense, key=lambda r: -r.nbytes)[:_SHOWN_DENSE]
+        for row in shown:
+            style = "green" if row.planned_bytes < row.dense_bytes else "yellow" if row.kind == "sparse" else ""
+            slots = f" with {row.slots} slot{'s' if row.slots > 1 else ''}" if row.slots else ""
+            shape = f"[{', '.join(map(str, row.shape))}]".replace("[", r"\[")
+            details = () if narrow else (shape, format_bytes(row.nbytes) + slots, row.kind)
+            table.add_row(row.path, *details, _alpha(row.alpha), row.action, _traffic(row), style=style)
+        rest = dense[:0] if len(dense) <= _SHOWN_DENSE else sorted(dense, key=lambda r: -r.nbytes)[_SHOWN_DENSE:]
+        if rest:
+            size = format_bytes(sum(r.nbytes for r in rest))
+            traffic = format_bytes(sum(r.planned_bytes for r in rest))
+            details = () if narrow else ("", size, "dense")
+            table.add_row(f"{len(rest)} more", *details, "", "as it is", traffic)
+        return table
+
+    def _totals(self) -> Text:
+        less = self.dense_bytes / max(self.planned_bytes, 1)
+        what = "Parameter updates touch" if self.updates else "Lookups in tables that are spread touch"
+        text = f"{what} {format_bytes(self.planned_bytes)} a step in place of {format_bytes(self.dense_bytes)}"
+        if less > 1.05:
+            text += f": {less:.0f} times less" if less >= 2 else f": {less:.1f} times less"
+        if self.sparse == "lazy":
+            text += ". sparse='lazy': rows that a batch doesn't touch don't move, which is not what the plain step does"
+        seconds = sum(s for _, _, s in self.passes)
+        return Text(f"{text}.\nTraced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms:")
+
+
+def explain(step: AnyStep, *args: Any, cluster: Cluster | None = None, **kwargs: Any) -> Explanation:
+    """The plan of a step, per parameter, with the reasons.
+
+    Args:
+      step: What `parallelize` returned.
+      *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s. Nothing of the step is run but the
+        equations that ids depend on, to measure alpha. Without arguments: the plan in use.
+      cluster: Plan for these machines in place of the devices here; a batch is that of all of them. (An argument of
+        the step that has this name must be given by its position.)
+
+    Raises:
+      ArgumentsError: no arguments, and the step hasn't been called yet.
+
+    Across processes, all of them ask with arguments together; without arguments each may ask for itself.
+    """
+    require_step(step, "explain")
+    if args or kwargs:
+        pure, arrays, named = unwrapped(step, args, kwargs, "explain")
+        entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
+        leaves: Sequence[Any] | None = pure.leaves(arrays, named)
+    else:
+        latest = step.latest
+        if latest is None:
+            raise ArgumentsError(f"{step.name} hasn't been called yet: explain(step, state, batch)")
+        if cluster is not None:
+            raise ArgumentsError("a cluster takes a step's arguments as well: explain(step, state, batch, cluster=...)")
+        entry, leaves = latest, latest.example
+    return _explain(entry, leaves, step.name, cluster)
+
+
+def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Cluster | None = None) -> Explanation:
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    parameters = {p.path: p for p in plan.parameters}
+    rows: list[Row] = []
+    members: set[int] = set()
+    for space in program.rows.spaces:
+        for n, table in enumerate(space.tables):
+            rows.append(_table_row(entry, space, table, n == 0, parameters[program.inputs[table].path], leaves))
+        members.update(space.leaves)
+    for k, given in enumerate(program.inputs):
+        if given.role == "state" and k not in members:
+            rows.append(_dense_row(entry, k, parameters.get(given.path)))
+    passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
+    updates = any(given.role == "state" for given in program.inputs)
+    processes = 1 if entry.devices is None else len(entry.devices.processes.members)
+    hosted = _hosted(entry, leaves, 1 if cluster is not None else jax.local_device_count()) if plan.on_hosts else ""
+    told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
+    there = () if cluster is None or plan.devices == 1 else (_predicted(plan_of(entry, name, leaves, cluster)),)
+    there += _isolated(entry, 1 if cluster is not None else jax.local_device_count())
+    there += tuple(f"All devices do the same: {note}." for _, note, _ in passes if note.startswith("nothing is spread"))
+    return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
+
+
+def _isolated(entry: Entry, devices: int) -> tuple[str, ...]:
+    """What is kept from XLA's partitioner; `devices`: of each rank, where tables are on hosts."""
+    plan = entry.compiled.plan
+    isolated = plan.isolated
+    if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
+        isolated = shield(entry.compiled.program, plan, devices)[1]
+    if not isolated:
+        return ()
+    shown = [f"  {text}" for text in isolated[:_SHOWN_DENSE]]
+    rest = len(isolated) - len(shown)
+    more = [f"  {rest} more"] if rest else []
+    return "XLA's partitioner gets wrong what follows, so it is kept from it:", *shown, *more
+
+
+def _predicted(made: StepPlan) -> str:
+    """What a step is predicted to take, by part."""
+    parts = {part: sum(t.seconds for t in terms) for part, terms in made.parts.items()}
+    shown = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items() if seconds)
+    return f"A step is predicted to take {made.seconds * 1e3:.2f} ms: {shown}."
+
+
+def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
+    """For which machines it is planned, if not for those here, and whether the state fits their devices."""
+    program, plan, options = entry.compiled.analysed, entry.compiled.plan, entry.options
+    memory = options.memory() if options.memory is not None else None
+    shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
+    if memory is None or (cluster is None and shortage is None):
+        return ()
+    state = f"The state takes {format_bytes(state_bytes(program, plan))} of {format_bytes(memory)} on each device"
+    if shortage is not None:
+        state += f": {format_bytes(shortage.missing)} more than fit beside the model; {_remedy(shortage, cluster)}"
+    if cluster is None:
+        return (f"{state}.",)
+    lines = [f"Planned for {cluster}; times are predicted from its figures. {state}."]
+    if plan.on_hosts:
+        needed, room = hosted_bytes(program, plan) // cluster.machines, state_budget(cluster.host_bytes)
+        lines.append(f"Tables on hosts take {format_bytes(needed)} of {format_bytes(cluster.host_bytes)} on each host")
+        lines[-1] += f": {format_bytes(needed - room)} more than fit." if needed > room else "."
+    return tuple(lines)
+
+
+def _remedy(shortage: Shortage, cluster: Cluster | None) -> str:
+    """How many devices would be enough."""
+    if shortage.devices is None:
+        return "more devices don't help, for too much of it is on each of them"
+    if cluster is None:
+        return f"{shortage.devices} devices are enough"
+    return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
+
+
+def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
+    """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
+    plan = entry.compiled.plan
+    road, why = plan.road
+    told = {
+        "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
+        "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
+        "": f"Nothing is reduced: {why}",
+    }[road]
+    once = once_per_row_of(entry, leaves, devices)
+    if once is not None:
+        told += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
+    return f"{told}.\nStages: {', '.join(plan.stages)}."
+
+
+def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
+    """A dense leaf's row: one in shares is updated on its owner."""
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    type_, path = program.block.inputs[k].type, program.inputs[k].path
+    size = getattr(type_, "nbytes", 0)
+    share = size // plan.devices if k in plan.shares else size
+    action = "in shares, ps" if k in plan.shares else "as it is"
+    row = Row(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
+    return row if told is None else dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent)
+
+
+def _table_row(
+    entry: Entry, space: RowSpace, table: int, first: bool, told: ParameterPlan, leaves: Sequence[Any] | None
+) -> Row:
+    """A table's row; the family's slots are counted with its first table."""
+    program = entry.compiled.analysed
+    var = program.block.inputs[table]
+    slots = [k for k in space.leaves if k not in space.tables] if first else []
+    size = var.type.nbytes + sum(program.block.inputs[k].type.nbytes for k in slots)
+    is_read = program.inputs[table].role == "table"
+    dense = size if is_read else touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
+    devices = entry.compiled.plan.devices
+    alpha = measure_alpha(program, space, leaves, devices) if space.accesses else None
+    lazy = entry.compiled.plan.sparse == "lazy"
+    action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
+    planned = int(dense * alpha.share) if told.lifted and alpha else dense
+    if table in entry.compiled.plan.shares:
+        action, planned = "all rows, in shares", dense // devices
+    line, reason, remedy = _short(told.line), told.reason, told.remedy
+    sent = told.sent if first else {}
+    family = entry.compiled.plan.family(space.family)
+    if family is not None and family.journal:
+        action += ", others deferred"
+        reason += f"; {format_bytes(_journal_bytes(entry, space.family))} for what they missed"
+    if family is not None and family.on_hosts:
+        action += ", ps on hosts"
+    elif (told.sent or is_read) and told.lifted:
+        action += f", {told.method}"
+    details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
+    paper = table_3(b=var.type.nbytes, n=devices, alpha=alpha.local_share) if sent and alpha else {}
+    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper)
+
+
+def _journal_bytes(entry: Entry, family: int) -> int:
+    """Bytes of a family's journal: stamps, records, volumes."""
+    program = entry.compiled.program
+    lead = f"journal {family}/"
+    pairs = zip(program.inputs, program.block.inputs, strict=True)
+    return sum(v.type.nbytes for given, v in pairs if given.path.startswith(lead))
+
+
+def _short(line: str) -> str:
+    """A path below the working directory, relative to it."""
+    relative = os.path.relpath(line) if line else ""
+    return relative if relative and not relative.startswith("..") else line
+
+
+def _alpha(alpha: Alpha | None) -> str:
+    if alpha is None:
+        return ""
+    mark = "" if alpha.measured else "<= "
+    several = alpha.local_rows < alpha.rows
+    return f"{mark}{alpha.share:.2%}" + (f" ({alpha.local_share:.2%} each)" if several else "")
+
+
+def _traffic(row: Row) -> str:
+    if row.planned_bytes == row.dense_bytes:
+        return format_bytes(row.dense_bytes)
+    return f"{format_bytes(row.dense_bytes)} -> {format_bytes(row.planned_bytes)}"
+
+
+def _reason(row: Row, unit: str) -> Text:
+    text = Text.assemble(("  " + row.path, "bold"), f": {row.action}: {row.reason}")
+    if row.line:
+        text.append(f" ({row.line})")
+    if row.remedy:
+        text.append(f". To change it: {row.remedy}")
+    if row.sent:
+        shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.sent.items())
+        text.append(f"\n    each {unit} sends in a step: {shown}")
+    if row.table_3:
+        shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.table_3.items())
+        text.append(f"\n    transferred by Parallax's table 3: {shown}")
+    if row.seconds:
+        shown = ", ".join(f"{method} {seconds * 1e3:.2f} ms" for method, seconds in row.seconds.items())
+        text.append(f"\n    exchanges and updates are predicted to take: {shown}")
+    return text

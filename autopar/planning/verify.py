@@ -1,0 +1,253 @@
+"""`verify`: does the planned step return what the plain step returns, on the user's own data?
+
+What is measured is the *change* of each state leaf over the steps, against the float64 oracle: the planned step may
+err by 1e-5 of the largest change, or by 4 times what plain float32 errs itself, whichever is more. A tolerance on
+values would let a gradient pass that is wrong by 1%. Integers must be equal. Other outputs (metrics) are compared by
+value with the same measure. Source: DESIGN 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.row_ids import collect_ids
+from autopar.backends.across import local
+from autopar.backends.emit import emit
+from autopar.errors import ArgumentsError, StepError, VerificationError
+from autopar.ir.printer import format_block
+from autopar.ir.program import Block, Literal
+from autopar.ir.trace import block_of
+from autopar.measure.alpha import id_program
+from autopar.planning.oracle import oracle, promote
+from autopar.run.arguments import read_call
+from autopar.run.entry import Entry
+from autopar.run.step import ParallelStep
+from autopar.run.wrapped_step import AnyStep, unwrapped
+from autopar.tables.kinds import materialize
+
+#: Error allowed, as a share of the largest change in a leaf.
+RELATIVE = 1e-5
+#: Error allowed, in terms of plain float32's own.
+TIMES_PLAIN = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeafCheck:
+    """One output leaf: the largest change (of a state) or value, and the errors of both runs against the oracle."""
+
+    path: str
+    size: float
+    planned_error: float
+    plain_error: float
+    ok: bool
+
+    def __str__(self) -> str:
+        mark = "ok    " if self.ok else "WRONG "
+        return (
+            f"{mark}{self.path}: changed by {self.size:.3g}, planned errs by {self.planned_error:.3g}, "
+            f"plain by {self.plain_error:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `verify` found, leaf by leaf; printing it shows all."""
+
+    leaves: tuple[LeafCheck, ...]
+    steps: int
+
+    @property
+    def ok(self) -> bool:
+        return all(leaf.ok for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        worst = [leaf for leaf in self.leaves if not leaf.ok]
+        head = f"{len(self.leaves)} leaves compared over {self.steps} steps: "
+        return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
+
+
+def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
+    """Run the plain and the planned step on copies of the arguments and compare.
+
+    Across processes, all of them verify together; each runs the plain step whole by itself.
+
+    Args:
+      step: What `parallelize` returned.
+      *args, **kwargs: Arguments of a call, concrete. Nothing is donated.
+      steps: How many times the step is run, on the same batch, the state going around.
+
+    Returns:
+      The comparison, if all leaves agree.
+
+    Raises:
+      VerificationError: naming every leaf that differs.
+      StepError: two traces of the step differ: it isn't a function of its arguments.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ArgumentsError(f"verify: steps={steps!r}; the step is run once at least")
+    pure, arrays, named = unwrapped(step, args, kwargs, "verify")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in pure.leaves(arrays, named)):
+        raise ArgumentsError("verify runs the step: give it arrays, not shapes (jax.ShapeDtypeStruct)")
+    entry = pure.entry(*arrays, **named)
+    _check_pure(pure, entry, arrays, named)
+    found = compare(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
+    if not found.ok:
+        wrong = "\n".join(str(leaf) for leaf in found.leaves if not leaf.ok)
+        raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")
+    return found
+
+
+def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    call = read_call(step.fun, args, kwargs, frozenset(step.static_argnums))
+    shapes, named = call.shapes
+    again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, static_argnums=step.static_argnums)
+    old, new = (_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
+    for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
+        if a != b:
+            where = list(block_of(entry.jaxpr).walk())
+            place = where[line].where if line < len(where) else "an unknown line"
+            raise StepError(
+                f"{step.name} isn't a function of its arguments: traced twice it gave two programs, which differ at "
+                f"{place}. Pass what varies (time, random numbers, a counter) as an argument"
+            )
+
+
+def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under another identity, so that JAX traces it again."""
+    return lambda *args, **kwargs: fun(*args, **kwargs)
+
+
+def _text(block: Block) -> list[str]:
+    """The program's text with the values of what it closes over."""
+    atoms = [*(a for e in block.walk() for a in e.inputs), *block.outputs]
+    literals = [str(np.asarray(a.value)) for a in atoms if isinstance(a, Literal) and not jax_compat.is_key(a.dtype)]
+    return [*format_block(block), *literals]
+
+
+def compare(
+    entry: Entry,
+    batches: Sequence[Sequence[Any]],
+    *,
+    lazy: bool = False,
+    planned: Callable[..., Sequence[Any]] | None = None,
+) -> Verification:
+    """Compare plain, planned and oracle over several steps.
+
+    Args:
+      entry: The step at these shapes.
+      batches: Flat arguments of each step. States are taken from the first one, then go around.
+      lazy: Compare with the lazy oracle: rows that a step doesn't look up stay as they are.
+      planned: The planned step on flat arrays; the entry's own by default.
+    """
+    program = entry.compiled.analysed
+    states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
+    first = [_here(x) for x in batches[0]]
+    run_plain = jax.jit(lambda *xs: entry.plain(*xs))
+    as_called = entry.devices is not None or entry.compiled.plan.on_hosts or entry.compiled.plan.defers
+    if planned is None and as_called:
+        run_planned = entry.run_called
+    else:
+        run_planned = jax.jit(lambda *xs: (planned or entry.run)(*xs))
+    keep = jax.jit(_lazy(entry)) if lazy else None
+    block = block_of(entry.jaxpr)
+    with jax_compat.enable_x64():
+        run_oracle = jax.jit(oracle(block))
+    plain, mine = list(first), list(first)
+    truth32, truth64 = list(first), [_wide(x) for x in first]
+    outs: tuple[Sequence[Any], ...] = ((), (), ())
+    for batch in batches:
+        for k, x in enumerate(batch):
+            if k not in states:
+                plain[k] = mine[k] = truth32[k] = _here(x)
+                truth64[k] = _wide(plain[k])
+        with jax_compat.enable_x64():
+            low, high = run_oracle(truth32, truth64)
+        outs = (list(run_plain(*plain)), list(run_planned(*mine)), list(high))
+        if keep is not None:
+            outs[0][:], outs[2][:] = keep(plain, outs[0]), _keep_wide(keep, plain, truth64, outs[2])
+            low = keep(truth32, low)
+        for old, new in states.items():
+            plain[old], mine[old], truth32[old], truth64[old] = outs[0][new], outs[1][new], low[new], outs[2][new]
+    checks = []
+    for k, output in enumerate(program.outputs):
+        start = first[output.state] if output.state is not None else None
+        path = program.inputs[output.state].path if output.state is not None else output.path
+        checks.append(_check(path, start, *(local(materialize(o[k], copy=False)) for o in outs)))
+    return Verification(tuple(checks), len(batches))
+
+
+def _here(x: Any) -> Any:
+    """The whole array on this process: plain steps are run by each process for itself."""
+    return jnp.asarray(local(x))
+
+
+def _wide(x: Any) -> Any:
+    with jax_compat.enable_x64():
+        return promote(x)
+
+
+def _lazy(entry: Entry) -> Callable[..., list[Any]]:
+    """(inputs, outputs) -> outputs in which the rows of lazy tables that were not looked up are the old ones."""
+    program = entry.compiled.analysed
+
+    def keep(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        kept = list(outputs)
+        for space in program.rows.spaces:
+            plan = entry.compiled.plan.family(space.family)
+            if plan is None or not plan.lazy:
+                continue
+            flat = emit(id_program(program, collect_ids(program.block, space))[0])(*inputs)
+            touched = jnp.zeros((space.extent,), bool)
+            for some in flat:
+                touched = touched.at[some].set(True, mode="drop")
+            for leaf, axis in zip(space.leaves, space.axes, strict=True):
+                if leaf in program.new_states:
+                    k = program.new_states[leaf]
+                    shape = [1] * kept[k].ndim
+                    shape[axis] = space.extent
+                    kept[k] = jnp.where(touched.reshape(shape), kept[k], inputs[leaf].astype(kept[k].dtype))
+        return kept
+
+    return keep
+
+
+def _keep_wide(keep: Callable[..., Any], inputs: Sequence[Any], wide: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The lazy rule in float64: the ids come from the float32 run."""
+    with jax_compat.enable_x64():
+        pairs = zip(inputs, wide, strict=True)
+        mixed = [w if jax_compat.is_float(x.dtype) else x for x, w in pairs]
+        return keep(mixed, outputs)
+
+
+def _check(path: str, start: Any, plain: Any, mine: Any, truth: Any) -> LeafCheck:
+    if jax_compat.is_key(plain.dtype):
+        plain, mine, truth = (jax.random.key_data(x) for x in (plain, mine, plain))
+    if plain.dtype != mine.dtype or plain.shape != mine.shape:
+        return LeafCheck(path, 0.0, np.inf, 0.0, False)
+    if not jax_compat.is_float(plain.dtype):
+        differ = float(np.sum(np.asarray(plain) != np.asarray(mine)))
+        return LeafCheck(path, float(plain.size), differ, 0.0, differ == 0)
+    a, b, t = (np.asarray(x).astype(np.float64) for x in (plain, mine, truth))
+    base = np.zeros_like(t) if start is None else np.asarray(start).astype(np.float64)
+    if not np.array_equal(_kind(a), _kind(b)):
+        return LeafCheck(path, 0.0, np.inf, 0.0, False)
+    finite = np.isfinite(a) & np.isfinite(t)
+    with np.errstate(invalid="ignore"):  # the difference of two infinities, which `finite` leaves out
+        size = float(np.max(np.abs(t - base), where=finite, initial=0.0))
+        plain_error = float(np.max(np.abs(a - t), where=finite, initial=0.0))
+        planned_error = float(np.max(np.abs(b - t), where=finite, initial=0.0))
+    allowed = max(RELATIVE * size, TIMES_PLAIN * plain_error)
+    return LeafCheck(path, size, planned_error, plain_error, planned_error <= allowed)
+
+
+def _kind(x: np.ndarray) -> np.ndarray:
+    """0 finite, 1 NaN, 2 and 3 the infinities: non-finite values must be the same ones."""
+    return np.where(np.isnan(x), 1, np.where(np.isposinf(x), 2, np.where(np.isneginf(x), 3, 0)))

@@ -1,0 +1,178 @@
+"""What the processes of a mesh compare before they run a program together: a difference would hang them, or worse.
+
+Before a step is planned, in this order: JAX's version, the options, the arguments' shapes, the traced program, and the
+contents of plain arrays (which mean the global batch or state, so they are the same everywhere). Every process sees all
+answers, so all raise the same error, and none is left waiting. After it is planned: the plan. Source: DESIGN 7 ("every
+rank compiles the same plan").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends.across import is_global
+from autopar.backends.processes import Processes
+from autopar.compile import Compiled
+from autopar.errors import ArgumentsError, AutoparError, StepError
+from autopar.ir.printer import format_block, format_program
+from autopar.ir.program import Block, Literal, Program
+from autopar.tables.kinds import is_table
+
+#: Bytes of a larger array that are compared, evenly picked.
+_SAMPLE = 1 << 20
+
+
+def check_same_call(processes: Processes, program: Program, options: str, leaves: Sequence[Any]) -> None:
+    """Compare a call that is to be planned.
+
+    Args:
+      processes: Those that run the step.
+      program: As it was traced.
+      options: The user's choice, as text.
+      leaves: Its flat arguments, in the order of the program's inputs.
+
+    Raises:
+      AutoparError: other versions, or other options.
+      ArgumentsError: other shapes, or plain arrays that aren't the same.
+      StepError: another program.
+    """
+    name = program.name
+    text = _text(program.block)
+    pairs = list(zip(program.inputs, program.block.inputs, strict=True))
+    mine = {
+        "versions": f"jax {jax.__version__}",
+        "options": options,
+        "arguments": [f"{given.path} {var.type}" for given, var in pairs],
+        "program": _digest("\n".join(text).encode()),
+        "leaves": [_contents(leaf) for leaf in leaves],
+    }
+    all_ = [json.loads(x) for x in processes.gather(json.dumps(mine).encode(), f"planning {name}")]
+    for key in ("versions", "options"):
+        k = _other(all_, key)
+        if k is not None:
+            raise AutoparError(
+                f"{name}: process {processes.members[k]} has {all_[k][key]}; process {processes.members[0]} has "
+                f"{all_[0][key]}. All processes have to run the same script, with the same versions"
+            )
+    k = _other(all_, "arguments")
+    if k is not None:
+        a, b = _first_difference(all_[0]["arguments"], all_[k]["arguments"])
+        raise ArgumentsError(
+            f"{name} got other arguments on process {processes.members[k]} ({b}) than on process "
+            f"{processes.members[0]} ({a}). Arguments mean the global state and batch, the same on all processes; "
+            "autopar.shard(source, per_process=True) makes global batches of what differs by process"
+        )
+    if _other(all_, "program") is not None:
+        _raise_program(processes, name, text)
+    k = _other(all_, "leaves")
+    if k is not None:
+        n = next(n for n, (a, b) in enumerate(zip(all_[0]["leaves"], all_[k]["leaves"], strict=True)) if a != b)
+        path, role = program.inputs[n].path, program.inputs[n].role
+        remedy = (
+            "Make it of the same seed, or by autopar.init"
+            if role == "state"
+            else "autopar.shard(source, per_process=True) makes global batches of what differs by process"
+        )
+        raise ArgumentsError(
+            f"{name}: {path} isn't the same array on process {processes.members[k]} as on process "
+            f"{processes.members[0]}. A plain array means the global one, the same on all processes. {remedy}"
+        )
+
+
+def check_same_maker(processes: Processes, name: str, block: Block, leaves: Sequence[Any]) -> None:
+    """Compare a function that makes a state, and its arguments.
+
+    Raises:
+      ArgumentsError: they aren't the same.
+    """
+    mine = json.dumps([_digest("\n".join(_text(block)).encode()), [_contents(leaf) for leaf in leaves]])
+    all_ = [json.loads(x) for x in processes.gather(mine.encode(), f"making a state by {name}")]
+    k = next((k for k, other in enumerate(all_) if other != all_[0]), None)
+    if k is not None:
+        what = "isn't the same function" if all_[k][0] != all_[0][0] else "has other arguments (a key of its own?)"
+        raise ArgumentsError(
+            f"init: {name} {what} on process {processes.members[k]} than on process {processes.members[0]}: each makes "
+            "some shares of one state"
+        )
+
+
+def check_same_plan(processes: Processes, compiled: Compiled) -> None:
+    """Compare what was planned: everything that it is made of was the same.
+
+    Raises:
+      AutoparError: another plan.
+    """
+    name = compiled.program.name
+    text = _plain([*f"{compiled.plan}".split("ParameterPlan"), *format_program(compiled.program).splitlines()])
+    if len(set(processes.gather(_digest("\n".join(text).encode()).encode(), f"comparing plans of {name}"))) > 1:
+        k, a, b = _compare(processes, name, text)
+        raise AutoparError(
+            f"{name} was planned otherwise on process {k} ({b}) than on process {processes.members[0]} ({a}). "
+            "This is a bug of autopar: please report it"
+        )
+
+
+def _raise_program(processes: Processes, name: str, text: list[str]) -> None:
+    k, a, b = _compare(processes, name, text)
+    raise StepError(
+        f"{name} isn't the same function on process {k} as on process {processes.members[0]}: traced, it has "
+        f"'{b}' there, and '{a}' here. All processes have to run the same code; pass what varies as an argument"
+    )
+
+
+def _compare(processes: Processes, name: str, text: list[str]) -> tuple[int, str, str]:
+    """(a process, the first line that differs on the first process, and on that one)."""
+    packed = zlib.compress(json.dumps(text).encode())  # the store takes a few MB
+    all_ = [json.loads(zlib.decompress(x)) for x in processes.gather(packed, f"comparing {name}")]
+    k = next(k for k, other in enumerate(all_) if other != all_[0])
+    return processes.members[k], *_first_difference(all_[0], all_[k])
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
+    pairs = itertools.zip_longest(a, b, fillvalue="nothing")
+    x, y = next((x, y) for x, y in pairs if x != y)
+    return x.strip(), y.strip()
+
+
+def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
+    """A process that isn't like the first one."""
+    return next((k for k, one in enumerate(all_) if one[key] != all_[0][key]), None)
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _text(block: Block) -> list[str]:
+    """The program, with digests of the arrays that it closes over."""
+    atoms = [*(a for e in block.walk() for a in e.inputs), *block.outputs]
+    arrays = [_contents(a.value) for a in atoms if isinstance(a, Literal) and a.shape != ()]
+    return _plain([*format_block(block), *(f"an array that it closes over, {x}" for x in arrays)])
+
+
+def _plain(text: list[str]) -> list[str]:
+    """Without addresses of objects."""
+    return [re.sub(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}", "", line) for line in text]
+
+
+def _contents(leaf: Any) -> str | None:
+    """A digest of a plain array, of a sample if it is large; None of what isn't plain."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or jax_compat.is_tracer(leaf) or is_table(leaf) or is_global(leaf):
+        return None
+    if isinstance(leaf, jax.Array) and jax_compat.is_key(leaf.dtype):
+        leaf = jax.random.key_data(leaf)
+    if not hasattr(leaf, "reshape"):
+        leaf = np.asarray(leaf)
+    stride = -(-leaf.nbytes // _SAMPLE)
+    flat = leaf.reshape(-1) if stride <= 1 else leaf.reshape(-1)[::stride]
+    return _digest(np.ascontiguousarray(flat).tobytes())

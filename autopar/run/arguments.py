@@ -1,0 +1,389 @@
+"""A call's arguments: which are state, and what each leaf is called.
+
+State is what comes back: an argument whose structure, shapes and dtypes are those of the output or of a part of it,
+and of which some leaf is carried on to its new value.
+A lone array is taken for state only where everything before it is state (`step(w, batch) -> (w, loss)`), because an
+input and an output of one shape are common otherwise (an autoencoder's).
+"""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.analysis.flow import carried
+from autopar.errors import ArgumentsError, StateError
+from autopar.ir.layout import RowLayout
+from autopar.ir.paths import path_name
+from autopar.ir.program import ArrayType, Block, Input, Output
+from autopar.tables.kinds import is_table, layout_of
+
+#: A layout and its row axis.
+Layout = tuple[RowLayout, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Argument:
+    """One argument of a call, flattened. `position` is None for a keyword argument; `layouts` are those of Tables."""
+
+    name: str
+    position: int | None
+    treedef: Any
+    types: tuple[ArrayType, ...]
+    paths: tuple[str, ...]
+    layouts: tuple[Layout | None, ...]
+
+    @property
+    def is_lone_array(self) -> bool:
+        """An array that is no part of any container."""
+        return jax.tree_util.treedef_is_leaf(self.treedef)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call of the step: dynamic arguments in the order in which JAX flattens them, and the static ones."""
+
+    arguments: tuple[Argument, ...]
+    shapes: tuple[Any, Mapping[str, Any]]
+    key: Any
+
+    @property
+    def layouts(self) -> tuple[Layout | None, ...]:
+        """Of all leaves; None of those that are no Tables."""
+        return tuple(layout for a in self.arguments for layout in a.layouts)
+
+
+def shape_of(leaf: Any, path: str, remedy: str) -> Any:
+    """What JAX needs to trace a leaf: its shape, dtype and weak type.
+
+    Args:
+      leaf: An array, a number, a shape.
+      path: Its own, led by the argument's name.
+      remedy: What to do if it is none of these.
+
+    Raises:
+      ArgumentsError: it isn't.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if is_table(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        what = f"array of {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__}: {reprlib.repr(leaf)}"
+        raise ArgumentsError(
+            f"the step's argument {path} is no array of numbers ({what}). Make it one, or {remedy}"
+        ) from error
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
+
+
+def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """Names of the positional arguments, as far as the signature tells."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return [f"argument{k}" for k in range(count)]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named[:count] + [f"argument{k}" for k in range(len(named), count)]
+
+
+def static_keywords(fun: Callable[..., Any], static: frozenset[int]) -> frozenset[str]:
+    """Names under which static arguments may be given as keywords."""
+    names = parameter_names(fun, max(static, default=-1) + 1)
+    return frozenset(names[k] for k in static)
+
+
+def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: frozenset[int]) -> Call:
+    """Flatten a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
+
+    Raises:
+      ArgumentsError: a leaf that is no array, or a static argument that can't be hashed.
+    """
+    names = parameter_names(fun, len(args))
+    static_names = static_keywords(fun, static)
+    arguments: list[Argument] = []
+    shaped: list[Any] = []
+    statics = []
+    for k, value in enumerate(args):
+        if k in static:
+            shaped.append(value)
+            statics.append((k, value))
+            continue
+        argument, shapes = _argument(names[k], k, value)
+        arguments.append(argument)
+        shaped.append(shapes)
+    shaped_kwargs = {}
+    for name in sorted(kwargs):
+        if name in static_names:
+            statics.append((name, kwargs[name]))
+            shaped_kwargs[name] = kwargs[name]
+        else:
+            argument, shaped_kwargs[name] = _argument(name, None, kwargs[name])
+            arguments.append(argument)
+    key = (tuple(statics), tuple((a.name, a.treedef, a.types) for a in arguments))
+    try:
+        hash(key)
+    except TypeError as error:
+        raise ArgumentsError(_unhashable(statics, names, error)) from error
+    return Call(tuple(arguments), (tuple(shaped), shaped_kwargs), key)
+
+
+def _unhashable(statics: Sequence[tuple[int | str, Any]], names: Sequence[str], cause: TypeError) -> str:
+    what = "an argument's structure can't be hashed"
+    for place, value in statics:
+        try:
+            hash(value)
+        except TypeError:
+            which = names[place] if isinstance(place, int) else place
+            what = f"the static argument {which} is a {type(value).__name__}, which can't be hashed"
+    return (
+        f"{what} ({cause}). Each value of a static argument has a plan of its own, so it must be hashable (a tuple, a "
+        "frozen dataclass). Arrays are ordinary arguments: leave them out of static_argnums"
+    )
+
+
+def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:
+    """That `state_argnums` and `batch_argnums` name arguments of the call, each one once.
+
+    Raises:
+      ArgumentsError: one of them doesn't.
+    """
+    known = {a.position for a in call.arguments if a.position is not None}
+    for option, given in (("state_argnums", states), ("batch_argnums", batches)):
+        for k in given or ():
+            if k not in known:
+                raise ArgumentsError(
+                    f"{option} names argument {k}; the step was called with {sorted(known)} by position. "
+                    "Pass what it names by position"
+                )
+    both = set(states or ()).intersection(batches or ())
+    if both:
+        raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
+
+
+def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, Any]:
+    """An argument, flattened, and its shapes."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+    paths = tuple(path_name(p) for p, _ in leaves)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        which = f"<the position of {name}>" if position is None else position
+        remedy = f"say that it is static: parallelize(step, static_argnums={which})"
+    else:
+        remedy = f"take it out of {name!r} before the step is called"
+    shapes = [shape_of(x, f"{name}/{path}".rstrip("/"), remedy) for path, (_, x) in zip(paths, leaves, strict=True)]
+    types = tuple(map(type_of, shapes))
+    layouts = tuple(layout_of(leaf) for _, leaf in leaves)
+    return Argument(name, position, treedef, types, paths, layouts), jax.tree.unflatten(treedef, shapes)
+
+
+def type_of(shape: Any) -> ArrayType:
+    """The type of a shape."""
+    return ArrayType(tuple(shape.shape), shape.dtype, bool(getattr(shape, "weak_type", False)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Which arguments are state: for each (its index in the call) the first output leaf of its new value."""
+
+    outputs: Mapping[int, int]
+
+    def confirmed(self, call: Call, block: Block, top: frozenset[tuple[int, Any]]) -> States:
+        """Without what merely looks like a state: a gradient has its parameters' form, a batch may be handed back.
+
+        Args:
+          call: The call.
+          block: The traced step.
+          top: (first leaf, structure) of the output's outermost parts.
+        """
+        added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
+        sure, likely, start = {}, {}, 0
+        for k, argument in enumerate(call.arguments):
+            first = self.outputs.get(k)
+            if first is not None:
+                pairs = [(start + n, first + n) for n in range(len(argument.types))]
+                new = [(i, o) for i, o in pairs if block.outputs[o] is not block.inputs[i]]
+                if any(added[o] >> i & 1 for i, o in new):
+                    sure[k] = first
+                elif (first, argument.treedef) in top and any(scaled[o] >> i & 1 for i, o in new):
+                    likely[k] = first
+            start += len(argument.types)
+        return States(sure | likely if sure else {})
+
+
+def tops(tree: Any) -> frozenset[tuple[int, Any]]:
+    """(first leaf, structure) of the whole output and of each of its outermost parts."""
+    parts, start = {(0, tree)}, 0
+    for child in tree.children():
+        parts.add((start, child))
+        start += child.num_leaves
+    return frozenset(parts)
+
+
+def find_states(
+    call: Call, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
+) -> States:
+    """Match arguments with the outputs.
+
+    Args:
+      call: The call.
+      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
+      state_argnums: Positions that the user named as state; None to find them.
+      batch_argnums: Positions of what is no state.
+
+    Raises:
+      StateError: a named state, or something that looks like one, doesn't come back as it went in.
+      ArgumentsError: two arguments could be the one that comes back.
+    """
+    leaves, treedef = jax.tree.flatten(outputs)
+    nodes = list(_nodes(treedef, 0))
+    types = [type_of(leaf) for leaf in leaves]
+    claimed: list[tuple[int, int]] = []
+    found: dict[int, int] = {}
+    for k, argument in enumerate(call.arguments):
+        named = state_argnums is not None and argument.position in state_argnums
+        if (state_argnums is not None and not named) or not argument.types or argument.position in batch_argnums:
+            continue
+        lone = argument.is_lone_array and not named
+        if lone and any(j not in found for j in range(k) if call.arguments[j].types):
+            continue
+        start = next(_find(argument, nodes, types, claimed), None)
+        if start is not None:
+            found[k] = start
+            claimed.append((start, start + len(argument.types)))
+        elif not lone:
+            _check_missing(call, argument, nodes, types, found, named)
+    _check_lone(call, found, treedef, state_argnums)
+    return States(found)
+
+
+def _nodes(treedef: Any, start: int) -> Iterator[tuple[Any, int]]:
+    """All subtrees with the index of their first leaf, outer ones first."""
+    queue = [(treedef, start)]
+    while queue:
+        node, first = queue.pop(0)
+        yield node, first
+        for child in node.children():
+            queue.append((child, first))
+            first += child.num_leaves
+
+
+def _find(
+    argument: Argument, nodes: Sequence[tuple[Any, int]], types: Sequence[ArrayType], claimed: Sequence[tuple[int, int]]
+) -> Iterator[int]:
+    """First leaves of results that have the argument's form, and overlap with none that is claimed."""
+    size = len(argument.types)
+    for node, start in nodes:
+        if node != argument.treedef or any(a < start + size and start < b for a, b in claimed):
+            continue
+        if all(alike(a, b) for a, b in zip(argument.types, types[start : start + size], strict=True)):
+            yield start
+
+
+def places_of(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
+    """First leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    return list(_find(argument, list(_nodes(treedef, 0)), [type_of(leaf) for leaf in leaves], claimed))
+
+
+def alike(a: ArrayType, b: ArrayType) -> bool:
+    """Whether a state may change from one into the other: weak types do."""
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _check_missing(
+    call: Call,
+    argument: Argument,
+    nodes: Sequence[tuple[Any, int]],
+    types: Sequence[ArrayType],
+    found: Mapping[int, int],
+    named: bool,
+) -> None:
+    """Say so where an argument that doesn't come back was meant to, or is one of two that could."""
+    twin = next((j for j in found if _same_form(call.arguments[j], argument)), None)
+    if twin is not None:
+        raise ArgumentsError(
+            f"arguments {call.arguments[twin].name!r} and {argument.name!r} have the same form, and only one like them "
+            "comes back: say which is the state, parallelize(step, state_argnums=...)"
+        )
+    size = len(argument.types)
+    lone = argument.is_lone_array
+    near = next((start for node, start in nodes if node == argument.treedef and not lone), None)
+    pairs = (
+        list(zip(argument.paths, argument.types, types[near : near + size], strict=True)) if near is not None else []
+    )
+    same_shapes = sum(old.shape == new.shape for _, old, new in pairs)
+    if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):
+        path, old, new = next(p for p in pairs if not alike(p[1], p[2]))
+        raise StateError(
+            f"{argument.name!r} comes back with another type at {path or 'its only leaf'}: it went in as {old} and "
+            f"returned as {new}. Cast it in the step, or say parallelize(step, state_argnums=()) if it is no state"
+        )
+    if named:
+        raise StateError(
+            f"state_argnums names {argument.name!r}, but nothing of its structure comes back. Return the new value "
+            "of every state from the step"
+        )
+
+
+def _same_form(a: Argument, b: Argument) -> bool:
+    return a.treedef == b.treedef and len(a.types) > 1 and all(map(alike, a.types, b.types))
+
+
+def _check_lone(call: Call, found: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:
+    """An only output of the same shape as the first argument may be a new state or a prediction."""
+    if state_argnums is not None or list(found) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
+        return
+    others = [a for a in call.arguments[1:] if not a.is_lone_array]
+    if others:
+        raise ArgumentsError(
+            f"can't tell whether {call.arguments[0].name!r} is the state: the output has its shape. Say "
+            "parallelize(step, state_argnums=(0,)) if it is, or state_argnums=() if the step only reads its arguments"
+        )
+
+
+def describe(
+    call: Call, states: States, outputs: Any, devices: int = 1
+) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
+    """Paths and roles of all leaves. With one state its paths stand alone, with several the argument's name leads.
+
+    A Table that isn't state is read where it is, if it is spread over as many devices as the step.
+    """
+    several = len(states.outputs) > 1
+    inputs: list[Input] = []
+    new: dict[int, int] = {}
+    for k, argument in enumerate(call.arguments):
+        is_state = k in states.outputs
+        lead = argument.name if several or not is_state else ""
+        for n, path in enumerate(argument.paths):
+            if is_state:
+                new[states.outputs[k] + n] = len(inputs)
+            full = "/".join(p for p in (lead, path) if p) or argument.name
+            layout = read_layout(argument.layouts[n], devices)
+            inputs.append(
+                Input(full, "state") if is_state else Input(full, "batch" if layout is None else "table", layout)
+            )
+    flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
+    outs = [Output(path_name(p) or "output", new.get(i)) for i, (p, _) in enumerate(flat)]
+    return tuple(inputs), tuple(outs)
+
+
+def read_layout(layout: Layout | None, devices: int) -> Layout | None:
+    """The layout of a leaf that a step on so many devices can read as it is."""
+    return layout if layout is not None and layout[0].devices == devices else None
+
+
+def difference(old: Call, new: Call) -> str | None:
+    """The first leaf whose shape or dtype changed; None if only weak types did."""
+    for a, b in zip(old.arguments, new.arguments, strict=True):
+        if a.treedef != b.treedef:
+            return f"{b.name} has another structure"
+        for path, x, y in zip(a.paths, a.types, b.types, strict=True):
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
+    return "a static argument changed" if old.key[0] != new.key[0] else None

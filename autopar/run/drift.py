@@ -1,0 +1,245 @@
+"""Watches alpha while a step trains: whether batches still touch as many rows as the one that it was planned by.
+
+A sample is the ids of one call's batch, counted by a thread of its own. It is taken every `every` calls, and half as
+often after each one that is as planned. What a call pays is a counter; what a sample's call pays is a copy of what ids
+depend on, where that is a NumPy array (which the user may fill again). Tables whose ids depend on the state aren't
+watched, nor are those on hosts, of which nothing is planned by alpha.
+
+A sample is judged when the next one is due, so that where a plan depends on it, it is known after the same call in
+every run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.row_ids import collect_ids
+from autopar.ir.program import Program
+from autopar.ir.rowspace import RowSpace
+from autopar.measure.alpha import id_program, id_reader
+from autopar.passes.choosing.capacity import device_ids
+from autopar.run.entry import Entry
+from autopar.run.placing import is_traced
+from autopar.tables.kinds import is_table
+
+_logger = logging.getLogger("autopar")
+
+#: What is done about drift.
+Replan = Literal["warn", "auto", "off"]
+#: Calls before the first sample, and between samples that are not as planned; at most between those that are.
+EVERY, RAREST = 100, 6400
+#: Drift is this many times the planned rows, or one over it, in so many samples in a row.
+DRIFT, IN_A_ROW = 1.5, 3
+#: What to do about drift: on several devices, and on one.
+REMEDY = (
+    "Results are right, but another plan may be faster: parallelize(replan='auto') makes it while training "
+    "('off' watches nothing)"
+)
+ONE_DEVICE = (
+    "The plan of one device doesn't depend on it; what was measured on earlier batches (autopar.measure_alpha), and "
+    "plans for clusters by it, are to be made again"
+)
+#: Samples over which the running figure goes.
+_RUNNING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SeenAlpha:
+    """Rows of a table that a step touches, as seen while training.
+
+    Attributes:
+      planned: By the batch that the step was planned by.
+      rows: Lately: a running mean, begun anew where samples leave the plan and where they come back.
+      extent: V.
+      samples: How many there were since the plan was made.
+      streak: Of the latest samples, how many had `DRIFT` times the planned rows or more; negative: so many times less.
+    """
+
+    planned: int
+    rows: float
+    extent: int
+    samples: int = 0
+    streak: int = 0
+
+    @property
+    def drifted(self) -> bool:
+        """Whether batches have become others than the plan was made for."""
+        return abs(self.streak) >= IN_A_ROW
+
+    def with_sample(self, rows: int) -> SeenAlpha:
+        """After one more sample."""
+        count = self.samples + 1
+        ratio = max(rows, 1) / max(self.planned, 1)
+        way = 1 if ratio >= DRIFT else -1 if ratio <= 1 / DRIFT else 0
+        goes_on = way * self.streak > 0 or way == self.streak == 0
+        streak = self.streak + way if goes_on else way
+        mean = self.rows + (rows - self.rows) / min(abs(streak) or count, _RUNNING) if goes_on else rows
+        return replace(self, rows=mean, samples=count, streak=streak)
+
+    def __str__(self) -> str:
+        planned, rows = self.planned / self.extent, self.rows / self.extent
+        return f"planned for {self.planned} of {self.extent} rows ({planned:.3%}), now {self.rows:.0f} ({rows:.3%})"
+
+
+class AlphaWatch:
+    """Watches the tables of one step.
+
+    Args:
+      replan: What is done about drift, by the step; "auto" waits for samples, so as to be told after the same call in
+        every run.
+      every: Calls between samples at first.
+    """
+
+    def __init__(self, replan: Replan, every: int = EVERY) -> None:
+        self.replan = replan
+        self._every = self._interval = self._left = every
+        self._plans: dict[Entry, _Watched] = {}
+        self._latest: _Watched | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._at_work: tuple[Entry, Future[_Watched | dict[str, int]]] | None = None
+
+    @property
+    def seen(self) -> Mapping[str, SeenAlpha]:
+        """Path of a table -> what was seen of it, under the plan that the latest sample was of."""
+        return {} if self._latest is None else self._latest.seen
+
+    def is_due(self) -> bool:
+        """Counts a call; whether it is to be looked at."""
+        self._left -= 1
+        return self._left <= 0
+
+    def look(self, entry: Entry | None, leaves: Sequence[Any]) -> Mapping[str, SeenAlpha]:
+        """Judge the sample before, and take one of a call.
+
+        Args:
+          entry: Its plan, None if there is none.
+          leaves: Its flat arguments.
+
+        Returns:
+          The tables of the plan that have drifted, each one once.
+        """
+        done = self._judged()
+        self._left = self._interval
+        if not done or entry is None or entry.compiled.plan.on_hosts:
+            return {}
+        watched = self._plans.get(entry)
+        if watched is None:
+            self._start(entry, _Watched, entry)
+            return {}
+        drifted = watched.drifted()
+        if not drifted and (sample := watched.sample(leaves)) is not None:
+            self._start(entry, watched.rows, sample)
+        return drifted
+
+    def forget(self, entry: Entry) -> None:
+        """Begin anew with a plan, or drop one that another took the place of."""
+        self._plans.pop(entry, None)
+        if self._at_work is not None and self._at_work[0] is entry:
+            self._at_work = None
+
+    def _start(self, entry: Entry, work: Callable[..., Any], given: Any) -> None:
+        self._pool = self._pool or ThreadPoolExecutor(1, "autopar-alpha")
+        self._at_work = entry, self._pool.submit(work, given)
+
+    def _judged(self) -> bool:
+        """Whether nobody is at work any more; what was found is taken in."""
+        if self._at_work is None:
+            return True
+        entry, work = self._at_work
+        if self.replan != "auto" and not work.done():
+            return False
+        self._at_work = None
+        error = work.exception()
+        if error is not None:  # arrays that the user gave away, or a context that only the caller has
+            _logger.info("alpha isn't watched any more: %s: %s", type(error).__name__, error)
+            self._plans.setdefault(entry, _Watched(None))
+            return True
+        found = work.result()
+        if isinstance(found, _Watched):
+            self._plans[entry] = found
+        else:
+            self._latest = watched = self._plans[entry]
+            watched.take(found)
+            strays = any(seen.streak for seen in watched.seen.values())
+            self._interval = self._every if strays else min(2 * self._interval, max(RAREST, self._every))
+        return True
+
+
+class _Watched:
+    """One plan's tables; nothing of no plan."""
+
+    def __init__(self, entry: Entry | None) -> None:
+        self.seen: dict[str, SeenAlpha] = {}
+        self._families = [] if entry is None else _families(entry.compiled.analysed)
+        self._told: set[str] = set()
+        self._wanted = [any(used) for used in zip(*(f.used for f in self._families), strict=True)]
+        example = None if entry is None else entry.example
+        self._planned = None if example is None else self.rows(example)
+
+    def sample(self, leaves: Sequence[Any]) -> list[Any] | None:
+        """What ids depend on, of a call's flat arguments; None of a call that can't be counted."""
+        kept = [x if wanted else None for x, wanted in zip(leaves, self._wanted, strict=True)] if self._wanted else []
+        if not kept or any(is_traced(x) or is_table(x) for x in kept):
+            return None
+        return [x.copy() if isinstance(x, np.ndarray) else x for x in kept]
+
+    def drifted(self) -> dict[str, SeenAlpha]:
+        """The tables that have drifted, each one once."""
+        found = {path: seen for path, seen in self.seen.items() if seen.drifted and path not in self._told}
+        self._told.update(found)
+        return found
+
+    def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Path -> rows that a call touches."""
+        # On the host: a program on all devices would meet those of the step in another order on each.
+        host = [np.asarray(x) if isinstance(x, jax.Array) else x for x in leaves]
+        return {path: count for f in self._families for path, count in f.rows(host).items()}
+
+    def take(self, rows: Mapping[str, int]) -> None:
+        """One more sample. Without an example the first one says what was planned."""
+        if not self.seen:
+            planned = self._planned or rows
+            self.seen = {p: SeenAlpha(planned[p], rows[p], f.extent) for f in self._families for p in f.paths}
+        self.seen = {path: seen.with_sample(rows[path]) for path, seen in self.seen.items()}
+
+
+class _Family:
+    """The ids of a family, in calls."""
+
+    def __init__(self, program: Program, space: RowSpace) -> None:
+        ids = collect_ids(program.block, space)
+        self.extent = space.extent
+        self.paths = [program.inputs[k].path for k in space.tables]
+        self.used = id_program(program, ids)[1]
+        self._read = id_reader(program, ids)
+
+    def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Path of each of its tables -> rows that a call touches."""
+        flat = self._read(leaves)
+        assert flat is not None, "what the ids depend on is at hand, and has no effects"
+        (rows,) = device_ids(flat, [False] * len(flat), 1, self.extent)
+        return dict.fromkeys(self.paths, rows.size)
+
+
+def told(drifted: Mapping[str, SeenAlpha]) -> str:
+    """What has drifted, in words."""
+    return "batches touch other numbers of rows: " + "; ".join(f"{path} was {seen}" for path, seen in drifted.items())
+
+
+def _families(program: Program) -> list[_Family]:
+    """Those that can be lifted, and whose ids depend on the batch and nothing else; none of a step with effects, of
+    which nothing is planned by alpha."""
+    if any(e.effects for e in program.block.equations):
+        return []
+    found = [_Family(program, space) for space in program.rows.spaces if space.accesses and space.refusal is None]
+    pairs = zip(program.inputs, program.block.inputs, strict=True)
+    plain = [given.role not in ("state", "table") and not jax_compat.is_key(var.type.dtype) for given, var in pairs]
+    return [f for f in found if any(f.used) and all(p for p, u in zip(plain, f.used, strict=True) if u)]

@@ -1,0 +1,164 @@
+"""`Entry`: what is known of a step at one set of shapes, and the functions that it becomes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends.across import local
+from autopar.backends.devices import Devices
+from autopar.backends.donation import Donation, Reordered, donation_order
+from autopar.backends.emit import emit
+from autopar.backends.fallback import with_fallback
+from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
+from autopar.compile import Compiled, Options
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.sizes import HEADROOM
+from autopar.measure.alpha import id_inputs
+from autopar.run.arguments import Call, States, read_layout
+from autopar.run.hosts import HostRunner
+from autopar.run.placing import SpreadRunner, is_traced
+from autopar.tables.kinds import materialize
+
+
+@dataclass(eq=False)
+class Entry:
+    """What is known of the step at one set of shapes.
+
+    `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
+    traced, the user's step or one made of it; `told` is what `explain` says of that.
+    """
+
+    call: Call
+    states: States
+    compiled: Compiled
+    jaxpr: Any
+    out_tree: Any
+    trace_s: float = 0.0
+    example: Sequence[Any] | None = None
+
+    devices: Devices | None = None
+    donate: bool = True
+    options: Options = field(default_factory=Options)
+    headroom: float = HEADROOM
+    fun: Callable[..., Any] | None = None
+    told: Sequence[str] = ()
+
+    def takes(self, call: Call) -> bool:
+        """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
+        is planned for where it is."""
+        count = self.compiled.plan.devices
+        inputs = self.compiled.analysed.inputs
+        same = (
+            a.role == "state" or a.layout == read_layout(b, count) for a, b in zip(inputs, call.layouts, strict=True)
+        )
+        return self.call.key == call.key and all(same)
+
+    @functools.cached_property
+    def donation(self) -> Donation:
+        """How the step on one device is given to `jax.jit`."""
+        if not self.donate:
+            return Donation()
+        states = (self.call.arguments[k] for k in self.states.outputs)
+        names = frozenset(a.name if a.position is None else a.position for a in states)
+        return Donation.of(self.compiled.analysed, names)
+
+    @property
+    def keeps_tables(self) -> bool:
+        """Whether the step's state comes back as tables of autopar's own."""
+        return self.compiled.plan.on_hosts or self.compiled.plan.defers
+
+    def example_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
+
+        Global arrays are kept whole, so that measuring once more needs no other process; NumPy's are copied.
+        """
+        program = self.compiled.analysed
+        kept = [
+            local(x.copy() if isinstance(x, np.ndarray) else x)
+            if wanted and given.role != "state" and not is_traced(x) and hasattr(x, "__array__")
+            else None
+            for x, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
+        ]
+        return kept if any(x is not None for x in kept) else None
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
+        plan = self.compiled.plan
+        if plan.defers:  # ordinary arrays have no rows that wait
+            return self.plain
+        if self.devices is not None:
+            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
+        return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
+
+    def returned(self, leaves: Sequence[Any]) -> Any:
+        """What the step on one device returns to `jax.jit`."""
+        results, program = self.run(*leaves), self.compiled.analysed
+        if not self.donation.reorders:
+            return jax.tree.unflatten(self.out_tree, results)
+        return Reordered.of(results, self.out_tree, donation_order(program.new_states, len(program.outputs)))
+
+    def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """With the plain step's types, weak or strong: a row that is written back takes its table's type."""
+        types = [a.type for a in self.compiled.analysed.block.outputs]
+
+        def typed_run(*inputs: Any) -> Sequence[Any]:
+            outputs = run(*inputs)  # and perhaps a flag
+            pairs = zip(outputs, types, strict=False)
+            typed = [_weak(x) if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
+            return [*typed, *outputs[len(types) :]]
+
+        return typed_run
+
+    @functools.cached_property
+    def run_stored(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on several devices, on flat arrays as they are stored."""
+        assert self.devices is not None, "one device stores arrays as they are"
+        plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
+        if not plan.rewrites:
+            return spread(self.plain, plan, analysed, self.devices)
+        run = self._emitted(program, plan)
+        if self.compiled.fallback is not None:
+            run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), program)
+        return spread(self._typed(run), plan, analysed, self.devices)
+
+    def _emitted(self, program: Program, plan: Plan) -> Callable[..., Sequence[Any]]:
+        assert self.devices is not None, "one device needs no backends"
+        if plan.emit == "pmap":
+            return mapped(program, plan, self.devices)
+        return emit(program.block, backends(plan, self.devices), self.devices)
+
+    @functools.cached_property
+    def runner(self) -> SpreadRunner | HostRunner:
+        """Calls the planned step on several devices, or with tables on hosts."""
+        if self.compiled.plan.on_hosts:
+            return HostRunner(self.compiled, self.options, self.donate)
+        if self.devices is None:  # of a step whose tables can't be on hosts, or whose rows are deferred
+            one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
+            run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
+            return SpreadRunner(run, self.compiled, one, self.donate)
+        return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
+
+    def run_called(self, *leaves: Any) -> list[Any]:
+        """The planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
+        states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
+        copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
+        results = self.runner(copies)
+        return list(materialize(results, copy=False) if self.compiled.plan.on_hosts else results)
+
+    @functools.cached_property
+    def plain(self) -> Callable[..., Sequence[Any]]:
+        """The step as JAX traced it, on flat arrays."""
+        return jax_compat.jaxpr_as_fun(self.jaxpr)
+
+
+def _weak(value: Any) -> Any:
+    return value if jax_compat.is_weak(value) else jax_compat.weak(value)

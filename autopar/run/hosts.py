@@ -1,0 +1,349 @@
+"""`HostRunner`: calls a planned step whose tables are in the memory of the hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.local import OncePerRow, Spread
+from autopar.backends.host.journal import HostJournal, HostJournaling, common_journal
+from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.rooms import Room, Rooms, Rows
+from autopar.backends.host.stages import OtherRoom, StagedProgram, Step
+from autopar.backends.host.storage import HostRows
+from autopar.compile import Compiled, Options, follow
+from autopar.errors import ArgumentsError, StrategyError
+from autopar.ir.deferred import flushes
+from autopar.ir.layout import RowLayout
+from autopar.ir.program import ArrayType, Program
+from autopar.launch.progress import PROGRESS, mark
+from autopar.mpi.room import require_room
+from autopar.run.placing import separated
+from autopar.tables.host import HostTable, exchange
+from autopar.tables.kinds import is_table
+
+
+class HostRunner:
+    """Places a step's arguments, runs it by stages, and compiles it for each room that its rows need."""
+
+    def __init__(self, compiled: Compiled, options: Options, donate: bool) -> None:
+        self._compiled = compiled
+        self._donate = donate
+        plan, self._program = compiled.plan, compiled.analysed
+        self._plan = plan
+        self._check_others()
+        self._ranks = Ranks(exchange(), plan.road[0])
+        self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
+        hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
+        self._tables: dict[int, tuple[int, RowLayout]] = {
+            leaf: (axis, hosted[space.family])
+            for space in self._program.rows.spaces
+            if space.family in hosted
+            for leaf, axis in zip(space.leaves, space.axes, strict=True)
+        }
+        self._states = {k for k, given in enumerate(self._program.inputs) if given.role == "state"}
+        self._new = {out: k for k, out in self._program.new_states.items()}
+        #: Outputs that are tables as they were before the step.
+        self._old = {
+            out: self._program.block.inputs.index(atom)
+            for out, atom in enumerate(self._program.block.outputs)
+            if out not in self._new
+            and atom in self._program.block.inputs
+            and self._program.block.inputs.index(atom) in self._tables
+        }
+        limits = {
+            f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
+        }
+        #: Two rows at least: a reshape would not tell an axis of one row from others.
+        least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
+        for space in self._program.rows.spaces:
+            if space.family in least and (space.depends_on or not _has_dynamic_ids(space)):
+                least[space.family] = limits[space.family]
+        self._rooms = Rooms(least, limits)
+        self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes(compiled.program.block)]
+        self._programs: dict[Room, StagedProgram] = {}
+        #: The last step's, with which the next one begins.
+        self._staged: StagedProgram | None = None
+        #: What the last step needed.
+        self._needed: Rows = {}
+        #: Dense leaves of the state that the last step returned.
+        self._returned: dict[int, weakref.ref[Any]] = {}
+
+    def _check_others(self) -> None:
+        """Tables on devices by their rows don't go together with tables on several ranks.
+
+        Raises:
+          StrategyError: there are such.
+        """
+        there = {f.family: f.method for f in self._plan.families if not f.on_hosts}
+        space = next((s for s in self._program.rows.spaces if s.family in there), None)
+        if space is not None and self._plan.devices > 1:
+            path = self._program.inputs[space.tables[0]].path
+            raise StrategyError(
+                f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
+                f"of {self._plan.devices} ranks. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+            )
+
+    def lower(self) -> Any:
+        raise AssertionError("a step in stages is no single program")
+
+    def was_exceeded(self) -> bool:
+        """Never: messages are as long as they must be."""
+        return False
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who takes part."""
+        return self._ranks
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Flat arguments (arrays, Tables, HostTables); flat results."""
+        self._ranks.step = PROGRESS.last.step
+        self._look_for_smaller()  # before anything has changed
+        self._make_room(leaves)
+        tables = self._storages(leaves)
+        leaves = self._separated(leaves)
+        journals = self._journals(tables)
+        inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        inputs += [x for journal in journals for x in (journal.stamps, *journal.entries)]
+        before = {out: _read(tables[k]) for out, k in self._old.items()}
+        step = Step({})
+        try:
+            results = self._ran(inputs, step)
+            results = self._written(results, journals)
+            results = [before.get(out, value) for out, value in enumerate(results)]
+            found = [self._result(out, value) for out, value in enumerate(results)]
+        except BaseException:
+            if step.has_written:  # else the tables are as they were
+                self._hand_on(leaves, tables)
+            raise
+        new = self._hand_on(leaves, tables)
+        self._returned = {
+            k: weakref.ref(found[out])
+            for out, k in self._new.items()
+            if k not in self._tables and isinstance(found[out], jax.Array)
+        }
+        return [new[self._new[out]] if self._new.get(out) in new else value for out, value in enumerate(found)]
+
+    def _ran(self, inputs: Sequence[Any], step: Step) -> Sequence[Any]:
+        """The results of a step in the program for its rows: it begins in the last one's."""
+        staged = self._staged or self._compiled_for(self._rooms.least)
+        while True:
+            try:
+                results = staged.run(inputs, step)
+                break
+            except OtherRoom as other:
+                staged = self._compiled_for(self._rooms.best(other.needs) or self._rooms.grow(other.needs))
+        self._staged = staged
+        self._needed = step.needs
+        return results
+
+    # --- deferred rows ---
+
+    def _journals(self, tables: Mapping[int, HostRows]) -> list[HostJournal]:
+        """What deferred rows miss: a journal for each family of such. All other tables are brought up to date."""
+        found = []
+        waiting: set[int] = set()
+        for journaling in self._journalings:
+            members = journaling.replay.leaves
+            leaves = [tables[k] for k in members]
+            layout, ranks = self._tables[members[0]][1], self._ranks.exchange
+            found.append(common_journal(leaves, journaling) or journaling.begin(leaves, layout, ranks.rank))
+            waiting.update(members)
+        for k, storage in tables.items():
+            if k not in waiting:
+                storage.settle()
+        return found
+
+    def _written(self, results: Sequence[Any], journals: Sequence[HostJournal]) -> Sequence[Any]:
+        """The step's own results; the journals have what it wrote down."""
+        start = len(self._program.outputs)
+        rest = results[start:]
+        for journal in journals:
+            n = 1 + len(journal.entries)
+            (_, *entries), rest = rest[:n], rest[n:]
+            journal.wrote([self._ranks.own(x) for x in entries])
+        return results[:start]
+
+    # --- programs ---
+
+    def _look_for_smaller(self) -> None:
+        smaller = self._rooms.ran(self._needed) if self._needed else None
+        if smaller is not None and self._compiled_for(smaller).once_per_row is None:
+            self._rooms.drop(smaller)  # what is computed doesn't depend on the room
+            del self._programs[smaller]
+
+    @property
+    def compilations(self) -> int:
+        """How often it was compiled."""
+        return len(self._programs)
+
+    @property
+    def once_per_row(self) -> OncePerRow | None:
+        """What the last step's program computes for distinct rows; None if nothing."""
+        return self._staged.once_per_row if self._staged is not None else None
+
+    def _compiled_for(self, room: Room) -> StagedProgram:
+        found = self._programs.get(room)
+        if found is None:
+            plan = self._plan.with_sizes(room.rows)
+            program: Program = follow(self._program, plan, self._options)
+            donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
+            mark(self._ranks.step, "compiling", "compiles")
+            found = StagedProgram(program, plan, self._ranks, self._rooms, room, donated, self._journalings)
+            self._programs[room] = found
+        return found
+
+    # --- arguments ---
+
+    def _make_room(self, leaves: Sequence[Any]) -> None:
+        """Make sure that the hosts have memory for the tables that come to them now.
+
+        Raises:
+          HostMemoryError: they haven't.
+        """
+        coming = {k: leaves[k] for k in self._tables if not self._is_placed(k, leaves[k])}
+        if coming:
+            wanted = {}
+            for k, leaf in coming.items():
+                axis, layout = self._tables[k]
+                shape = (layout.share, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
+                wanted[self._program.inputs[k].path] = shape, leaf.dtype
+            require_room(self._ranks.exchange, wanted)
+
+    def _is_placed(self, k: int, leaf: Any) -> bool:
+        return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
+
+    def _storages(self, leaves: Sequence[Any]) -> dict[int, HostRows]:
+        """What the step works on, by input. A table that comes twice is copied: each is updated by itself."""
+        found: dict[int, HostRows] = {}
+        for k, (axis, layout) in self._tables.items():
+            leaf = leaves[k]
+            if not self._is_placed(k, leaf):
+                leaf = np.asarray(leaf) if is_table(leaf) else leaf
+                path = self._program.inputs[k].path
+                found[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
+                continue
+            storage = leaf.waiting
+            is_new = k in self._new.values()
+            again = any(storage is other for other in found.values())
+            found[k] = storage.copy() if is_new and (again or not self._donate) else storage
+        return found
+
+    def _hand_on(self, leaves: Sequence[Any], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
+        """New handles of the tables that the step updates; those of its arguments are deleted."""
+        found = {}
+        for k in self._new.values():
+            if k in tables:
+                leaf = leaves[k]
+                same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.waiting is tables[k]
+                found[k] = leaf.handed_on() if same else HostTable(tables[k])
+        return found
+
+    def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
+        if not self._donate or self._ranks.is_global or self._are_own(leaves):
+            return leaves
+        states = sorted(self._states - set(self._tables))
+        others = [x for k, x in enumerate(leaves) if k not in self._states]
+        found = list(leaves)
+        for k, leaf in zip(states, separated([leaves[k] for k in states], others), strict=True):
+            found[k] = leaf
+        return found
+
+    def _are_own(self, leaves: Sequence[Any]) -> bool:
+        """Whether the state is what the last step returned, and in no other argument: buffers of its own, then."""
+        if not self._returned:
+            return False
+        own = {id(leaves[k]) for k in self._returned}
+        if any(id(x) in own for k, x in enumerate(leaves) if k not in self._returned):
+            return False
+        return all(returned() is leaves[k] for k, returned in self._returned.items())
+
+    def _placed(self, k: int, leaf: Any) -> Any:
+        """An argument as the device programs take it."""
+        along, type_ = self._plan.placements[k], self._program.block.inputs[k].type
+        if is_table(leaf):
+            leaf = leaf.materialize()
+        if not isinstance(type_, ArrayType):
+            return leaf
+        if along is None or self._ranks.exchange.size == 1:
+            return self._whole(k, leaf, along)
+        return self._part(leaf, along)
+
+    def _whole(self, k: int, leaf: Any, along: int | None) -> Any:
+        ranks = self._ranks
+        leaf = ranks.own(leaf)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ArgumentsError(
+                f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it: give "
+                "it whole to each, jax.device_put with a replicated sharding"
+            )
+        if ranks.is_global:
+            return ranks.everywhere(leaf)
+        if ranks.is_single:
+            return leaf
+        devices = ranks.mesh.shape["local"]
+        spread = along is not None and leaf.shape[along] % devices == 0
+        return jax.device_put(leaf, ranks.sharding(along if spread else None))
+
+    def _part(self, leaf: Any, along: int) -> Any:
+        """This rank's examples; under XLA its part of the global array."""
+        ranks = self._ranks
+        rank, size = ranks.exchange.rank, ranks.exchange.size
+        leaf = ranks.own(leaf)  # a batch that the devices don't divide, though the ranks do, every device has
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            if ranks.is_global:
+                return leaf
+            shards = sorted(leaf.addressable_shards, key=lambda s: s.index[along].start or 0)
+            parts = {s.index[along].start: s.data for s in shards}
+            found = list(parts.values())
+            if ranks.is_single:
+                return found[0]
+            shape = (*leaf.shape[:along], leaf.shape[along] // size, *leaf.shape[along + 1 :])
+            return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), found)
+        count = leaf.shape[along] // size
+        index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
+        own = (leaf if jax_compat.is_key(leaf.dtype) else np.asarray(leaf))[index]
+        devices = ranks.mesh.shape["local"]
+        spread = count % devices == 0
+        if not ranks.is_global:
+            return own if ranks.is_single else jax.device_put(own, ranks.sharding(along if spread else None))
+        sharding = ranks.sharding(along, ranks_only=not spread)
+        return jax.make_array_from_process_local_data(sharding, own, leaf.shape)
+
+    def _result(self, out: int, value: Any) -> Any:
+        if self._new.get(out) in self._tables:
+            return value
+        if isinstance(value, HostRows):
+            return _read(value)
+        if isinstance(value, np.ndarray):
+            return jax.numpy.asarray(value)
+        local = self._compiled.program.local
+        state, ranks = local.outputs[out], self._ranks
+        if isinstance(state, Spread) and not (state.owner or ranks.is_global) and ranks.exchange.size > 1:
+            return self._joined(value, state.axis)
+        return self._ranks.own(value)
+
+    def _joined(self, part: Any, along: int) -> jax.Array:
+        """A global array of the ranks' parts."""
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
+        spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
+        shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+
+def _read(storage: HostRows) -> jax.Array:
+    """A table as an ordinary array. Collective."""
+    return HostTable(storage).materialize()
+
+
+def _has_dynamic_ids(space: Any) -> bool:
+    return any(a.equation.op not in ("slice", "pad") for a in space.accesses)

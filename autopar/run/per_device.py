@@ -1,0 +1,255 @@
+"""Steps that are written for one device of several, as for `jax.pmap`: `parallelize(step, axis_name="batch")`.
+
+Such a step sees its device's share of the examples and says itself what is added up over devices (`lax.pmean(grads,
+"batch")`). Its meaning is that of `pmap` over the N devices of the mesh, whatever it does: a sum of means, batch norm
+of each device's own examples, `axis_index`. So the global step is the batched one over shares of the examples,
+`vmap(step, axis_name=, axis_size=N)`: exactly what `pmap` computes, as one program of global arrays, which is planned
+like any other.
+
+Arguments are those of a global step: the state once (not replicated) and the whole batch (not reshaped). States are
+told apart as always, by their coming back; for that the step is traced a first time, each device having everything
+(its share, where `state_argnums` says which arguments are state). Then it is also seen which arrays are single keys
+(`analysis.keys`): every device has those whole. Results that are the same on every device are
+returned once, others stacked as by `pmap`, [N, ...]. A state that differs from one device to another has no place to
+be, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.analysis.keys import is_key, may_be_words
+from autopar.analysis.own_sums import own_sums
+from autopar.errors import ArgumentsError, StateError, StepError
+from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.paths import path_name
+from autopar.ir.program import Block
+from autopar.ir.trace import block_of
+from autopar.run.arguments import Call, States, describe
+from autopar.run.state_match import match_states
+
+
+@dataclass(frozen=True, slots=True)
+class PerDevice:
+    """What a step is written for.
+
+    Attributes:
+      axis: The name by which the step reduces over devices.
+      count: Number of devices.
+      batch_axis: Along which axis the examples lie.
+    """
+
+    axis: str
+    count: int
+    batch_axis: BatchAxis
+
+
+@dataclass(eq=False)
+class GlobalStep:
+    """The step of all devices, a function of global arrays.
+
+    Attributes:
+      fun: Can be traced with the call's arguments.
+      states: Which of them are state.
+      told: What differs from device to device, for `explain`; complete once `fun` was traced.
+    """
+
+    fun: Callable[..., Any]
+    states: States
+    told: list[str]
+
+
+def unknown_axis(name: str, error: NameError) -> Exception:
+    """What to raise for a step that reduces over devices without `axis_name=`; another NameError is the step's own."""
+    if "axis name" not in str(error):
+        return error
+    return StepError(
+        f"{name} reduces over devices ({error}). If it is written for one device of several, as for "
+        "jax.pmap, say so: parallelize(step, axis_name='...')"
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallOfOne:
+    """A call of a step that is written for one device.
+
+    Attributes:
+      fun, name, call: The step, and what it was called with.
+      device: What it is written for.
+      state_argnums, batch_argnums, static_argnums: As given to `parallelize`.
+    """
+
+    fun: Callable[..., Any]
+    name: str
+    call: Call
+    device: PerDevice
+    state_argnums: Sequence[int] | None
+    batch_argnums: Sequence[int]
+    static_argnums: Sequence[int]
+
+    def everywhere(self) -> GlobalStep:
+        """What N devices that run the step compute together.
+
+        Raises:
+          ArgumentsError: the examples can't be divided among the devices.
+          StateError: a state can't be told, or differs from device to device.
+        """
+        args, kwargs = self.call.shapes
+        device, count = self.device, self.device.count
+        states, block, keys = self._first_look()
+        axes = self._example_axes(states, keys)
+        told = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
+        told += own_sums(block, axes, device.axis, count)
+        paths = [given.path for given in describe(self.call, states, None)[0]]
+        told += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
+        static = frozenset(self.static_argnums)
+        dynamic = [k for k in range(len(args)) if k not in static]
+        named = [n for n in kwargs if any(a.position is None and a.name == n for a in self.call.arguments)]
+
+        @functools.wraps(self.fun)
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            flat, tree = jax.tree.flatten(([args[k] for k in dynamic], {n: kwargs[n] for n in named}))
+            shared = [_shared(x, axis, count) for x, axis in zip(flat, axes, strict=True)]
+            returned = None
+
+            def of_one(*leaves: Any) -> Sequence[Any]:
+                nonlocal returned
+                own, own_named = jax.tree.unflatten(tree, leaves)
+                every = list(args)
+                for k, value in zip(dynamic, own, strict=True):
+                    every[k] = value
+                results, returned = jax.tree.flatten(self.fun(*every, **{**kwargs, **own_named}))
+                return results
+
+            results, along = jax_compat.vmap_inferred(of_one, axes, device.axis, count)(*shared)
+            assert returned is not None, "the step was traced"
+            _check_states(self.name, self.call, states, along, device.axis)
+            paths = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(returned.unflatten(results))]
+            own = [path or "output" for path, axis in zip(paths, along, strict=True) if axis is not None]
+            kept = [f"result {path} is each device's own: stacked, [devices, ...]" for path in own]
+            told[:] = [t for t in told if "stacked" not in t] + kept
+            return returned.unflatten(list(map(_stacked, results, along)))
+
+        return GlobalStep(whole, states, told)
+
+    def _example_axes(self, states: States, keys: Collection[int]) -> list[int | None]:
+        """Of all leaves the axis that devices share, None where each has all: of states, and of single keys."""
+        inputs, _ = describe(self.call, states, None)
+        shapes = [t.shape for a in self.call.arguments for t in a.types]
+        examples = [k for k, given in enumerate(inputs) if given.role != "state"]
+        found = example_axes(self.device.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
+        axes: list[int | None] = [None] * len(inputs)
+        for k, axis in zip(examples, found, strict=True):
+            if k in keys:
+                continue
+            axes[k] = axis
+            if axis is not None and shapes[k][axis] % self.device.count:
+                raise ArgumentsError(
+                    f"{inputs[k].path} has {shapes[k][axis]} examples (axis {axis}), which {self.device.count} devices "
+                    f"can't share equally: {self.name} is written for one device (axis_name={self.device.axis!r}). "
+                    "Give a batch of a multiple, or say what is no example: batch_axis={'...': None}"
+                )
+        return axes
+
+    def _first_look(self) -> tuple[States, Block, frozenset[int]]:
+        """Which arguments are state, the program of one device, and which leaves are single keys.
+
+        Leaves that may be keys are whole in it. Where the step doesn't take them so they are none.
+        """
+        if self.state_argnums is None:
+            return self._looked(None)
+        named = States({k: 0 for k, a in enumerate(self.call.arguments) if a.position in self.state_argnums})
+        may_be = frozenset(self._may_be_keys(named))
+        try:
+            found = self._looked(self._example_axes(named, may_be))
+        except Exception:
+            if not may_be:
+                raise
+            return self._looked(self._example_axes(named, ()))
+        keys = found[2]
+        return found if keys == may_be else self._looked(self._example_axes(named, keys))
+
+    def _may_be_keys(self, states: States) -> list[int]:
+        """Leaves whose axis for the examples may be one of a key's words."""
+        inputs, _ = describe(self.call, states, None)
+        types = [t for a in self.call.arguments for t in a.types]
+        examples = [k for k, given in enumerate(inputs) if given.role != "state"]
+        axes = example_axes(self.device.batch_axis, [(inputs[k].path, types[k].shape) for k in examples])
+        return [k for k, axis in zip(examples, axes, strict=True) if may_be_words(types[k], axis)]
+
+    def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
+        """The same with a device's share along some axes; None: with all on each device."""
+        args, kwargs = self.call.shapes
+        statics = {k: args[k] for k in self.static_argnums if k < len(args)}
+        of_arrays = {a.name for a in self.call.arguments if a.position is None}
+        fixed = {n: v for n, v in kwargs.items() if n not in of_arrays}
+        given = (
+            [a for k, a in enumerate(args) if k not in statics],
+            {n: v for n, v in kwargs.items() if n in of_arrays},
+        )
+        if axes is not None:
+            leaves, tree = jax.tree.flatten(given)
+            given = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])
+
+        def of_one(positional: Any, by_name: Any) -> Any:
+            rest = iter(positional)
+            return self.fun(*(statics[k] if k in statics else next(rest) for k in range(len(args))), **by_name, **fixed)
+
+        try:
+            traced = jax.make_jaxpr(of_one, axis_env=[(self.device.axis, self.device.count)], return_shape=True)
+            jaxpr, outputs = traced(*given)
+        except Exception as error:
+            if self.state_argnums is None:
+                error.add_note(
+                    f"autopar traced {self.name} with the whole batch on each device, to see which arguments are "
+                    "state. If the step relies on the size of its share, name them: "
+                    "parallelize(step, state_argnums=...)"
+                )
+            raise
+        block = block_of(jaxpr)
+        states = match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums)
+        keys = frozenset(k for k in self._may_be_keys(states) if is_key(block, block.inputs[k]))
+        return states, block, keys
+
+
+def _share(shape: Any, axis: int | None, count: int) -> Any:
+    """The shape of one device's part."""
+    if axis is None:
+        return shape
+    sizes = (*shape.shape[:axis], shape.shape[axis] // count, *shape.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(sizes, shape.dtype, weak_type=shape.weak_type)
+
+
+def _numbers_used(block: Block, axis: str) -> Iterator[str]:
+    """Lines that read `lax.axis_index`."""
+    return iter(dict.fromkeys(e.where for e in block.walk() if e.op == "axis_index" and e.params["axis_name"] == axis))
+
+
+def _shared(x: Any, axis: int | None, count: int) -> Any:
+    """[.., B, ..] as [.., N, B/N, ..]."""
+    if axis is None:
+        return x
+    return jax.numpy.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
+
+
+def _check_states(name: str, call: Call, states: States, along: Sequence[int | None], axis: str) -> None:
+    for k, first in states.outputs.items():
+        argument = call.arguments[k]
+        for path, differs in zip(argument.paths, along[first : first + len(argument.paths)], strict=True):
+            if differs is not None:
+                raise StateError(
+                    f"{name} gives each device another {path or argument.name!r}: it is made of the device's own "
+                    f"examples and never reduced. Reduce it in the step, jax.lax.pmean(..., {axis!r}), as is done with "
+                    "gradients (batch statistics, too)"
+                )
+
+
+def _stacked(result: Any, axis: int | None) -> Any:
+    """A result with the devices' axis first, if it has one."""
+    return result if axis is None else jax.numpy.moveaxis(result, axis, 0)

@@ -1,0 +1,283 @@
+"""The state in place: what is done before its buffers are given away, and what is said when they are used again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar import jax_compat
+from autopar.analysis.rules import resized
+from autopar.backends.across import is_global, place
+from autopar.backends.devices import Devices
+from autopar.backends.donation import donation_order
+from autopar.backends.layouts import placed
+from autopar.backends.watched import watched
+from autopar.compile import Compiled
+from autopar.errors import DonatedStateError
+from autopar.ir.deferred import flushes
+from autopar.ir.layout import RowLayout
+from autopar.ir.plan import Plan
+from autopar.ir.program import ArrayType, Atom, Program, Var
+from autopar.run.arguments import Argument
+from autopar.run.lost_state import first_deleted
+from autopar.tables.deferred import DeferredTable, Journal, Journaling, common_journal
+from autopar.tables.kinds import copied, is_table
+from autopar.tables.sharded import Table
+
+
+def separate_buffers(
+    states: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Copy state leaves that share a buffer with another leaf: each is to be updated in place by itself."""
+    positions = {s.position for s in states}
+    own = _separator(a for k, a in enumerate(args) if k not in positions)
+    placed = list(args)
+    named = dict(kwargs)
+    for state in states:
+        if state.position is not None:
+            placed[state.position] = jax.tree.map(own, args[state.position])
+        else:
+            named[state.name] = jax.tree.map(own, kwargs[state.name])
+    return placed, named
+
+
+def separated(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The same of flat leaves: those of the states, and all others."""
+    return list(map(_separator(others), states))
+
+
+def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
+    """A function that copies a leaf whose buffer is another's, or was given to it before."""
+    seen: set[Any] = {b for tree in others for b in _buffers(tree)}
+
+    def own(leaf: Any) -> Any:
+        shared = seen.intersection(_buffers(leaf))
+        seen.update(_buffers(leaf))
+        return copied(leaf) if shared else leaf
+
+    return own
+
+
+def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
+    """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
+    if not isinstance(cause, DonatedStateError) and not any(told in str(cause) for told in ("deleted", "donated")):
+        return  # a step that failed itself has updated leaves in place, too
+    gone = first_deleted((args, dict(kwargs)))
+    if gone is not None:
+        raise DonatedStateError(
+            f"{name} got a state that it was given before ({gone}): a step updates its state in "
+            "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
+            "with parallelize(step, donate=False). If it is no state, say so: parallelize(step, batch_argnums=...)"
+        ) from cause
+
+
+def is_shared_buffer(error: Exception) -> bool:
+    """Whether JAX says that a buffer is donated twice, or donated and used."""
+    text = str(error)
+    return "donate" in text and any(told in text for told in ("same buffer", "same call", "twice", "also used"))
+
+
+def is_traced(leaf: Any) -> bool:
+    return jax_compat.is_tracer(leaf)
+
+
+def _buffers(tree: Any) -> list[Any]:
+    """Addresses of the buffers of all arrays in a tree."""
+    return [
+        address
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and not leaf.is_deleted() and leaf.size
+        for address in _addresses(leaf)
+    ]
+
+
+def _addresses(leaf: jax.Array) -> list[int]:
+    if jax_compat.is_key(leaf.dtype):
+        return [id(leaf)]
+    if len(leaf.sharding.device_set) == 1:
+        return [leaf.unsafe_buffer_pointer()]
+    return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+
+
+def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
+    """The type of an input as it is stored."""
+    if layout is None:
+        return type_
+    return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
+
+
+def _layout(plan: Plan, family: int) -> RowLayout | None:
+    """How a family's rows are spread over the devices."""
+    found = plan.family(family)
+    return None if found is None else found.layout
+
+
+class SpreadRunner:
+    """Calls a planned step on several devices: places its arguments, and makes Tables of what is stored in a layout.
+
+    Args:
+      run: The planned step on flat arrays as they are stored.
+      compiled: What says where they are.
+      devices: The mesh.
+      donate: Whether states are updated in place.
+    """
+
+    def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
+        plan, analysed = compiled.plan, compiled.analysed
+        self._journalings = [
+            Journaling(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
+        ]
+        journals = compiled.program.block.inputs[len(analysed.inputs) :]
+        entries = [s for j in self._journalings for s in j.shardings]
+        self._devices = devices
+        self._layouts = plan.layouts
+        self._shardings = [devices.sharding(along) for along in plan.placements]
+        self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
+        self._tables = {out: plan.layouts[k] for k, out in analysed.new_states.items() if k in plan.layouts}
+        self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
+        self._types += [v.type for v in journals]
+        self._donate = donate
+        self._new_states = analysed.new_states
+        self._count = len(analysed.outputs)  # and perhaps a flag
+        self._flags: collections.deque[Any] = collections.deque()
+        self._across = devices.processes.several
+        places = self._returned(analysed, entries, bool(plan.fallback))
+        order = donation_order(compiled.program.new_states, len(places))
+        self._order = sorted(range(len(order)), key=order.__getitem__)
+
+        def run_in_order(*leaves: Any) -> tuple[Any, ...]:
+            results = run(*leaves)
+            return tuple(results[k] for k in order)
+
+        self._run = jax.jit(
+            run_in_order,
+            in_shardings=(*self._shardings, *entries),
+            out_shardings=tuple(places[k] for k in order),
+            donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
+            keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
+        )
+        self._call = watched(self._run) if self._across else self._run
+
+    def _returned(
+        self, analysed: Program, entries: Sequence[NamedSharding], flag: bool
+    ) -> tuple[NamedSharding | None, ...]:
+        """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
+        the batch are spread, and the rest is on every device, so that every process can read it."""
+
+        def of(atom: Atom, state: int | None) -> NamedSharding | None:
+            if state is not None:
+                return self._shardings[state]
+            if not self._across or not isinstance(atom.type, ArrayType):
+                return None
+            return self._devices.sharding(analysed.batch.get(atom) if isinstance(atom, Var) else None)
+
+        pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
+        found = [of(atom, out.state) for atom, out in pairs]
+        return (*found, *entries, *([self._devices.sharding(None) if self._across else None] if flag else []))
+
+    def lower(self) -> Any:
+        """`jax.jit(...).lower` at the plan's shapes."""
+        return self._run.lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types))
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """Flat arguments (arrays or Tables), placed where need be; flat results."""
+        leaves, entries = self._journals(leaves)
+        placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
+            raise RuntimeError("an argument was donated to an earlier call")
+        if self._donate:
+            self._separate(leaves, placed)
+        for journaling, known in zip(self._journalings, entries, strict=True):
+            if not known:
+                known += journaling.begin([placed[k] for k in journaling.replay.leaves])
+        found = self._call(*placed, *(x for known in entries for x in known))
+        results = [found[k] for k in self._order]
+        lengths = [len(known) for known in entries]
+        if len(results) > self._count + sum(lengths):
+            self._flags.append(results.pop())
+        self._keep_journals(results, lengths)
+        for out, (layout, axis) in self._tables.items():
+            if not isinstance(results[out], DeferredTable):
+                results[out] = Table(results[out], layout, axis)
+        return results
+
+    def _separate(self, leaves: Sequence[Any], placed: list[Any]) -> None:
+        """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself."""
+        if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in self._states):  # the user's
+            others = [x for k, x in enumerate(leaves) if k not in self._states]
+            for k, own in zip(self._states, separated([leaves[k] for k in self._states], others), strict=True):
+                if own is not leaves[k]:
+                    placed[k] = self._placed(k, own)
+        held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._states}
+        for k in self._states:
+            if id(placed[k]) in held:
+                placed[k] = copied(placed[k])
+            held.add(id(placed[k]))
+
+    def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
+        """The leaves, those of journals that go on as they are stored; each journal's entries, none where it begins."""
+        leaves, entries = list(leaves), []
+        found = [common_journal([leaves[k] for k in j.replay.leaves], j) for j in self._journalings]
+        going = {id(journal) for journal in found if journal is not None}
+        members = {k for j in self._journalings for k in j.replay.leaves}
+        for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
+            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.journal) in going:
+                leaves[k] = leaf.materialize() if self._donate else leaf.current()
+        for journaling, journal in zip(self._journalings, found, strict=True):
+            entries.append([] if journal is None else list(journal.entries))
+            pairs = zip(journaling.replay.leaves, journal.leaves if journal is not None else (), strict=False)
+            for k, stored in pairs:
+                leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
+        return leaves, entries
+
+    def _keep_journals(self, results: list[Any], lengths: Sequence[int]) -> None:
+        """Take the journals off the end of the results, and make tables of their leaves."""
+        start = len(results) - sum(lengths)
+        rest, results[start:] = results[start:], []
+        for journaling, length in zip(self._journalings, lengths, strict=True):
+            entries, rest = rest[:length], rest[length:]
+            outs = [self._new_states[k] for k in journaling.replay.leaves]
+            journal = Journal(journaling, [results[out] for out in outs], entries)
+            axes, layout = journaling.replay.axes, journaling.layout
+            layout = None if layout is None or layout.is_plain else layout
+            for n, out in enumerate(outs):  # those that phi only reads as well: nobody is to change them before it did
+                results[out] = DeferredTable(journal, n, layout, axes[n])
+
+    def was_exceeded(self) -> bool:
+        """Whether an earlier call is known to have exceeded a measured capacity.
+
+        In one process it waits for nothing. Processes must all know it after the same call, so there it is the call
+        before the latest one, which is waited for while the latest one runs.
+        """
+        while len(self._flags) > 1 if self._across else self._flags and self._flags[0].is_ready():
+            if bool(self._flags.popleft()):
+                self._flags.clear()
+                return True
+        return False
+
+    def _placed(self, k: int, leaf: Any) -> Any:
+        layout = self._layouts.get(k)
+        if isinstance(leaf, DeferredTable):  # what is only read needs no copy
+            leaf = leaf.materialize() if self._donate and k in self._states else leaf.current()
+        if isinstance(leaf, Table):
+            if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
+                return leaf.stored
+            leaf = leaf.materialize()
+        elif is_table(leaf):  # in the memory of the hosts
+            leaf = leaf.materialize()
+        elif layout is None and isinstance(leaf, jax.Array) and leaf.sharding == self._shardings[k]:
+            return leaf
+        if layout is not None:
+            return placed(leaf, *layout, self._devices)
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(self._shardings[k], leaf.ndim):
+            return jax.device_put(leaf, self._shardings[k])  # the same buffers, to be donated if it is state
+        # An array that lies elsewhere stays the user's own, whatever is done to this one.
+        own = self._donate and k in self._states
+        if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
+            leaf = copied(leaf)
+        return place(leaf, self._shardings[k], own=own)

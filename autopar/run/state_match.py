@@ -1,0 +1,92 @@
+"""Which result is the new value of which state, where several have one form.
+
+`(slot, table, ids) -> (table, slot, loss)`: by form alone the slot's new value would be the table's. So, of arguments
+and results of one form, those are paired of which one carries on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar.analysis.flow import carried
+from autopar.ir.program import Block
+from autopar.run.arguments import Argument, Call, States, find_states, places_of, tops
+
+#: How sure a leaf of a result is the new value of a leaf of an argument: `old + update`, `decay * old + update`, `old`.
+_ADDED, _SCALED, _SAME = 4, 2, 1
+
+
+def match_states(
+    call: Call, block: Block, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int]
+) -> States:
+    """The states of a traced step, and where their new values are.
+
+    Args:
+      call: The call.
+      block: The traced step.
+      outputs: Its results, a pytree of ShapeDtypeStructs.
+      state_argnums: Positions that the user named as state; None to find them.
+      batch_argnums: Positions of what is no state.
+
+    Raises:
+      StateError, ArgumentsError: as `find_states` does.
+    """
+    states = find_states(call, outputs, state_argnums, batch_argnums)
+    score = None
+    found = dict(states.outputs)
+    for group in _groups(call, found):
+        others = [(found[k], found[k] + len(call.arguments[k].types)) for k in found if k not in group]
+        free = places_of(call.arguments[group[0]], outputs, others)
+        if len(free) > 1:
+            score = score or _scores(call, block)
+            found |= _best({k: found[k] for k in group}, free, score)
+    states = States(found)
+    return states if state_argnums is not None else states.confirmed(call, block, tops(jax.tree.structure(outputs)))
+
+
+def _groups(call: Call, found: Mapping[int, int]) -> list[list[int]]:
+    """States of one form."""
+    groups: dict[Any, list[int]] = {}
+    for k in found:
+        groups.setdefault(_form(call.arguments[k]), []).append(k)
+    return list(groups.values())
+
+
+def _form(argument: Argument) -> Any:
+    return argument.treedef, tuple((t.shape, t.dtype) for t in argument.types)
+
+
+def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
+    """A function of an argument and a result's first leaf: how sure they are old and new."""
+    added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
+    starts = [0]
+    for argument in call.arguments:
+        starts.append(starts[-1] + len(argument.types))
+
+    def of_leaf(i: int, o: int) -> int:
+        if block.outputs[o] is block.inputs[i]:
+            return _SAME
+        return _ADDED if added[o] >> i & 1 else _SCALED if scaled[o] >> i & 1 else 0
+
+    return lambda k, first: sum(of_leaf(i, first + i - starts[k]) for i in range(starts[k], starts[k + 1]))
+
+
+def _best(found: dict[int, int], free: Sequence[int], score: Callable[[int, int], int]) -> dict[int, int]:
+    """The pairs with the highest score; where nothing tells, in order: improved by turns until no turn improves it."""
+    improved = True
+    while improved:
+        improved = False
+        for k in found:
+            for first in free:
+                other = next((j for j in found if found[j] == first and j != k), None)
+                before = score(k, found[k]) + (0 if other is None else score(other, first))
+                after = score(k, first) + (0 if other is None else score(other, found[k]))
+                if after > before:
+                    if other is not None:
+                        found[other] = found[k]
+                    found[k] = first
+                    improved = True
+    return found

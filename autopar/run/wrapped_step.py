@@ -1,0 +1,120 @@
+"""Steps of a library's own objects (flax.nnx, Equinox), as `explain` and `verify` see them."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import ArgumentsError, RecompileWarning
+from autopar.ir.plan import Plan
+from autopar.run.bound_step import BoundStep
+from autopar.run.entry import Entry
+from autopar.run.step import MAX_PLANS, ParallelStep
+
+
+@dataclass(eq=False)
+class WrappedStep(abc.ABC):
+    """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays.
+
+    Attributes:
+      fun: The user's step.
+      options: Those of `autopar.parallelize`.
+      steps: The steps of arrays, by what is fixed in each.
+    """
+
+    fun: Callable[..., Any]
+    options: Mapping[str, Any]
+    steps: dict[Any, ParallelStep] = field(default_factory=dict, init=False)
+    _latest: ParallelStep | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        functools.update_wrapper(self, self.fun)
+
+    @abc.abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step."""
+
+    @property
+    def latest(self) -> Entry | None:
+        """What is known of the step at the shapes of the latest call that was planned."""
+        return self._latest.latest if self._latest else None
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in use, None before the first call."""
+        return self._latest.plan if self._latest else None
+
+    @abc.abstractmethod
+    def pure(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
+        """The step of arrays for these arguments, and what it is to be called with."""
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step."""
+        step, pure_args, pure_kwargs = self.pure(args, kwargs)
+        return step.lower(*pure_args, **pure_kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Bind to an instance, as a function does: a step may be a method."""
+        return self if instance is None else BoundStep(self, instance)
+
+    def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
+        """The step of arrays for what is fixed, made when that is new.
+
+        Args:
+          fixed: Hashable.
+          make: Makes it.
+          change: What is other when a step is planned anew, in words.
+          remedy: What to do about it.
+        """
+        step = self.steps.get(fixed)
+        if step is None:
+            if len(self.steps) >= MAX_PLANS:
+                raise ArgumentsError(
+                    f"{self.name} was called in {MAX_PLANS} different ways, and is planned and compiled anew for each: "
+                    f"{change}. {remedy}"
+                )
+            if self.steps:
+                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=5)
+            step = self.steps[fixed] = make()
+        self._latest = step
+        return step
+
+
+#: What functions take that ask about a step.
+AnyStep = ParallelStep | WrappedStep | BoundStep
+
+
+def require_step(step: Any, what: str) -> None:
+    """Check that something is a planned step, or a method that is one.
+
+    Raises:
+      ArgumentsError: it isn't; `what` names the function that wanted one.
+    """
+    if not isinstance(step, (ParallelStep, WrappedStep, BoundStep)):
+        hint = f": {what}(autopar.parallelize({getattr(step, '__name__', 'step')}), ...)" if callable(step) else ""
+        raise ArgumentsError(f"{what} takes a step that parallelize returned, not a {type(step).__name__}{hint}")
+
+
+def unwrapped(
+    step: AnyStep, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
+) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
+    """A step of arrays and its arguments, whatever the step is of.
+
+    Raises:
+      ArgumentsError: `step` is no planned step; `what` names the function that wanted one.
+    """
+    require_step(step, what)
+    if isinstance(step, BoundStep):
+        return unwrapped(step.step, (step.instance, *args), kwargs, what)
+    return step.pure(args, kwargs) if isinstance(step, WrappedStep) else (step, args, kwargs)

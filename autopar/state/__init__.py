@@ -1,0 +1,1 @@
+"""The state: made, saved, restored."""

@@ -1,0 +1,277 @@
+"""`save` and `restore`: a state on disk, and back onto as many ranks or devices as there are then.
+
+Who writes what: ordinary arrays, which are the same on all ranks, rank 0 by Orbax; rows of tables those who have
+them, each rank its own files, at the same time. Nobody sees the checkpoint before all is written: see `files.folder`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning
+from autopar.launch.progress import PROGRESS, mark
+from autopar.launch.together import led, together
+from autopar.mpi.world import World, world
+from autopar.run.bound_step import BoundStep
+from autopar.run.step import ParallelStep
+from autopar.state.files import manifest as manifests
+from autopar.state.files.checksums import check_files
+from autopar.state.files.dense import require_orbax, write_dense
+from autopar.state.files.folder import Folder, await_visible, flush, named
+from autopar.state.files.manifest import FileRecord, Manifest
+from autopar.state.files.rows import FOLDER as ROWS
+from autopar.state.files.rows import write_rows
+from autopar.state.files.structure import describe, rebuild
+from autopar.state.init import unbound
+from autopar.state.restoring import Place, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
+from autopar.state.saving import SavedLeaf, check_same, leaves_of
+
+
+class Restored(NamedTuple):
+    """What `restore` returns.
+
+    Attributes:
+      state: The state.
+      position: The position in the data that was saved with it; None if none was.
+    """
+
+    state: Any
+    position: dict[str, Any] | None
+
+
+def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any] | None = None) -> None:
+    """Save a state, in place of what was saved at this path before.
+
+    All or nothing: however the save ends (an error, a kill, a power cut), what can be restored is the checkpoint before
+    or this one, whole. Returns when this one is on the disk. With several ranks all of them call it, and the path is on
+    a file system that all of them see.
+
+    Args:
+      path: A directory for this checkpoint alone; it is made. For several checkpoints name several:
+        f"checkpoints/{step}".
+      state: A pytree of arrays (JAX's, PRNG keys, NumPy's), `autopar.Table`s, tables on hosts and numbers. Ordinary
+        arrays are the same on all ranks, or one array over all of JAX's processes.
+      position: Where the training is in its data: what `autopar.shard(...).state()` gives, or any dict that JSON holds.
+        `restore` returns it.
+
+    Raises:
+      CheckpointError: on every rank, naming the one where it failed: a leaf that can't be saved, ranks that save
+        different states, a full disk, a path with other files, no Orbax.
+      DonatedStateError: a state that was given to a step.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, autopar
+      >>> folder = tempfile.mkdtemp() + "/checkpoint"
+      >>> autopar.save(folder, {"w": jnp.arange(3.0)}, position={"epoch": 0, "batch": 10})
+      >>> state, position = autopar.restore(folder)
+      >>> state["w"], position
+      (Array([0., 1., 2.], dtype=float32), {'epoch': 0, 'batch': 10})
+    """
+    ranks = _ranks()
+    before = PROGRESS.last
+    mark(before.step, "saving a checkpoint")
+    known: list[SavedLeaf] = []
+
+    def look() -> str:
+        known.extend(leaves_of(state))
+        if any(leaf.record.kind == "dense" for leaf in known):
+            require_orbax()
+        lines = [f"position {json.dumps(_position(position), sort_keys=True)}"]
+        lines += [leaf.record.told for leaf in known]
+        return "\n".join(lines)
+
+    check_same(together(ranks, CheckpointError, look))
+    folder = Folder.of(path)
+    version = led(ranks, CheckpointError, folder.begin)
+    try:
+        written = together(ranks, CheckpointError, lambda: _write(version, known, ranks))
+        found = _manifest(state, known, written, position, ranks)
+        led(ranks, CheckpointError, lambda: _finish(folder, version, found))
+    finally:  # of what was there before, or of what was written in vain
+        if ranks.rank == 0:
+            folder.clean()
+    mark(before.step, before.what, before.kind)
+
+
+def restore(
+    path: str | os.PathLike[str],
+    like: Any = None,
+    *,
+    step: ParallelStep | BoundStep | None = None,
+    batch: Any = None,
+    call: Callable[[Any], Sequence[Any]] | None = None,
+) -> Restored:
+    """What was saved at a path, onto the ranks and devices that there are now.
+
+    How many ranks or devices saved it makes no difference: each rank reads the rows that it is to have. With several
+    ranks all of them call it.
+
+    Args:
+      path: As of `save`.
+      like: A state of the same structure, of arrays, tables or shapes (`jax.eval_shape(make_state, key)`): needed for
+        states with other nodes than dicts, lists, tuples and None. Without `step` each leaf goes where the one in
+        `like` is: an array with its sharding, an `autopar.Table`, a table on hosts, a NumPy array. Nothing is written
+        to it.
+      step: What `parallelize` returned: leaves go where its plan has them, tables share by share.
+      batch, call: With `step`, as for `init`.
+
+    Returns:
+      (state, position). Without `like` and `step` ordinary arrays, whole on each rank.
+
+    Raises:
+      MissingCheckpointError: there is none. (Also a FileNotFoundError.)
+      UncheckedWarning: it is of an autopar that made no checksums of some files.
+      CheckpointError: on every rank, naming the one where it failed: another structure, shape or dtype than `like`,
+        files that are missing or damaged, a later format.
+      HostMemoryError: a table doesn't fit into a host's memory.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, tempfile, autopar
+      >>> @autopar.parallelize(strategy=("ps", "hosts"))
+      ... def step(table, ids):
+      ...     return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+      >>> folder, ids = tempfile.mkdtemp() + "/checkpoint", jnp.array([3, 5])
+      >>> table, _ = step(jnp.ones((1000, 8)), ids)
+      >>> autopar.save(folder, table)
+      >>> table, position = autopar.restore(folder, step=step, batch=ids)
+      >>> table, _ = step(table, ids)
+    """
+    if step is None and (batch is not None or call is not None):
+        raise ArgumentsError("restore takes batch= and call= together with step=, to know the step's plan")
+    if step is not None and not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
+        raise ArgumentsError(f"restore takes a step that parallelize returned, not a {type(step).__name__}")
+    if step is not None and (batch is None) == (call is None):
+        raise ArgumentsError(
+            f"restore needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
+            "than a state and a batch, call=lambda state: (state, ...)"
+        )
+    if step is not None:
+        step, batch, call = unbound(step, batch, call)
+    ranks = _ranks()
+    before = PROGRESS.last
+    mark(before.step, "restoring a checkpoint")
+    version, manifest = _manifest_of(Folder.of(path), ranks)
+    _warn_of_unchecked(version, manifest)
+    template: Any = like
+    numbers = list(range(len(manifest.leaves)))
+
+    def look() -> None:
+        nonlocal template, numbers
+        if like is None:
+            template = rebuild(manifest.structure, shapes_of(manifest))
+        else:
+            numbers = matched(manifest, like)
+
+    together(ranks, CheckpointError, look)
+    records = [manifest.leaves[k] for k in numbers]
+    if like is None:
+        places = [as_saved(record) for record in records]
+    else:
+        places = [place_of(leaf) for leaf in jax.tree.leaves(template)]
+    if step is not None:
+        places = _planned(step, template, [shapes_of(manifest)[k] for k in numbers], places, batch, call)
+    # All are checked, each by one of the ranks, before any is read by any.
+    together(ranks, CheckpointError, lambda: check_files(version, manifest.files[ranks.rank :: ranks.size]))
+    leaves: list[Any] = []
+    together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(version, records, places, ranks)))
+    state = jax.tree.unflatten(jax.tree.structure(template), leaves)
+    mark(before.step, before.what, before.kind)
+    return Restored(state, None if manifest.position is None else dict(manifest.position))
+
+
+def _planned(
+    step: ParallelStep, template: Any, shapes: list[Any], places: list[Place], batch: Any, call: Any
+) -> list[Place]:
+    state = jax.tree.unflatten(jax.tree.structure(template), shapes)
+    planned = places_of_step(step, state, batch, call)
+    return [planned.get(k, place) for k, place in enumerate(places)]
+
+
+def _ranks() -> World:
+    ranks = world()
+    if ranks.size == 1 and jax.process_count() > 1:
+        raise CheckpointError(
+            f"JAX has {jax.process_count()} processes, which no MPI launcher started: checkpoints of several processes "
+            "need MPI. Start them with mpiexec"
+        )
+    return ranks
+
+
+def _position(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if position is None:
+        return None
+    try:
+        return json.loads(json.dumps(dict(position), default=lambda value: value.item()))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"position={position!r} can't be saved: give what autopar.shard(...).state() returns, or another dict of "
+            "numbers and texts"
+        ) from error
+
+
+def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[Any, Any]:
+    """This rank's files: ((leaf, share, file) of rows, files of ordinary arrays)."""
+    await_visible(version)
+    rows = []
+    dense: tuple[FileRecord, ...] = ()
+    for number, leaf in enumerate(leaves):
+        if leaf.record.kind == "rows":
+            rows += [(number, share, write_rows(version, name, part)) for name, share, part in leaf.parts()]
+    if ranks.rank == 0:
+        dense = write_dense(version, {x.record.name: x.array() for x in leaves if x.record.kind == "dense"})
+    if rows:
+        with named(version / ROWS, "written"):
+            flush(version / ROWS)
+    return rows, dense
+
+
+def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], position: Any, ranks: World) -> Manifest:
+    files: dict[int, dict[int, FileRecord]] = {}
+    for rows, _ in written:
+        for number, share, file in rows:
+            files.setdefault(number, {})[share] = file
+    records = []
+    for number, leaf in enumerate(leaves):
+        parts, layout = files.get(number, {}), leaf.record.layout
+        assert layout is None or sorted(parts) == list(range(layout.devices)), f"shares of {leaf.record.path}: {parts}"
+        records.append(dataclasses.replace(leaf.record, files=tuple(parts[share] for share in sorted(parts))))
+    from autopar import __version__
+
+    dense = written[0][1]
+    return Manifest(describe(state), tuple(records), _position(position), ranks.size, dense, __version__)
+
+
+def _finish(folder: Folder, version: Path, manifest: Manifest) -> None:
+    folder.commit(version, manifest.write(version))
+
+
+def _manifest_of(folder: Folder, ranks: World) -> tuple[Path, Manifest]:
+    """The version that counts, and what is in it."""
+
+    def read() -> tuple[Path, int | None, bytes]:
+        version, crc32 = folder.current()
+        with named(version / manifests.NAME, "read"):
+            return version, crc32, (version / manifests.NAME).read_bytes()
+
+    version, crc32, data = led(ranks, CheckpointError, read)
+    return version, Manifest.parse(data, version, crc32)
+
+
+def _warn_of_unchecked(version: Path, manifest: Manifest) -> None:
+    unchecked = [file.name for file in manifest.files if file.crc32 is None]
+    if unchecked or manifest.format == 1:
+        files = f"{len(unchecked)} of its files ({unchecked[0]}, ...)" if unchecked else "its manifest"
+        warnings.warn(
+            f"{version} was saved by autopar {manifest.autopar}, which made no checksums of {files}: a damaged byte "
+            "there isn't noticed. Save the state again to have them",
+            UncheckedWarning,
+            stacklevel=3,
+        )

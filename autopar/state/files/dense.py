@@ -1,0 +1,101 @@
+"""Ordinary arrays in a checkpoint, by Orbax.
+
+One process writes all of them (they are equal on all ranks), and each process reads by itself. Orbax, left to itself,
+would wait for all of `jax.distributed`'s processes in barriers of its own, where one that failed is waited for in
+vain: it is told that this process is the only one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import CheckpointError
+from autopar.state.files.checksums import flushed
+from autopar.state.files.folder import room
+from autopar.state.files.manifest import FileRecord
+
+FOLDER = "dense"
+
+
+def require_orbax() -> Any:
+    """The module `orbax.checkpoint`.
+
+    Raises:
+      CheckpointError: it isn't installed.
+    """
+    try:
+        import orbax.checkpoint as orbax
+    except ImportError as error:
+        raise CheckpointError(
+            f"checkpoints of ordinary arrays need Orbax, which can't be imported ({error}): "
+            "pip install 'autopar[checkpoint]'"
+        ) from error
+    return orbax
+
+
+def _checkpointer(orbax: Any) -> Any:
+    me = jax.process_index()
+    alone = orbax.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"autopar{me}"
+    )
+    handler = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return orbax.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
+    """Write arrays, down to the disk.
+
+    Args:
+      version: The checkpoint's directory.
+      arrays: By name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
+
+    Raises:
+      CheckpointError: they can't be written, or there is no Orbax.
+    """
+    if not arrays:
+        return ()
+    orbax = require_orbax()
+    try:
+        with _checkpointer(orbax) as checkpointer:
+            checkpointer.save(version / FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
+    except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
+        told = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{version / FOLDER} can't be written by Orbax: {told}{room(version, error)}") from error
+    found = [flushed(version, Path(folder) / name) for folder, _, files in os.walk(version / FOLDER) for name in files]
+    return tuple(sorted(found, key=lambda record: record.name))
+
+
+def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
+    """Arrays by name, from files that were checked (`checksums.check_files`).
+
+    Args:
+      version: The checkpoint's directory.
+      wanted: By name, for all arrays: shape, dtype, and the `jax.sharding.Sharding` of those that are to be read onto
+        the devices of this process, part by part; None: as NumPy arrays.
+
+    Raises:
+      CheckpointError: Orbax can't read them, or there is no Orbax.
+    """
+    if not wanted:
+        return {}
+    orbax = require_orbax()
+    shapes, how = {}, {}
+    for name, (shape, dtype, sharding) in wanted.items():
+        shapes[name] = jax.ShapeDtypeStruct(shape, dtype)
+        how[name] = (
+            orbax.RestoreArgs(restore_type=np.ndarray)
+            if sharding is None
+            else orbax.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype)
+        )
+    with _checkpointer(orbax) as checkpointer:
+        try:
+            return checkpointer.restore(version / FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how))
+        except Exception as error:  # of files that are damaged and, being of format 1, have no checksums
+            told = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{version / FOLDER} can't be read by Orbax: {told}") from error

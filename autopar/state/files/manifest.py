@@ -1,0 +1,162 @@
+"""`Manifest`: what is in a checkpoint, as JSON. See docs/checkpoints.md for the format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from autopar.errors import CheckpointError
+from autopar.ir.layout import RowLayout
+from autopar.state.files.folder import POINTER, write_file
+from autopar.state.files.structure import Node
+
+#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone.
+FORMAT = 2
+NAME = "manifest.json"
+
+#: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere, having no elements.
+Kind = Literal["dense", "rows", "value", "empty"]
+#: What a leaf was: a jax.Array (or a table), a NumPy array, or a Python number.
+Type = Literal["jax", "numpy", "bool", "int", "float", "complex"]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file, under the checkpoint's directory.
+
+    Attributes:
+      crc32: Of its bytes; None if none was computed, in format 1.
+    """
+
+    name: str
+    nbytes: int
+    crc32: int | None = None
+
+
+@dataclass(frozen=True)
+class LeafRecord:
+    """A leaf of the state.
+
+    Attributes:
+      path: In the state, `params/emb`.
+      name: Of its files, and among the arrays of `dense/`.
+      shape, dtype: Of the leaf; of the key data where the leaf is of PRNG keys.
+      weak: Whether JAX lets its dtype yield to others.
+      key: The implementation of PRNG keys, None of other leaves.
+      axis, layout: Of rows: the row axis, and which row is in which file.
+      value: Of a Python number, as text.
+      files: Of rows: one for each share of the layout, in order.
+    """
+
+    path: str
+    name: str
+    kind: Kind
+    type: Type
+    shape: tuple[int, ...]
+    dtype: str
+    weak: bool = False
+    key: str | None = None
+    axis: int = 0
+    layout: RowLayout | None = None
+    value: str = ""
+    files: tuple[FileRecord, ...] = ()
+
+    @property
+    def told(self) -> str:
+        """The leaf in one line."""
+        what = f"{self.type} {self.value}" if self.kind == "value" else f"{self.dtype}{list(self.shape)} ({self.type})"
+        return f"{self.path}: {what}"
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """The dtype, bfloat16 and its like included."""
+        return np.dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint.
+
+    Attributes:
+      structure: Of the state (`structure.describe`).
+      leaves: In the state's order.
+      position: Where the training was in its data, as the user gave it.
+      ranks: How many wrote it.
+      dense: The files of ordinary arrays.
+      format, autopar: Versions of the format, and of who wrote it.
+    """
+
+    structure: Node
+    leaves: tuple[LeafRecord, ...]
+    position: Mapping[str, Any] | None
+    ranks: int
+    dense: tuple[FileRecord, ...]
+    autopar: str
+    format: int = FORMAT
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """All files but the manifest itself."""
+        return (*(file for leaf in self.leaves for file in leaf.files), *self.dense)
+
+    def write(self, version: Path) -> int:
+        """To a version's directory, down to the disk.
+
+        Returns:
+          Its checksum.
+        """
+        data = (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
+        write_file(version / NAME, data)
+        return zlib.crc32(data)
+
+    @staticmethod
+    def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
+        """The manifest of a version's directory.
+
+        Args:
+          data: Its bytes.
+          version: The directory.
+          crc32: Their checksum, None in format 1, which has none.
+
+        Raises:
+          CheckpointError: of a later version, or damaged.
+        """
+        if crc32 is not None and zlib.crc32(data) != crc32:
+            raise CheckpointError(
+                f"{version / NAME} isn't what was written (its checksum differs from the one in "
+                f"{version.parent / POINTER}): it is damaged. Take a copy of the checkpoint, or another checkpoint"
+            )
+        try:
+            read = json.loads(data.decode())
+            if read["format"] > FORMAT:
+                raise CheckpointError(
+                    f"{version} was saved by autopar {read['autopar']} in format {read['format']}, which is newer than "
+                    f"this autopar, which reads formats up to {FORMAT}: pip install --upgrade autopar"
+                )
+            if read["format"] > 1 and crc32 is None:
+                raise CheckpointError(
+                    f"{version.parent / POINTER} has no checksum of {version / NAME}, which is in format "
+                    f"{read['format']}: it was cut short, or written by hand"
+                )
+            leaves = tuple(_leaf(leaf) for leaf in read.pop("leaves"))
+            dense = tuple(FileRecord(**file) for file in read.pop("dense"))
+            return Manifest(leaves=leaves, dense=dense, **read)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{version / NAME} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _leaf(read: dict[str, Any]) -> LeafRecord:
+    layout = read.pop("layout")
+    files = tuple(FileRecord(**file) for file in read.pop("files"))
+    shape = tuple(read.pop("shape"))
+    found = LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))
+    if found.kind != "value":
+        _ = found.numpy_dtype  # a TypeError if there is no such dtype
+    return found

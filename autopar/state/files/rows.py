@@ -1,0 +1,148 @@
+"""Rows of a table in files: one for each share of its layout, `[rows, ...]`, row axis first, without spare rows.
+
+The files are NumPy's (.npy), so that anything reads them; dtypes that NumPy doesn't know (bfloat16) are stored as
+unsigned integers of their width. They are written from where the rows are, block by block, and read through a memory
+map: no table is in memory twice. Not written through one: on a full disk that would be a SIGBUS.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import CheckpointError
+from autopar.launch.together import go_on
+from autopar.state.files.folder import named
+from autopar.state.files.manifest import FileRecord, LeafRecord
+
+FOLDER = "rows"
+
+#: Bytes that are written at a time.
+BLOCK = 1 << 24
+
+
+def file_name(leaf: str, share: int, shares: int) -> str:
+    """Where a share of a leaf is stored, under the checkpoint's directory."""
+    return f"{FOLDER}/{leaf}.{share:05d}-of-{shares:05d}.npy"
+
+
+def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    """How many rows of these make a block; `shape` is [rows, ...]."""
+    return max(1, BLOCK // max(1, math.prod(shape[1:]) * dtype.itemsize))
+
+
+def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
+    """Write a share, down to the disk.
+
+    Args:
+      version: The checkpoint's directory.
+      name: Of the file in it.
+      rows: [n, ...], in any order in memory.
+
+    Raises:
+      CheckpointError: it can't be written.
+    """
+    path = version / name
+    with named(path, "written"):
+        path.parent.mkdir(exist_ok=True)
+        return _write(path, name, rows)
+
+
+def _write(path: Path, name: str, rows: np.ndarray) -> FileRecord:
+    head = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(_stored(rows.dtype))
+    np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": rows.shape})
+    crc, step = zlib.crc32(head.getvalue()), block_rows(rows.shape, rows.dtype)
+    with path.open("wb") as file:
+        file.write(head.getvalue())
+        for start in range(0, rows.shape[0], step):
+            block = np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8)
+            file.write(block.data)
+            crc = zlib.crc32(block.data, crc)
+            go_on("saving a checkpoint")
+        file.flush()
+        os.fsync(file.fileno())
+        nbytes = file.tell()
+    return FileRecord(name, nbytes, crc)
+
+
+def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.kind in "biufc" else np.dtype(f"u{dtype.itemsize}")
+
+
+class RowFiles:
+    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`).
+
+    Raises:
+      CheckpointError: a file isn't of this leaf.
+    """
+
+    def __init__(self, version: Path, record: LeafRecord) -> None:
+        assert record.layout is not None, "rows have a layout"
+        self.record = record
+        self.layout = record.layout
+        self.dtype = record.numpy_dtype
+        self._others = (*record.shape[: record.axis], *record.shape[record.axis + 1 :])
+        self._shares = [self._open(version, share) for share in range(self.layout.devices)]
+
+    def _open(self, version: Path, share: int) -> np.ndarray:
+        count = int(self.layout.rows_on(np.asarray(share)))
+        shape = (count, *self._others)
+        if not math.prod(shape):
+            return np.empty(shape, self.dtype)
+        path = version / self.record.files[share].name
+        try:
+            found = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            raise CheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
+        if found.shape != shape or found.dtype.itemsize != self.dtype.itemsize:
+            raise CheckpointError(
+                f"{path} holds {found.dtype}{list(found.shape)} instead of {self.dtype}{list(shape)}: "
+                "it is of another checkpoint"
+            )
+        return found.view(self.dtype)
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        """[n, ...]: a copy of rows by their numbers, row axis first."""
+        go_on("restoring a checkpoint")
+        found = np.empty((numbers.size, *self._others), self.dtype)
+        places = self.layout.place(numbers.astype(np.int64))
+        owners, places = places // self.layout.share, places % self.layout.share
+        for share, rows in enumerate(self._shares):
+            (wanted,) = np.nonzero(owners == share)
+            if wanted.size:
+                found[_run(wanted)] = rows[_run(places[wanted])]
+        return found
+
+    def whole(self) -> np.ndarray:
+        """The table, [..., V, ...]."""
+        extent = self.layout.extent
+        found = np.empty((extent, *self._others), self.dtype)
+        step = block_rows(found.shape, self.dtype)
+        for start in range(0, extent, step):
+            numbers = np.arange(start, min(start + step, extent))
+            found[start : start + step] = self.read(numbers)
+        return np.moveaxis(found, 0, self.record.axis)
+
+    def part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """What `table[index]` is."""
+        axis = self.record.axis
+        rows = np.moveaxis(self.read(np.arange(self.layout.extent)[index[axis]]), 0, axis)
+        return rows[(*index[:axis], slice(None), *index[axis + 1 :])]
+
+
+def _run(numbers: np.ndarray) -> Any:
+    """The same numbers as a slice, where they are equally far apart: that is read without looking each one up."""
+    if numbers.size == 1:
+        return slice(int(numbers[0]), int(numbers[0]) + 1)
+    step = int(numbers[1]) - int(numbers[0])
+    if step > 0 and np.all(np.diff(numbers) == step):
+        return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
+    return numbers

@@ -1,0 +1,224 @@
+"""`init`: a state that is made where its plan has it, share by share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.backends.across import local, place
+from autopar.backends.devices import Devices
+from autopar.backends.layouts import arranger, even_shares, placed
+from autopar.errors import ArgumentsError, AutoparError, StateError
+from autopar.ir.layout import RowLayout
+from autopar.ir.trace import block_of
+from autopar.run.agreement import check_same_maker
+from autopar.run.bound_step import BoundStep
+from autopar.run.entry import Entry
+from autopar.run.step import ParallelStep
+from autopar.state.init_hosts import HostMaker
+from autopar.tables.sharded import Table
+
+#: From what is made to all arguments of the step.
+Call = Callable[[Any], Sequence[Any]]
+
+
+def init(
+    make_state: Callable[..., Any],
+    *args: Any,
+    step: ParallelStep | BoundStep,
+    batch: Any = None,
+    call: Call | None = None,
+) -> Any:
+    """`jax.jit(make_state)(*args)`, each leaf made on the devices where the step's plan has it.
+
+    A table whose rows are spread over the devices is never whole on any of them, however large it is, and the first
+    call of the step takes it as it is, without a copy. The numbers are those of `jax.jit(make_state)(*args)`, to the
+    bit; of an initializer that sums over a table's rows, up to the order of the sum. Across processes all of them call
+    it, with the same arguments.
+
+    (On CPUs under jax 0.11 and later XLA rounds a share otherwise than a whole array. There the state is made whole, in
+    the memory of each process, and then spread, so that its bits are the same.)
+
+    Args:
+      make_state: Makes the state of the step's first argument (of the one that its `state_argnums` names, if it names
+        one). Other things than arrays it takes from around it, as in `lambda key: make_state(model, key)`.
+      *args: Arrays, random keys, numbers. Each device gets all of them.
+      step: What `parallelize` returned.
+      batch: The step's other argument: arrays, or `jax.ShapeDtypeStruct`s. With arrays, how many rows travel is
+        measured on them, as on the batch of a first call.
+      call: In place of `batch`, for steps with other arguments: all arguments of the step, from what `make_state`
+        returns, as in `call=lambda made: (made["params"], made["opt"], batch, key)`.
+
+    Returns:
+      What `make_state` returns, with a `Table` for each leaf that is stored in a layout, and a `HostTable` for each
+      one in the memory of the hosts.
+
+    Raises:
+      ArgumentsError: a step that `parallelize` didn't make; not one of `batch` and `call`; a `make_state` that
+        `jax.jit` doesn't take, or a step that can't be traced with what it returns.
+      StateError: nothing that `make_state` returns is state of the step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopar
+      >>> @autopar.parallelize
+      ... def step(table, ids):
+      ...     return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+      >>> def make_table(key):
+      ...     return jax.random.normal(key, (100_000, 8))
+      >>> ids = jnp.array([3, 5])
+      >>> table = autopar.init(make_table, jax.random.key(0), step=step, batch=ids)
+      >>> table, _ = step(table, ids)
+    """
+    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
+        raise ArgumentsError(f"init takes a step that parallelize returned, not a {type(step).__name__}")
+    if (batch is None) == (call is None):
+        raise ArgumentsError(
+            f"init needs to know what {step.name} is called with: batch=..., or, for a step with other arguments than "
+            "a state and a batch, call=lambda made: (made, ...)"
+        )
+    step, batch, call = unbound(step, batch, call)
+    if not callable(make_state):
+        raise ArgumentsError(f"init takes a function that makes the state first, not a {type(make_state).__name__}")
+    name = getattr(make_state, "__name__", "make_state")
+    try:
+        traced = jax_compat.trace(make_state, args, {})
+    except TypeError as error:
+        raise ArgumentsError(
+            f"{name} isn't a function from arrays to arrays: {error}. What is no array it takes from around it: "
+            "init(lambda key: make_state(model, key), key, ...)"
+        ) from error
+    maker = Maker.of(step, name, traced, batch, call)
+    if step.devices is not None and step.devices.processes.several:
+        check_same_maker(step.devices.processes, name, block_of(traced.jaxpr), jax.tree.leaves(args))
+    leaves = maker.run(*(maker.everywhere(x) for x in jax.tree.leaves(args)))
+    return jax.tree.unflatten(traced.out_tree, maker.as_tables(leaves))
+
+
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """Makes the leaves of a state.
+
+    Attributes:
+      make: From flat arrays, as JAX traced it.
+      shardings: Where each leaf is made; None on one device.
+      layouts: (layout, row axis) of each leaf that has one.
+      whole: Whether all is made on one device first, and spread from there, for the sake of the bits.
+    """
+
+    make: Callable[..., Sequence[Any]]
+    devices: Devices | None
+    shardings: Sequence[Any] | None
+    layouts: Sequence[tuple[RowLayout, int] | None]
+    whole: bool = False
+
+    @staticmethod
+    def of(
+        step: ParallelStep, name: str, traced: Any, batch: Any, call: Callable[[Any], Sequence[Any]] | None
+    ) -> Maker | HostMaker:
+        """The maker of what a traced `make_state` returns."""
+        # A leaf is found again, among the step's arguments, by being the same object.
+        made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
+        given = call_of(step, name, made, batch, call)
+        entry = plan_of(step, name, given)
+        order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
+        found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
+        roles = [given.role for given in entry.compiled.analysed.inputs]
+        if not any(k is not None and roles[k] == "state" for k in found):
+            raise StateError(
+                f"nothing that {name} returns is state of {step.name}: nothing of it comes back with something added "
+                "to it. Name the state with parallelize(step, state_argnums=...)"
+            )
+        make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.plan, step.devices
+        if plan.on_hosts:
+            return HostMaker.of_plan(make, entry, found)
+        if devices is None:
+            return Maker(make, None, None, [None] * len(found))
+        shardings = [devices.sharding(None if k is None else plan.placements[k]) for k in found]
+        layouts = [None if k is None else plan.layouts.get(k) for k in found]
+        return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """The jitted function of flat arrays. Tables in a layout it makes in even shares: XLA may round otherwise
+        where it fuses the initializer with what deals rows out, so that is left to a program of its own."""
+        devices = self.devices
+        if devices is None or self.whole:
+            return jax.jit(self.make)
+
+        def make(*flat: Any) -> list[Any]:
+            pairs = zip(self.make(*flat), self.layouts, strict=True)
+            return [x if layout is None else even_shares(x, *layout, devices) for x, layout in pairs]
+
+        return jax.jit(make, out_shardings=self.shardings)
+
+    def everywhere(self, leaf: Any) -> Any:
+        """An argument on all devices; on one of this process where all is made there."""
+        if self.devices is None or not isinstance(leaf, jax.Array):
+            return leaf
+        if self.whole:
+            return jax.device_put(local(leaf), jax.local_devices()[0])
+        return place(leaf, self.devices.sharding(None))
+
+    def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
+        """What `run` returned, with Tables in place of even shares."""
+        devices, found = self.devices, list(leaves)
+        if self.whole and devices is not None:
+            return self._spread(devices, found)
+        for k, layout in enumerate(self.layouts):
+            if devices is not None and layout is not None:
+                found[k] = Table(arranger(*layout, devices)(found[k]), *layout)
+        return found
+
+    def _spread(self, devices: Devices, leaves: list[Any]) -> list[Any]:
+        """Leaves that are whole, each where its plan has it; they are given up one by one."""
+        assert self.shardings is not None, "several devices have shardings"
+        for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
+            leaf, leaves[k] = leaves[k], None
+            table = None if layout is None else Table(placed(leaf, *layout, devices), *layout)
+            leaves[k] = place(leaf, sharding, own=True) if table is None else table
+        return leaves
+
+
+def unbound(step: ParallelStep | BoundStep, batch: Any, call: Call | None) -> tuple[ParallelStep, Any, Call | None]:
+    """A step, and how it is called; of a method the step itself, which is called with the object as well."""
+    if isinstance(step, BoundStep):
+        return step.step, None, step.calling(batch, call)
+    return step, batch, call
+
+
+def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
+    """All arguments of the step, of shapes."""
+    if call is None:
+        position = step.state_argnums[0] if step.state_argnums else 0
+        if position > 1:
+            raise ArgumentsError(
+                f"{step.name} has its state in argument {position}: say how it is called with what {name} returns, "
+                "init(..., call=lambda made: (..., made))"
+            )
+        return (batch, made) if position else (made, batch)
+    if not callable(call):
+        raise ArgumentsError(
+            f"call={call!r}: give a function, call=lambda made: (made, ...), of all the step's arguments"
+        )
+    given = call(made)
+    if not isinstance(given, (tuple, list)):
+        raise ArgumentsError(f"call gives a tuple of the step's arguments, not a {type(given).__name__}")
+    return tuple(given)
+
+
+def plan_of(step: ParallelStep, name: str, given: tuple[Any, ...]) -> Entry:
+    try:
+        return step.entry(*given)
+    except AutoparError:
+        raise
+    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ArgumentsError(
+            f"{step.name} can't be traced with what {name} returns and these other arguments: "
+            f"{type(error).__name__}: {error}"
+        ) from error

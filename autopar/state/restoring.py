@@ -1,0 +1,272 @@
+"""Where the leaves of a checkpoint go: as a template's are, as a step's plan has them, or as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends import across
+from autopar.backends.host.storage import HostRows
+from autopar.errors import CheckpointError, StateError
+from autopar.ir.layout import RowLayout
+from autopar.ir.paths import path_name
+from autopar.mpi.world import World
+from autopar.run.step import ParallelStep
+from autopar.state.files.dense import read_dense
+from autopar.state.files.manifest import LeafRecord, Manifest
+from autopar.state.files.rows import RowFiles, block_rows
+from autopar.state.init import call_of, plan_of
+from autopar.state.saving import NUMBERS
+from autopar.tables.deferred import DeferredTable
+from autopar.tables.host import HostTable
+from autopar.tables.sharded import Table
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a leaf goes.
+
+    Attributes:
+      kind: "hosts": a HostTable; "devices": a Table; "array": a jax.Array; "numpy"; or a Python number's type.
+      layout, axis: Of tables: which row goes where.
+      sharding: Of jax.Arrays and Tables; None: where JAX puts arrays by itself.
+    """
+
+    kind: str
+    layout: RowLayout | None = None
+    axis: int = 0
+    sharding: Any = None
+
+
+def as_saved(record: LeafRecord) -> Place:
+    """As an ordinary array, of the kind that it was."""
+    return Place("array" if record.type == "jax" else record.type)
+
+
+def place_of(leaf: Any) -> Place:
+    """As a template's leaf is."""
+    leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
+    if isinstance(leaf, HostTable):
+        return Place("hosts", leaf.layout, leaf.axis)
+    if isinstance(leaf, Table):
+        return Place("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
+    if isinstance(leaf, jax.Array):
+        return Place("array", sharding=leaf.sharding if leaf.committed else None)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return Place("array", sharding=leaf.sharding)
+    return Place(type(leaf).__name__ if type(leaf) in NUMBERS.values() else "numpy")
+
+
+def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Mapping[int, Place]:
+    """As a step's plan has them: leaf -> place, for those that it stores otherwise than JAX would.
+
+    Args:
+      step: What `parallelize` returned.
+      state: Shapes of the state.
+      batch, call: As of `init`.
+    """
+    given = call_of(step, "the checkpoint", state, batch, call)
+    entry = plan_of(step, "the checkpoint", given)
+    plan, program = entry.compiled.plan, entry.compiled.analysed
+    order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
+    inputs = [order.get(id(leaf)) for leaf in jax.tree.leaves(state)]
+    if not any(k is not None and program.inputs[k].role == "state" for k in inputs):
+        raise StateError(f"nothing in the checkpoint is state of {step.name}: it is of another step")
+    hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
+    found = {
+        leaf: Place("hosts", hosted[space.family], axis)
+        for space in program.rows.spaces
+        if space.family in hosted
+        for leaf, axis in zip(space.leaves, space.axes, strict=True)
+    }
+    if not plan.on_hosts and step.devices is not None:
+        for k, along in enumerate(plan.placements):
+            layout, axis = plan.layouts.get(k, (None, 0))
+            sharding = step.devices.sharding(along)
+            found[k] = Place("array" if layout is None else "devices", layout, axis, sharding)
+    return {number: found[k] for number, k in enumerate(inputs) if k is not None and k in found}
+
+
+def matched(manifest: Manifest, like: Any) -> list[int]:
+    """For each leaf of a template the number of the saved leaf that has its path.
+
+    Raises:
+      CheckpointError: the structures differ, or a shape or dtype does.
+    """
+    given = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
+    saved = {record.path: number for number, record in enumerate(manifest.leaves)}
+    paths = [path for path, _ in given]
+    in_order = paths == [record.path for record in manifest.leaves]
+    missing = [path for path in paths if path not in saved]
+    extra = [path for path in saved if path not in set(paths)]
+    if not in_order and (missing or extra or len(saved) != len(manifest.leaves) or len(paths) != len(saved)):
+        found = [f"the template has {missing[0] or 'a leaf alone'}, which wasn't saved"] if missing else []
+        found += [f"{extra[0] or 'a leaf alone'} was saved, which the template hasn't"] if extra else []
+        raise CheckpointError(
+            f"the state has another structure than the checkpoint: {'; '.join(found) or 'leaves have equal paths'} "
+            f"({len(paths)} leaves in the template, {len(manifest.leaves)} saved)"
+        )
+    numbers = list(range(len(paths))) if in_order else [saved[path] for path in paths]
+    for number, (path, leaf) in zip(numbers, given, strict=True):
+        _check_type(manifest.leaves[number], path, leaf)
+    return numbers
+
+
+def _check_type(record: LeafRecord, path: str, leaf: Any) -> None:
+    if type(leaf) in NUMBERS.values():
+        if record.type != type(leaf).__name__:
+            raise CheckpointError(
+                f"{path} is a Python {type(leaf).__name__} in the template; saved was {_told(record)}"
+            )
+        return
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise CheckpointError(f"{path} of the template is a {type(leaf).__name__}: neither an array nor a shape")
+    if record.kind == "value":
+        raise CheckpointError(f"{path} was saved as a Python {record.type}, and is an array in the template")
+    key = str(leaf.dtype) if jax_compat.is_key(leaf.dtype) else None
+    if (key is None) != (record.key is None) or (key and key != str(_key_dtype(record))):
+        raise CheckpointError(f"{path} was saved as {_told(record)}, and is {leaf.dtype} in the template")
+    if tuple(leaf.shape) != record.shape:
+        raise CheckpointError(
+            f"{path} was saved with shape {list(record.shape)}, and has {list(leaf.shape)} in the template"
+        )
+    if key is None and np.dtype(leaf.dtype) != record.numpy_dtype:
+        raise CheckpointError(
+            f"{path} was saved as {record.dtype}, and is {leaf.dtype} in the template. Restore it as it was, and "
+            "convert it then"
+        )
+
+
+def _key_dtype(record: LeafRecord) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=record.key)).dtype
+
+
+def _told(record: LeafRecord) -> str:
+    if record.kind == "value":
+        return f"a Python {record.type}"
+    return f"keys of {record.key}" if record.key else f"{record.dtype}{list(record.shape)}"
+
+
+def shapes_of(manifest: Manifest) -> list[Any]:
+    """The saved leaves as shapes."""
+    return [
+        NUMBERS[r.type](0)
+        if r.kind == "value"
+        else jax.ShapeDtypeStruct(r.shape, _key_dtype(r) if r.key else r.numpy_dtype, weak_type=r.weak)
+        for r in manifest.leaves
+    ]
+
+
+def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[Place], ranks: World) -> list[Any]:
+    """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
+    nothing.
+
+    Raises:
+      CheckpointError: files can't be read.
+      HostMemoryError: a table doesn't fit into this host's memory.
+    """
+    dense = {}
+    for record, place in zip(records, places, strict=True):
+        if record.kind == "dense":
+            shape = record.shape if record.key is None else _key_data(record).shape
+            own = jax.process_count() == 1 and place.kind == "array" and record.key is None
+            spread = place.sharding is not None and len(place.sharding.device_set) > 1
+            dense[record.name] = (shape, record.numpy_dtype, place.sharding if own and spread else None)
+    arrays = read_dense(version, dense)
+    return [
+        _read(version, record, place, arrays.get(record.name), ranks.rank)
+        for record, place in zip(records, places, strict=True)
+    ]
+
+
+def _key_data(record: LeafRecord) -> Any:
+    return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
+
+
+def _read(version: Path, record: LeafRecord, place: Place, array: Any, rank: int) -> Any:
+    if record.kind == "value":
+        return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
+    if record.kind == "rows":
+        return _placed(_Rows(RowFiles(version, record)), record, place, rank)
+    if record.kind == "empty":
+        array = np.empty(record.shape if record.key is None else _key_data(record).shape, record.numpy_dtype)
+    if isinstance(array, jax.Array):
+        return jax_compat.weak(array) if record.weak else array
+    return _placed(_Whole(np.asarray(array)), record, place, rank)
+
+
+class _Whole:
+    """What a leaf is made of: an array that this process has all of."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def whole(self) -> np.ndarray:
+        return self._array
+
+    def part(self, index: Any) -> np.ndarray:
+        return self._array[index]
+
+    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
+        return np.moveaxis(np.take(self._array, numbers, axis), axis, 0)
+
+
+class _Rows(_Whole):
+    """What a leaf is made of: files of rows."""
+
+    def __init__(self, files: RowFiles) -> None:
+        self._files = files
+
+    def whole(self) -> np.ndarray:
+        return self._files.whole()
+
+    def part(self, index: Any) -> np.ndarray:
+        return self._files.part(index)
+
+    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
+        if axis == self._files.record.axis:
+            return self._files.read(numbers)
+        return np.moveaxis(np.take(self.whole(), numbers, axis), axis, 0)
+
+
+def _placed(source: _Whole, record: LeafRecord, place: Place, rank: int) -> Any:
+    layout, axis, dtype = place.layout, place.axis, record.numpy_dtype
+    if layout is not None:
+        others = (*record.shape[:axis], *record.shape[axis + 1 :])
+        if place.kind == "hosts":
+            storage = HostRows.empty(record.shape, dtype, axis, layout, rank, record.path)
+            storage.fill(lambda numbers: source.rows(numbers, axis), block_rows((0, *others), dtype))
+            return HostTable(storage)
+
+        def share(index: Any) -> np.ndarray:
+            places = np.arange(layout.stored)[index[axis]]
+            rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
+            return np.moveaxis(rows, 0, axis)
+
+        shape = (*record.shape[:axis], layout.stored, *record.shape[axis + 1 :])
+        return Table(jax.make_array_from_callback(shape, place.sharding, share), layout, axis)
+    if place.kind == "numpy":
+        return np.array(source.whole())
+    return _as_jax(source, record, place)
+
+
+def _as_jax(source: _Whole, record: LeafRecord, place: Place) -> jax.Array:
+    if jax.dtypes.canonicalize_dtype(record.numpy_dtype) != record.numpy_dtype:
+        raise CheckpointError(
+            f"{record.path} was saved as {record.dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"
+        )
+    if record.key is not None:
+        keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=record.key)
+        return keys if place.sharding is None else across.place(keys, place.sharding)
+    if place.sharding is None:
+        found = jnp.asarray(source.whole())
+    else:
+        found = jax.make_array_from_callback(record.shape, place.sharding, source.part)
+    return jax_compat.weak(found) if record.weak else found

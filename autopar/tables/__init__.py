@@ -1,0 +1,1 @@
+"""Leaves of a state that are no arrays."""

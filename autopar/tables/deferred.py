@@ -1,0 +1,192 @@
+"""`DeferredTable`: a leaf of the state whose untouched rows wait for steps to be replayed (`ir.deferred`).
+
+The leaves of a family (a table, its optimizer slots) share a `Journal`: what steps wrote down, and the leaves as they
+are stored, some rows lagging behind. Reading any of them brings all rows up to date first, once: a stale row can't be
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.analysis.rules import resized
+from autopar.backends.deferred import Entries
+from autopar.backends.devices import Devices
+from autopar.backends.emit import deferred_of
+from autopar.errors import DonatedStateError, note_lost_rows
+from autopar.interrupts import uninterrupted
+from autopar.ir.layout import RowLayout
+from autopar.ir.printer import format_block
+from autopar.ir.program import Equation
+from autopar.tables.leaf import TableLeaf
+from autopar.tables.sharded import Table
+
+
+class Journaling:
+    """What a planned step knows of a family's journals: how to begin one, and how to flush it early."""
+
+    def __init__(self, flush: Equation, layout: RowLayout | None, devices: Devices) -> None:
+        """
+        Args:
+          flush: The equation of the planned step that flushes the family's journal.
+          layout: How rows are spread over the devices; None where each has all.
+          devices: Where they are.
+        """
+        deferred = deferred_of(flush)
+        replay = self.replay = deferred.replay
+        self.layout = layout
+        self._signature = [str((replay, layout, devices)), *format_block(deferred.body)]
+        n, m = replay.changed, len(replay.leaves)
+        given, returned = deferred.spread(layout is not None)
+        axes = given[m:]
+        self.shardings = tuple(map(devices.sharding, axes))
+
+        def run(*operands: Any) -> tuple[Any, ...]:
+            return deferred.flush(operands[:m], operands[m], Entries.of(replay, operands[m + 1 :]), due=True, full=True)
+
+        def begin(*leaves: Any) -> tuple[Any, ...]:
+            stamps = devices.local(lambda *some: deferred.stamps(some), given[:n], axes[0], *leaves)
+            records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
+            volumes = (jnp.zeros(t.shape, t.dtype) for t in replay.volumes)
+            return stamps, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), *records, *volumes
+
+        places = tuple(map(devices.sharding, returned))
+        self.flush = jax.jit(
+            lambda *operands: devices.local(run, given, returned, *operands),
+            out_shardings=places,
+            donate_argnums=(*range(n), m, m + 1, m + 2),
+        )
+        self._begin = jax.jit(begin, out_shardings=self.shardings)
+
+    def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """An empty journal for leaves that are up to date: stamps and entries."""
+        return list(self._begin(*leaves[: self.replay.changed]))
+
+    def continues(self, other: Journaling) -> bool:
+        """Whether a journal of another plan is one of this one's, too."""
+        return self is other or self._signature == other._signature
+
+
+@dataclass(eq=False)
+class Journal:
+    """A family's leaves, some rows lagging behind, and what they missed.
+
+    Attributes:
+      leaves: Changed ones, then those that are only read.
+      entries: Stamps, now, volume, records, volumes.
+    """
+
+    journaling: Journaling
+    leaves: list[jax.Array]
+    entries: list[jax.Array]
+    is_settled: bool = False
+
+    @uninterrupted
+    def settled(self, k: int) -> jax.Array:
+        """A leaf with all rows up to date. The journal is empty then, and goes on with the next step."""
+        if self.is_deleted():
+            raise DonatedStateError(
+                "the rows were given to a later step, which updated them in place: read the state that it returned, or "
+                "keep old states with parallelize(step, donate=False)"
+            )
+        if not self.is_settled:
+            changed = self.journaling.replay.changed
+            try:
+                results = self.journaling.flush(*self.leaves, *self.entries)
+            except BaseException as error:
+                if self.is_deleted():
+                    note_lost_rows(error)
+                raise
+            self.leaves[:changed] = results[:changed]
+            self.entries[:3] = results[changed : changed + 3]  # there are no volumes then
+            self.is_settled = True
+        return self.leaves[k]
+
+    def is_deleted(self) -> bool:
+        """Whether a step got them, and updated them in place."""
+        return self.leaves[0].is_deleted()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DeferredTable(TableLeaf):
+    """Rows that move in every step, of which those that no batch touched are moved when they are read.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
+    Reading it (`np.asarray`, `jnp.asarray`, indexing) gives the true rows. Other JAX functions refuse it:
+    `autopar.materialize(state)` makes ordinary arrays.
+
+    Attributes:
+      journal: Shared by the table and its slots.
+      place: Which of the journal's leaves it is.
+      layout: How rows are stored, None where as they are.
+      axis: The row axis.
+    """
+
+    journal: Journal
+    place: int
+    layout: RowLayout | None
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The table's own shape, [..., V, ...]."""
+        stored = self.journal.leaves[self.place].shape
+        return stored if self.layout is None else resized(stored, self.axis, self.layout.extent)
+
+    @property
+    def dtype(self) -> Any:
+        """The rows' dtype."""
+        return self.journal.leaves[self.place].dtype
+
+    def is_deleted(self) -> bool:
+        """Whether the rows were given to a step, which updated them in place."""
+        return self.journal.is_deleted()
+
+    def block_until_ready(self) -> DeferredTable:
+        """Wait for the step that returned it; rows that lag behind stay so."""
+        jax.block_until_ready((self.journal.leaves, self.journal.entries))
+        return self
+
+    def current(self) -> jax.Array | Table:
+        """The table with all rows up to date: the journal's own array, or a `Table` of it. The next step takes it."""
+        stored = self.journal.settled(self.place)
+        return stored if self.layout is None else Table(stored, self.layout, self.axis)
+
+    def materialize(self, *, copy: bool = True) -> jax.Array:
+        """The table as an ordinary array; without `copy` the one that the next step updates, where it is ordinary."""
+        found = self.current()
+        if isinstance(found, Table):
+            return found.materialize()
+        return jnp.copy(found) if copy else found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        found = np.asarray(self.current())
+        return np.array(found, dtype or found.dtype)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        leaf = self.current()
+        found = leaf[index]
+        return jnp.copy(found) if found is leaf else found  # later steps update the leaf in place
+
+    def __repr__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return (
+            f"autopar.DeferredTable({self.dtype}[{shape}], rows brought up to date when they are read; "
+            "for other JAX functions: autopar.materialize(state))"
+        )
+
+
+def common_journal(leaves: Sequence[Any], journaling: Journaling) -> Journal | None:
+    """The journal that a step can go on with: its leaves are these, and it is kept in the same way."""
+    first = leaves[0]
+    if not isinstance(first, DeferredTable) or first.is_deleted() or not journaling.continues(first.journal.journaling):
+        return None
+    journal = first.journal
+    mine = (isinstance(x, DeferredTable) and x.journal is journal and x.place == k for k, x in enumerate(leaves))
+    return journal if all(mine) else None

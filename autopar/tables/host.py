@@ -1,0 +1,138 @@
+"""`HostTable`: a leaf of the state whose rows are in the memory of the hosts, each rank owning a share of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.host.storage import HostRows
+from autopar.errors import DonatedStateError
+from autopar.interrupts import uninterrupted
+from autopar.ir.layout import RowLayout
+from autopar.mpi.exchange import Exchange
+from autopar.mpi.machines import connect
+from autopar.mpi.world import world
+from autopar.tables.leaf import TableLeaf
+
+#: Rows that are read at a time, so that reading a table needs little memory beside the result.
+_BLOCK_ROWS = 1 << 16
+
+
+@functools.cache
+def exchange() -> Exchange:
+    """This process's exchanges with the other ranks. Collective, the first time."""
+    return connect(world())
+
+
+class HostTable(TableLeaf):
+    """Rows in host memory, dealt out over the ranks.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
+    Reading it (`np.asarray`, `jnp.asarray`, indexing by rows) gives the true rows; with several ranks that is
+    collective: every rank must read, and gets the same. Other JAX functions refuse it: `autopar.materialize(state)`
+    makes ordinary arrays.
+    """
+
+    def __init__(self, storage: HostRows) -> None:
+        self._storage = storage
+        self._generation = storage.generation
+
+    @property
+    def storage(self) -> HostRows:
+        """This rank's share, all rows up to date.
+
+        Raises:
+          DonatedStateError: the table was given to a step, which updated it in place.
+        """
+        found = self.waiting
+        found.settle()
+        return found
+
+    @property
+    def waiting(self) -> HostRows:
+        """This rank's share as it is; some rows may lag behind, where they are deferred. Errors as of `storage`."""
+        if self.is_deleted():
+            raise DonatedStateError(
+                f"{self._storage.path or 'this table'} was given to a step, which updates its state in place: go on "
+                "with the state that the step returned, or keep old states with parallelize(step, donate=False)"
+            )
+        return self._storage
+
+    @property
+    def layout(self) -> RowLayout:
+        """Which row is on which rank."""
+        return self._storage.layout
+
+    @property
+    def axis(self) -> int:
+        """The row axis."""
+        return self._storage.axis
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The table's own shape, [..., V, ...]."""
+        others = self._storage.rows.shape[1:]
+        return (*others[: self.axis], self.layout.extent, *others[self.axis :])
+
+    @property
+    def dtype(self) -> Any:
+        """The rows' dtype."""
+        return self._storage.rows.dtype
+
+    def is_deleted(self) -> bool:
+        """Whether the rows were given to a step, which updated them in place."""
+        return self._generation != self._storage.generation
+
+    def handed_on(self) -> HostTable:
+        """The same rows under a new handle; this one is deleted."""
+        storage = self.waiting
+        storage.generation += 1
+        return HostTable(storage)
+
+    @uninterrupted  # the others wait for this rank
+    def read_rows(self, rows: np.ndarray) -> np.ndarray:
+        """[n, ...]: rows by number, first axis first. Collective."""
+        storage, ranks = self.storage, exchange()
+        places, back = np.unique(self.layout.place(rows.astype(np.int64)), return_inverse=True)
+        asked = ranks.ask(places, self.layout.share)
+        return ranks.fetch(asked, storage.rows[asked.rows])[back]
+
+    def materialize(self) -> jax.Array:
+        """The table as an ordinary array of this process. Collective."""
+        return jnp.asarray(np.asarray(self))
+
+    @uninterrupted
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        found = np.empty((self.layout.extent, *self._storage.rows.shape[1:]), self.dtype)
+        for start in range(0, self.layout.extent, _BLOCK_ROWS):
+            numbers = np.arange(start, min(start + _BLOCK_ROWS, self.layout.extent))
+            found[numbers] = self.read_rows(numbers)
+        return np.moveaxis(found, 0, self.axis).astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """As of an array. Rows picked by numbers are read by themselves. Collective."""
+        numbers = index[0] if isinstance(index, tuple) else index
+        picks = isinstance(numbers, (int, np.integer)) or (
+            isinstance(numbers, (np.ndarray, jax.Array)) and np.issubdtype(numbers.dtype, np.integer)
+        )
+        if self.axis or not picks or isinstance(numbers, bool):
+            return np.asarray(self)[index]
+        wanted = np.asarray(numbers, np.int64)
+        extent = self.layout.extent
+        if wanted.size and (wanted.min() < -extent or wanted.max() >= extent):
+            raise IndexError(f"row {wanted.flat[0]} of a table with {extent} rows")
+        found = self.read_rows(wanted.reshape(-1) % extent).reshape(*wanted.shape, *self.shape[1:])
+        rest = index[1:] if isinstance(index, tuple) else ()
+        return found[(*(slice(None),) * wanted.ndim, *rest)]
+
+    def __repr__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        ranks = f"{self.layout.devices} ranks" if self.layout.devices > 1 else "this process"
+        return (
+            f"autopar.HostTable({self.dtype}[{shape}] in the memory of {ranks}; "
+            "for other JAX functions: autopar.materialize(state))"
+        )

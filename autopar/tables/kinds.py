@@ -1,0 +1,74 @@
+"""Leaves of a state that can't be ordinary arrays, of whatever kind, and what makes ordinary arrays of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.errors import DonatedStateError
+from autopar.ir.layout import RowLayout
+from autopar.tables.deferred import DeferredTable
+from autopar.tables.host import HostTable
+from autopar.tables.leaf import TableLeaf
+from autopar.tables.sharded import Table
+
+
+def is_table(leaf: Any) -> bool:
+    """For `jax.tree` functions."""
+    return isinstance(leaf, TableLeaf)
+
+
+def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
+    """Layout and row axis of a table that has one, None of anything else."""
+    if isinstance(leaf, (Table, HostTable, DeferredTable)) and leaf.layout is not None:
+        return leaf.layout, leaf.axis
+    return None
+
+
+def materialize(tree: Any, *, copy: bool = True) -> Any:
+    """The same tree with ordinary arrays in place of tables: for other JAX functions, for evaluation, for saving.
+
+    What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
+    `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices.
+
+    Args:
+      tree: A state, or a part of one. Collective where tables are spread over several processes.
+      copy: Whether leaves that are ordinary arrays already are copied. False: they are the state's own, and so may be a
+        table's array on one device, which saves memory where the result is read at once: the next step with the state
+        deletes them.
+
+    Raises:
+      DonatedStateError: a leaf was given to a step, which updated it in place.
+    """
+
+    def ordinary(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, DeferredTable):
+            return leaf.materialize(copy=copy)
+        if is_table(leaf):
+            return leaf.materialize()  # anew in any case
+        if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
+            raise DonatedStateError(
+                f"{jax.tree_util.keystr(path) or 'this array'} was given to a step, which updates its state in place: "
+                "go on with the state that the step returned, or keep old states with parallelize(step, donate=False)"
+            )
+        return copied(leaf) if copy else leaf
+
+    return jax.tree_util.tree_map_with_path(ordinary, tree)
+
+
+def copied(leaf: Any) -> Any:
+    """A copy of an array, where that one is; anything else, and a value that is being traced, as it is."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf):
+        return leaf
+    if jax_compat.is_key(leaf.dtype):
+        return jax.random.wrap_key_data(copied(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    found = jnp.copy(leaf)
+    if found.sharding.is_equivalent_to(leaf.sharding, leaf.ndim):
+        return found
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)  # in another kind of memory, say

@@ -1,0 +1,130 @@
+"""`Table`: a leaf of the state whose rows are spread over devices, where an ordinary array can't be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.across import is_global
+from autopar.backends.devices import Devices
+from autopar.backends.layouts import on_host, ordinary
+from autopar.errors import DonatedStateError
+from autopar.ir.layout import RowLayout
+from autopar.tables.leaf import TableLeaf
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Table(TableLeaf):
+    """Rows that are spread over devices, padded or in an order of their own.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
+    Reading it (`np.asarray`, `jnp.asarray`, indexing) gives the true rows. Other JAX functions refuse it:
+    `autopar.materialize(state)` makes ordinary arrays.
+
+    Where its devices are of several processes, all of them have to read it together, and each gets what is read.
+
+    Attributes:
+      stored: The rows as they are stored, [..., N ceil(V/N), ...].
+      layout: Which row is stored where.
+      axis: The row axis.
+    """
+
+    stored: jax.Array
+    layout: RowLayout
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The table's own shape, [..., V, ...]."""
+        return (*self.stored.shape[: self.axis], self.layout.extent, *self.stored.shape[self.axis + 1 :])
+
+    @property
+    def dtype(self) -> Any:
+        """The rows' dtype."""
+        return self.stored.dtype
+
+    def is_deleted(self) -> bool:
+        """Whether the rows were given to a step, which updated them in place."""
+        return self.stored.is_deleted()
+
+    def _live(self) -> jax.Array:
+        """The rows as they are stored, if they are still there.
+
+        Raises:
+          DonatedStateError: they were given to a step.
+        """
+        if self.is_deleted():
+            raise DonatedStateError(
+                f"this table, {self.dtype}{list(self.shape)}, was given to a step, which updates its state in place: "
+                "go on with the state that the step returned, or keep old states with parallelize(step, donate=False)"
+            )
+        return self.stored
+
+    def block_until_ready(self) -> Table:
+        """Wait for the step that returned it."""
+        self.stored.block_until_ready()
+        return self
+
+    def materialize(self) -> jax.Array:
+        """The table as an ordinary array, [..., V, ...], on the same devices.
+
+        It is spread along its rows if their number allows, else along the first axis that does; if none does, every
+        device has all of it.
+        """
+        return ordinary(self._live(), self.layout, self.axis, Devices.of_array(self.stored, self.axis))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return on_host(self._live(), self.layout, self.axis).astype(dtype or self.dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        """As of an array. Rows picked by numbers, or by a short slice, are read by themselves.
+
+        Raises:
+          IndexError: a number (not one of an array) that is no row.
+          DonatedStateError: the table was given to a step.
+        """
+        self._live()
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        simple = all(x is None or x is ... or isinstance(x, (int, slice)) for x in others)
+        places = self._places(rows, simple)
+        if places is None:
+            return self._readable(self.materialize()[index])
+        if isinstance(places, int) and simple:  # XLA gathers rows where they are, but slices a table that it brought
+            return self._readable(self.stored[(np.array([places]), *others)])[0]
+        return self._readable(self.stored[(places, *others)])
+
+    def _readable(self, read: jax.Array) -> jax.Array:
+        """What was read, on every process."""
+        if not is_global(read) or read.is_fully_replicated:
+            return read
+        return jax.device_put(read, Devices.of_array(self.stored, self.axis).sharding(None))
+
+    def _places(self, rows: Any, simple: bool) -> Any:
+        """Where picked rows are stored; None if they are to be picked from the whole table."""
+        extent = self.layout.extent
+        if self.axis or isinstance(rows, (bool, np.bool_)):
+            return None
+        if isinstance(rows, (int, np.integer)):
+            if not -extent <= rows < extent:
+                raise IndexError(f"row {rows} of a table with {extent} rows")
+            return self.layout.place(int(rows) % extent)
+        if isinstance(rows, slice) and simple:
+            rows = np.arange(*rows.indices(extent))
+            if rows.size > self.layout.share:
+                return None
+        if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
+            return None
+        xp = jnp if isinstance(rows, jax.Array) else np
+        rows = rows.astype(np.int32)  # V may be more than a small integer holds
+        return self.layout.place(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
+
+    def __repr__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return (
+            f"autopar.Table({self.dtype}[{shape}] spread over {self.layout.devices} devices; "
+            "for other JAX functions: autopar.materialize(state))"
+        )
