@@ -2,7 +2,6 @@
 
 from autopar.api import parallelize
 from autopar.batches.shard import shard
-from autopar.cost import Cluster
 from autopar.errors import (
     AlphaDriftWarning,
     ArgumentsError,
@@ -24,7 +23,7 @@ from autopar.errors import (
 )
 from autopar.launch.start import start as _start
 from autopar.launch.start import watchdog
-from autopar.measure.detect import calibrate
+from autopar.measure.cluster import Cluster, calibrate
 from autopar.planning.alpha import Alphas, TableAlpha, measure_alpha
 from autopar.planning.check import Check, check
 from autopar.planning.explain import Explanation, explain

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost import Cluster, Link
+from autopar.cost import Link
 from autopar.cost.host_ps import aggregate_s, transfer_s
+from autopar.measure.cluster import Cluster
 
 CLUSTER = Cluster.named("parallax-8x6")
 #: TF-PS, Horovod, and Parallax's hybrid without and with local aggregation (table 4's BASE, +HYB, +LA).

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost import Cluster, Device, Link
+from autopar.cost import Device, Link
 from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, least_devices
+from autopar.measure.cluster import Cluster
 from autopar.planning.elsewhere import elsewhere
 
 

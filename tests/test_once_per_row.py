@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.cost.cluster import NAMED
+from autopar.measure.cluster import NAMED
 from autopar.passes import once_per_row
 
 V, D, H, EXAMPLES, TOKENS = 23, 6, 7, 24, 5

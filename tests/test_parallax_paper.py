@@ -6,8 +6,9 @@ import functools
 
 import pytest
 
-from autopar.cost import Cluster, Device, Link
+from autopar.cost import Device, Link
 from autopar.cost.host_ps import accumulate_s, aggregate_s, transfer_s
+from autopar.measure.cluster import Cluster
 from benchmarks import parallax_paper as paper
 
 #: 3 machines of 2 workers.

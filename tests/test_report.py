@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost import Cluster, sent_bytes, transfer_bytes
+from autopar.cost import sent_bytes, transfer_bytes
+from autopar.measure.cluster import Cluster
 from autopar.planning.step_plan import StepPlan, TableEntry
 from autopar.report.curves import (
     alpha_at,

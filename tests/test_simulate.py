@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.analysis.work import count_work
-from autopar.cost import Cluster, Device, Link
+from autopar.cost import Device, Link
 from autopar.cost.exchange import HOSTED, host_terms
 from autopar.cost.planned_rates import planned_host_rates
 from autopar.cost.rates import FREE, NO_TIME, Curve, HostRates, RowRate
@@ -30,6 +30,7 @@ from autopar.cost.simulate import (
 )
 from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.ir.sizes import Sizes
+from autopar.measure.cluster import Cluster
 from autopar.planning.simulate import workload
 
 #: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 1 GB/s and 0.1 GB/s that take 1 ms a message.

@@ -1,10 +1,10 @@
 """How far a row that is nearly at rest still moves: what a small momentum does, bounded (see `ir.deferred.Fading`).
 
-`analysis.settling` says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk carries
-with each value how far it may be from what it would be then: for each of these leaves a number, *reach*, so that it is at
-most reach times the leaf's element in the same place. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero, say, and within
-1e4 |m| where v is at least 1e-8: reaches are computed for several such *floors*. Whatever isn't known to be bounded so
-isn't bounded.
+`analysis.settling` says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk
+carries with each value how far it may be from what it would be then: for each of these leaves a number, *reach*, so
+that it is at most reach times the leaf's element in the same place. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero,
+say, and within 1e4 |m| where v is at least 1e-8: reaches are computed for several such *floors*. Whatever isn't known
+to be bounded so isn't bounded.
 """
 
 from __future__ import annotations

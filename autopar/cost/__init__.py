@@ -1,6 +1,6 @@
 """What a plan costs: bytes and time. Knows no program."""
 
-from autopar.cost.cluster import Cluster, Device, Link
+from autopar.cost.cluster import ClusterSpec, Device, Link
 from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms
 from autopar.cost.formulas import transfer_bytes
 from autopar.cost.heaps import Growth
@@ -8,7 +8,7 @@ from autopar.cost.rates import Rates
 from autopar.ir.sizes import Sizes
 
 __all__ = [
-    "Cluster",
+    "ClusterSpec",
     "Device",
     "Growth",
     "Link",

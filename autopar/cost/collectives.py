@@ -2,13 +2,13 @@
 
 Each function gives the seconds until all devices have their results. Inside a machine devices exchange with each other,
 between machines each with those of its own number in the others, so that a machine's interfaces are shared by all of
-its devices. N = m machines of d devices. Where a collective was measured (`Cluster.measured`), its own latency and
+its devices. N = m machines of d devices. Where a collective was measured (`ClusterSpec.measured`), its own latency and
 bandwidth are taken.
 """
 
 from __future__ import annotations
 
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import ClusterSpec
 
 
 def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
@@ -26,7 +26,7 @@ def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
     return others * size, others
 
 
-def all_reduce_s(cluster: Cluster, size: float, by: str = "all_reduce") -> float:
+def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce") -> float:
     """A sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines, gathered
     inside. `by`: what was measured of it, "mpi_all_reduce" between ranks."""
     m, d = cluster.machines, cluster.devices
@@ -36,7 +36,7 @@ def all_reduce_s(cluster: Cluster, size: float, by: str = "all_reduce") -> float
     return cluster.link("inside", by)(inside, messages) + between
 
 
-def all_gather_s(cluster: Cluster, size: float) -> float:
+def all_gather_s(cluster: ClusterSpec, size: float) -> float:
     """`size` bytes of each device that every device gets: Parallax's AllGatherv, (N - 1) * size received by each."""
     m, d = cluster.machines, cluster.devices
     part, rounds = traffic("all_gather", m, size)
@@ -45,7 +45,7 @@ def all_gather_s(cluster: Cluster, size: float) -> float:
     return between + cluster.link("inside", "all_gather")(inside, messages)
 
 
-def all_to_all_s(cluster: Cluster, size: float, by: str = "all_to_all") -> float:
+def all_to_all_s(cluster: ClusterSpec, size: float, by: str = "all_to_all") -> float:
     """`size` bytes from each device to each other one. `by`: as for `all_reduce_s`."""
     m, d = cluster.machines, cluster.devices
     part, rounds = traffic("all_to_all", m, d * size)

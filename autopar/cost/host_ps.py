@@ -6,10 +6,10 @@ touches), in a cluster of m machines with d workers each. Every server owns 1 / 
 
 from __future__ import annotations
 
-from autopar.cost.cluster import Cluster, Link
+from autopar.cost.cluster import ClusterSpec, Link
 
 
-def transfer_s(cluster: Cluster, size: float, link: Link) -> float:
+def transfer_s(cluster: ClusterSpec, size: float, link: Link) -> float:
     """Every worker reads the parameter from its servers, or sends them its gradient: at a machine's interface.
 
     Of the other machines' m - 1 servers' shares d copies come in, as many as the own server sends out.
@@ -31,7 +31,7 @@ def accumulate_s(pushes: int, size: float, byte_s: float) -> float:
     return pushes * (pushes + 1) / 2 * size * byte_s
 
 
-def aggregate_s(cluster: Cluster, size: float, byte_s: float, *, local: bool) -> float:
+def aggregate_s(cluster: ClusterSpec, size: float, byte_s: float, *, local: bool) -> float:
     """The sum of all workers' gradients of a sparse parameter.
 
     Args:

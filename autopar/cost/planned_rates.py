@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import ClusterSpec
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.rates import FREE, Curve, HostRates, Rates, RowRate
 
@@ -19,7 +19,7 @@ _EFFICIENCY = 0.5
 _ROW_OVERHEAD = 64
 
 
-def planned_rates(cluster: Cluster) -> Rates:
+def planned_rates(cluster: ClusterSpec) -> Rates:
     """Rates of the devices, by the bytes of the result on one of them, as `Rates` has them."""
     n = cluster.count
     return Rates(
@@ -31,7 +31,7 @@ def planned_rates(cluster: Cluster) -> Rates:
     )
 
 
-def planned_host_rates(cluster: Cluster) -> HostRates:
+def planned_host_rates(cluster: ClusterSpec) -> HostRates:
     """Rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory.
 
     What they send each other inside of a machine goes through it, written and read once.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.cluster import Cluster
+from autopar.cost.cluster import ClusterSpec
 from autopar.cost.exchange import HOSTED, Term, step_terms
 from autopar.cost.memory import STATE_SHARE
 from autopar.cost.planned_rates import planned_host_rates, planned_rates
@@ -96,7 +96,7 @@ class StepTime:
 
 def simulate(
     work: Workload,
-    cluster: Cluster,
+    cluster: ClusterSpec,
     *,
     methods: Mapping[str, str] | str = "auto",
     overlap: float = 0.0,
@@ -143,7 +143,7 @@ def simulate(
     return StepTime(n, parts, chosen, waiting, hidden, state <= budget and host_state <= host_budget)
 
 
-def scaling(work: Workload, cluster: Cluster, counts: Iterable[int], **options: object) -> list[StepTime]:
+def scaling(work: Workload, cluster: ClusterSpec, counts: Iterable[int], **options: object) -> list[StepTime]:
     """The same for several numbers of the cluster's devices: machines are filled one after the other."""
     found = []
     for n in counts:

@@ -48,7 +48,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class HostFile:
     """The machines of a job, in the order of their ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Cluster:
         return sum(host.processes for host in self.hosts)
 
 
-def read_cluster(path: str | Path, *, named: bool = True) -> Cluster:
+def read_cluster(path: str | Path, *, named: bool = True) -> HostFile:
     """The machines in a file: TOML if its name ends so, else Parallax's format.
 
     Args:
@@ -90,7 +90,7 @@ def read_cluster(path: str | Path, *, named: bool = True) -> Cluster:
         seen[host.address] = host
     if named and not hosts:
         raise LaunchError(f"{path}: it has no [[host]] tables, one for each machine")
-    return Cluster(tuple(hosts), hardware)
+    return HostFile(tuple(hosts), hardware)
 
 
 def _read_toml(path: Path, text: str) -> tuple[list[Host], dict[str, Any]]:

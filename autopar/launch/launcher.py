@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.errors import LaunchError
-from autopar.launch.cluster_file import Cluster, Host, read_cluster
+from autopar.launch.cluster_file import Host, HostFile, read_cluster
 from autopar.mpi.limits import cores
 
 Flavor = Literal["hydra", "open-mpi", "other"]
@@ -110,7 +110,7 @@ def _flavor(path: str) -> Flavor:
 
 
 def plan_ranks(
-    count: int | None, devices: int | None, cluster: Cluster | None, watchdog: str | None = None
+    count: int | None, devices: int | None, cluster: HostFile | None, watchdog: str | None = None
 ) -> list[Ranks]:
     """Which ranks there are, and with which variables.
 
@@ -167,7 +167,7 @@ def _fills_cores(count: int | None, devices: int | None) -> bool:
 
 
 def mpirun_command(
-    mpirun: Mpirun, ranks: Sequence[Ranks], cluster: Cluster | None, script: Sequence[str], *, is_bound: bool = False
+    mpirun: Mpirun, ranks: Sequence[Ranks], cluster: HostFile | None, script: Sequence[str], *, is_bound: bool = False
 ) -> list[str]:
     """The command that starts all ranks.
 
@@ -201,7 +201,7 @@ def mpirun_command(
     return command
 
 
-def _global_flags(flavor: Flavor, cluster: Cluster | None, is_bound: bool) -> list[str]:
+def _global_flags(flavor: Flavor, cluster: HostFile | None, is_bound: bool) -> list[str]:
     hosts = ",".join(f"{host.address}:{host.processes}" for host in cluster.hosts) if cluster else ""
     if flavor == "hydra":
         return [*(["-bind-to", "core"] if is_bound else []), *(["-hosts", hosts] if hosts else [])]
@@ -217,7 +217,7 @@ def _global_flags(flavor: Flavor, cluster: Cluster | None, is_bound: bool) -> li
     return flags
 
 
-def _check_hosts(cluster: Cluster) -> None:
+def _check_hosts(cluster: HostFile) -> None:
     for host in cluster.hosts:
         try:
             socket.getaddrinfo(host.address, None)

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from autopar.cost import Cluster, Rates
-from autopar.cost.cluster import require_cluster
+from autopar.cost import Rates
 from autopar.cost.planned_rates import planned_rates
 from autopar.ir.plan import asks_for_hosts, without_hosts
+from autopar.measure.cluster import Cluster, require_cluster
 from autopar.run.step import ParallelStep
 
 

@@ -17,7 +17,6 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from autopar.cost import Cluster
 from autopar.cost.formulas import table_3
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget, state_bytes
 from autopar.cost.model import touched_bytes
@@ -26,6 +25,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.plan import ParameterPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
+from autopar.measure.cluster import Cluster
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.elsewhere import elsewhere

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost import Cluster
-from autopar.cost.cluster import require_cluster
 from autopar.cost.exchange import HOSTED
 from autopar.cost.simulate import SIMULATED, StepTime, TableLoad, Workload, crossovers, scaling
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Method
+from autopar.measure.cluster import Cluster, require_cluster
 from autopar.planning.step_plan import StepPlan, TableEntry, dense_load, require_plan
 
 #: Devices that are simulated by default: 1 to 10,000.

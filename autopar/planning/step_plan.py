@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.work import Work, count_work
-from autopar.cost import Cluster, Growth, Rates, Term, step_terms
+from autopar.cost import Growth, Rates, Term, step_terms
 from autopar.cost.exchange import HOSTED, host_terms
 from autopar.cost.memory import state_budget, state_bytes
 from autopar.cost.planned_rates import planned_host_rates
@@ -31,6 +31,7 @@ from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.sizes import Sizes
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
+from autopar.measure.cluster import Cluster
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.alpha import Alphas
 from autopar.planning.distinct_rows import once_per_row_of

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autopar.cost import Cluster
 from autopar.cost.simulate import StepTime
 from autopar.errors import ArgumentsError
+from autopar.measure.cluster import Cluster
 from autopar.planning.simulate import Simulation, simulate
 from autopar.planning.step_plan import StepPlan, TableEntry
 from autopar.report.curves import Curves, by_alpha, by_table_3

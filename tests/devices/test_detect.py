@@ -11,9 +11,11 @@ import pytest
 
 import autopar
 from autopar.backends.devices import Devices
-from autopar.cost import Cluster, Link
-from autopar.measure import detect
+from autopar.cost import Link
+from autopar.measure import cluster as measured_cluster
+from autopar.measure import links
 from autopar.measure.calibrate import cache_file
+from autopar.measure.cluster import Cluster
 from autopar.measure.loops import collective_points, undisturbed
 from autopar.mpi.limits import total_bytes
 
@@ -26,9 +28,9 @@ INSIDE, BETWEEN = Link(1e-6, 10e9), Link(5e-6, 2e9)
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes."""
-    monkeypatch.setattr(detect, "_CPU_BYTES", (1 << 8, 1 << 12))
-    monkeypatch.setattr(detect, "_CPU_LENGTH", 64)
-    monkeypatch.setattr(detect, "_CPU_WALKED", 1 << 16)
+    monkeypatch.setattr(links, "_CPU_BYTES", (1 << 8, 1 << 12))
+    monkeypatch.setattr(measured_cluster, "_CPU_LENGTH", 64)
+    monkeypatch.setattr(measured_cluster, "_CPU_WALKED", 1 << 16)
 
 
 @pytest.fixture
@@ -45,7 +47,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
         rounds = (2 if collective == "all_reduce" else 1) * (n - 1)
         return [(b, rounds * link.latency_s + sharing * rounds * b / n / link.bytes_s) for b in sizes]
 
-    monkeypatch.setattr(detect, "collective_points", points)
+    monkeypatch.setattr(links, "collective_points", points)
 
 
 @pytest.mark.parametrize("devices", [1, 4, 6])
@@ -70,7 +72,7 @@ def test_what_is_here(devices: int, quick: None) -> None:
     ],
 )
 def test_what_is_assumed(platform: str, kind: str, said: str) -> None:
-    inside, between = detect.assumed_links(platform, kind)
+    inside, between = measured_cluster.assumed_links(platform, kind)
     assert inside.source.startswith(said) and between.source.startswith("assumed: 10 Gb/s Ethernet")
 
 
@@ -93,13 +95,13 @@ def test_a_collective_is_timed_by_its_results_size(collective: str, monkeypatch:
 
 def test_links_of_both_levels_are_found(pretend: None) -> None:
     """What times by hand are made of comes out again, for each collective on each level."""
-    found = detect.measure_links(np.array(jax.devices()[:8]).reshape(4, 2))
+    found = links.measure_links(np.array(jax.devices()[:8]).reshape(4, 2))
     assert set(found) == {"all_reduce", "all_gather", "all_to_all"}
     for levels in found.values():
         for level, expected in (("inside", INSIDE), ("between", BETWEEN)):
             assert levels[level].latency_s == pytest.approx(expected.latency_s)
             assert levels[level].bytes_s == pytest.approx(expected.bytes_s)
-    alone = detect.measure_links(np.array(jax.devices()[:3]).reshape(3, 1))
+    alone = links.measure_links(np.array(jax.devices()[:3]).reshape(3, 1))
     assert all(set(levels) == {"between"} for levels in alone.values())
 
 
@@ -125,17 +127,17 @@ def test_what_was_disturbed() -> None:
 
 
 def test_machines_are_told_apart() -> None:
-    assert detect.arrange(["b", "a", "b", "a"]) == [[0, 2], [1, 3]]
+    assert measured_cluster.arrange(["b", "a", "b", "a"]) == [[0, 2], [1, 3]]
     with pytest.raises(autopar.ArgumentsError, match="are alike; those here have 2, 1 devices"):
-        detect.arrange(["a", "a", "b"])
+        measured_cluster.arrange(["a", "a", "b"])
 
 
 @pytest.mark.measures
 def test_measured_links_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """More bytes take longer; and it doesn't take long to look around."""
-    monkeypatch.setattr(detect, "_CPU_BYTES", (1 << 10, 1 << 16, 1 << 22))
-    links = detect.measure_links(np.array(jax.devices()[:2]).reshape(1, 2))
-    assert all(0 <= link.latency_s < 1 and 1e6 < link.bytes_s < 1e12 for (link,) in map(dict.values, links.values()))
+    monkeypatch.setattr(links, "_CPU_BYTES", (1 << 10, 1 << 16, 1 << 22))
+    found = links.measure_links(np.array(jax.devices()[:2]).reshape(1, 2))
+    assert all(0 <= link.latency_s < 1 and 1e6 < link.bytes_s < 1e12 for (link,) in map(dict.values, found.values()))
     start = time.perf_counter()
     assert 1e8 < Cluster.detect(mesh_of(1)).device.flops_s < 1e14
     assert time.perf_counter() - start < 20, "two seconds, on a machine that does nothing else"

@@ -1,0 +1,337 @@
+"""`Cluster`: machines and devices, what they can do, and what exchanges between them take.
+
+As found here, known by name, or kept in a file in the sections that `launch/hardware.py` describes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from autopar.backends.devices import Devices
+from autopar.cost.cluster import PCIE, ClusterSpec, Device, Link
+from autopar.errors import ArgumentsError, AutoparError
+from autopar.launch.cluster_file import read_cluster
+from autopar.launch.toml_file import format_toml
+from autopar.measure.calibrate import cache_file, write_file
+from autopar.measure.links import measure_links
+from autopar.measure.loops import product_seconds, walk_seconds
+from autopar.measure.memory import memory_of
+from autopar.measure.ranks import measure_ranks
+from autopar.mpi.limits import cores, machine_name, total_bytes
+from autopar.mpi.world import world
+
+_logger = logging.getLogger("autopar")
+
+#: Length of matrices, and bytes that are walked over on each device, or by all CPU devices together: more than caches
+#: hold.
+_CPU_LENGTH, _CPU_WALKED = 384, 1 << 26
+_LENGTH, _WALKED = 4096, 1 << 28
+_RUNS = 3
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster(ClusterSpec):
+    """Machines that are alike, each with some devices: those that are here, known by name, or described in a file.
+
+    Attributes: see `ClusterSpec`.
+    """
+
+    @staticmethod
+    def named(name: str) -> Cluster:
+        """A cluster that is known by name.
+
+        Raises:
+          ArgumentsError: there is none of that name.
+        """
+        if name not in NAMED:
+            raise ArgumentsError(f"no cluster is called {name!r}; there are {', '.join(NAMED)}")
+        return NAMED[name]
+
+    @staticmethod
+    def detect(mesh: Any = None) -> Cluster:
+        """The machines and devices that are here, all processes' together. Takes about two seconds. Collective.
+
+        Memories are asked for, floating-point operations and memory bandwidth are measured, links are those that
+        `autopar.calibrate` has found on these devices, else assumed; each part's `source` says which. Of the hosts of
+        GPUs nothing but the memory's size is measured.
+
+        Args:
+          mesh: A `jax.sharding.Mesh`, of whose devices it is made; all devices if left out.
+
+        Raises:
+          ArgumentsError: the machines have different numbers of devices.
+        """
+        devices, machines = _devices_here(mesh)
+        return _of_first(devices, _with_links(_without_links(devices, machines), _kept(devices, machines)))
+
+    @staticmethod
+    def load(path: str | Path, like: Cluster | None = None) -> Cluster:
+        """The cluster in a file (`cluster.toml`, or Parallax's resource file, which has no figures).
+
+        Args:
+          path: The file. Its machines are its [[host]] tables, or their number is given.
+          like: Has the sections that the file lacks.
+
+        Raises:
+          LaunchError: the file is missing or wrong.
+          ArgumentsError: its machines have different numbers of devices; it lacks sections, and there is no `like`.
+        """
+        read = read_cluster(path, named=False)
+        counts = [h.processes * h.devices for h in read.hosts]
+        if len(set(counts)) > 1:
+            shown = ", ".join(f"{h.name} {count}" for h, count in zip(read.hosts, counts, strict=True))
+            raise ArgumentsError(f"{path}: the machines of a cluster that is planned for are alike; devices: {shown}")
+        found = dict(read.hardware)
+        if counts:
+            found.update(machines=len(counts), devices=counts[0])
+        return Cluster.of_dict({"name": Path(path).name, **found}, like, str(path))
+
+    @staticmethod
+    def of_dict(given: Mapping[str, Any], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
+        """The reverse of `as_dict`.
+
+        Args:
+          given: Nested mappings, as the sections of a `cluster.toml`.
+          like: Has what is missing.
+          where: Whose error it is.
+
+        Raises:
+          ArgumentsError: something is missing, and there is no `like`.
+        """
+        links = given.get("link", {})
+        missing = [] if "device" in given else ["[device]"]
+        missing += [f"[link.{level}]" for level in ("inside", "between") if level not in links]
+        missing += [key for key in ("name", "host_bytes", "machines", "devices") if key not in given]
+        if missing and like is None:
+            raise ArgumentsError(
+                f"{where} lacks {', '.join(missing)}. Write them there, or give a cluster that has them: like=..."
+            )
+        old = {} if like is None else like.as_dict()
+        found = {**old, **given, "link": {**old.get("link", {}), **links}}
+        if {"inside", "between"} & set(links) and "measured" not in given:
+            found["measured"] = {}  # of other links
+        optional: dict[str, Any] = {k: found[k] for k in ("host_bytes_s", "host_source") if k in found}
+        optional |= {"to_host": Link(**found["link"]["host"])} if "host" in found["link"] else {}
+        return Cluster(
+            name=found["name"],
+            machines=found["machines"],
+            devices=found["devices"],
+            device=Device(**found["device"]),
+            inside=Link(**found["link"]["inside"]),
+            between=Link(**found["link"]["between"]),
+            host_bytes=found["host_bytes"],
+            measured={
+                collective: {level: Link(**link) for level, link in levels.items()}
+                for collective, levels in found.get("measured", {}).items()
+            },
+            **optional,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
+
+        Raises:
+          ArgumentsError: its name doesn't end in .toml, by which `load` knows it, or it can't be written.
+        """
+        if Path(path).suffix != ".toml":
+            raise ArgumentsError(f"{path}: the name of a cluster's file ends in .toml")
+        try:
+            Path(path).write_text(format_toml(self.as_dict()), encoding="utf-8")
+        except OSError as error:
+            raise ArgumentsError(f"{path}: the cluster can't be written: {error.strerror}") from error
+
+
+def calibrate(mesh: Mesh | None = None) -> Cluster:
+    """Measure how long exchanges take on the devices here, and between the ranks of an MPI job. Collective.
+
+    Each collective that plans use gets its latency and bandwidth, on each level of links, by least squares over several
+    sizes; how well they explain what was measured is in the links' `source`. They are kept in the user's cache, where
+    `Cluster.detect` finds them. Takes some ten seconds; nothing else should run on the machines meanwhile.
+
+    Args:
+      mesh: The devices; all if left out.
+
+    Returns:
+      The cluster, with `measured`. Of levels that have one participant only nothing can be measured: they have links
+      that are assumed, and say so.
+
+    Raises:
+      ArgumentsError: the machines have different numbers of devices.
+
+    Example:
+      >>> import autopar
+      >>> cluster = autopar.calibrate()
+      >>> cluster.machines, cluster.device.memory_bytes_s > 0
+      (1, True)
+    """
+    devices, machines = _devices_here(mesh)
+    cluster = _without_links(devices, machines)
+    grid = devices.mesh.devices.reshape(cluster.machines, cluster.devices)
+    measured = {**measure_links(grid), **measure_ranks(world())}
+    cluster = _of_first(devices, _with_links(cluster, measured))
+    file = cache_file(devices, "cluster-{}.toml")
+    _logger.info("%s: links are measured, and kept in %s", cluster, file)
+    if devices.processes.rank == 0:
+        write_file(file, format_toml(cluster.as_dict()))
+    return cluster
+
+
+def require_cluster(given: Any) -> Cluster:
+    """What was given as a cluster, if it is one.
+
+    Raises:
+      ArgumentsError: it isn't.
+    """
+    if not isinstance(given, Cluster):
+        raise ArgumentsError(f"cluster is a {type(given).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')")
+    return given
+
+
+def arrange(machines: Sequence[str]) -> list[list[int]]:
+    """Numbers of the devices of each machine, machines in the order of their first ones.
+
+    Args:
+      machines: By device, its machine.
+
+    Raises:
+      ArgumentsError: they have different numbers of devices.
+    """
+    groups: dict[str, list[int]] = {}
+    for k, machine in enumerate(machines):
+        groups.setdefault(machine, []).append(k)
+    counts = [len(group) for group in groups.values()]
+    if len(set(counts)) > 1:
+        raise ArgumentsError(
+            f"a cluster's machines are alike; those here have {', '.join(map(str, counts))} devices. Give a mesh "
+            "with as many devices of each"
+        )
+    return list(groups.values())
+
+
+def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
+    """All devices of a mesh along one axis, machine by machine; and how many machines they are on."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
+    devices = Devices.of(mesh)
+    names = devices.processes.gather(machine_name().encode(), "machines of the devices")
+    by_process = dict(zip(devices.processes.members, names, strict=True))
+    flat = list(devices.mesh.devices.flat)
+    groups = arrange([by_process[d.process_index].decode() for d in flat])
+    line = np.array([flat[k] for group in groups for k in group])
+    return Devices(Mesh(line, ("data",), axis_types=(AxisType.Auto,)), "data"), len(groups)
+
+
+def _without_links(devices: Devices, machines: int) -> Cluster:
+    """The cluster with links that are assumed."""
+    each = devices.count // machines
+    first = devices.mesh.devices.flat[0]
+    is_cpu = first.platform == "cpu"
+    memory, host = memory_of(devices), total_bytes()
+    whence = "a share of the host's" if memory is None else "what JAX may take"
+    length, size = (_CPU_LENGTH, _CPU_WALKED // each) if is_cpu else (_LENGTH, _WALKED)
+    device = Device(
+        name=f"CPU of {cores()} cores" if is_cpu else first.device_kind,
+        memory_bytes=host // each if memory is None else memory,
+        flops_s=2 * length**3 / product_seconds(devices, length, _RUNS),
+        memory_bytes_s=2 * size / walk_seconds(devices, size, _RUNS),
+        source=f"memory: {whence}; flops_s (float32) and memory_bytes_s: measured here, with all devices at work",
+    )
+    inside, between = assumed_links(first.platform, first.device_kind)
+    there = alike(first.platform, first.device_kind)
+    bytes_s, to_host = there.host_bytes_s, _assumed(there.to_host)
+    source = f"host_bytes: asked for; host_bytes_s: assumed, as in {there.name}"
+    if is_cpu:
+        source = "host_bytes: asked for; host_bytes_s: the devices' memory_bytes_s together"
+        bytes_s = each * device.memory_bytes_s
+        to_host = Link(0.0, device.memory_bytes_s / 2, "the device is the host: a copy, at the measured memory_bytes_s")
+    return Cluster("here", machines, each, device, inside, between, host, bytes_s, to_host, source)
+
+
+def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
+    """Inside and between, where nothing was measured: those of known devices, else a copy in memory or PCIe; Ethernet.
+
+    Args:
+      platform, kind: Of the devices, as JAX calls them.
+    """
+    return _assumed(alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
+
+
+def alike(platform: str, kind: str) -> Cluster:
+    """The known cluster of such devices, else one of CPUs, or of GPUs on PCIe."""
+    known = (c for c in NAMED.values() if c.device.name.removesuffix(" SXM") in kind and "PCIe" not in kind)
+    return next(known, NAMED["hosts-10gbe" if platform == "cpu" else "parallax-8x6"])
+
+
+def _assumed(link: Link) -> Link:
+    return replace(link, source=f"assumed: {link.source.removeprefix('assumed: ')}")
+
+
+def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) -> Cluster:
+    """With links that were measured; those of all_reduce for what isn't measured by itself."""
+    return replace(cluster, measured=measured, **measured.get("all_reduce", {}))
+
+
+def _kept(devices: Devices, machines: int) -> Mapping[str, Mapping[str, Link]]:
+    """What `calibrate` has kept of these devices; nothing if it hasn't."""
+    try:
+        kept = Cluster.load(cache_file(devices, "cluster-{}.toml"))
+    except AutoparError:
+        return {}
+    return kept.measured if (kept.machines, kept.count) == (machines, devices.count) else {}
+
+
+def _of_first(devices: Devices, cluster: Cluster) -> Cluster:
+    """What the first process has found: all plan by the same figures."""
+    all_ = devices.processes.gather(json.dumps(cluster.as_dict()).encode(), "what the devices can do")
+    return Cluster.of_dict(json.loads(all_[0]))
+
+
+_TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")
+_H100 = Device("H100 SXM", 80e9, 494.7e12, 3.35e12, "NVIDIA's data sheet: 80 GB, 3.35 TB/s, 494.7 TFLOPS TF32, dense")
+_H200 = Device("H200 SXM", 141e9, 494.7e12, 4.8e12, "NVIDIA's data sheet: 141 GB, 4.8 TB/s, 494.7 TFLOPS TF32, dense")
+_NVLINK = Link(2e-6, 450e9, "NVLink 4: 900 GB/s a GPU, both ways together; latency: assumed")
+_NICS = Link(5e-6, 400e9, "8 x ConnectX-7 of 400 Gb/s a machine; latency: assumed")
+
+_DGX_HOST: Any = {
+    "host_source": "NVIDIA's data sheet: 2 TB, two Xeon 8480C; 8 channels of DDR5-4800 each: 307.2 GB/s",
+    "host_bytes_s": 2 * 307.2e9,
+    "to_host": Link(5e-6, 55e9, "PCIe 5.0 x16: 63 GB/s less protocol; latency: assumed"),
+}
+
+#: Clusters by name.
+NAMED: Mapping[str, Cluster] = {
+    "parallax-8x6": Cluster(
+        "parallax-8x6",
+        8,
+        6,
+        _TITAN_XP,
+        PCIE,
+        Link(5e-6, 12.5e9, "Parallax, section 7.1: ConnectX-4, 100 Gb/s InfiniBand; latency: assumed"),
+        256 * _GIB,
+        host_bytes_s=2 * 76.8e9,
+        host_source="Parallax, section 7.1: 256 GB, two Xeon E5-2695 (v4, assumed: 76.8 GB/s each, Intel's data sheet)",
+    ),
+    "dgx-h100": Cluster("dgx-h100", 1, 8, _H100, _NVLINK, _NICS, 2e12, **_DGX_HOST),
+    "dgx-h200": Cluster("dgx-h200", 1, 8, _H200, _NVLINK, _NICS, 2e12, **_DGX_HOST),
+    "hosts-10gbe": Cluster(
+        "hosts-10gbe",
+        4,
+        1,
+        Device("16 CPU cores", 64 * _GIB, 1e12, 40e9, "assumed: AVX2 cores, two channels of DDR4"),
+        Link(20e-6, 10e9, "assumed: a copy in memory"),
+        Link(50e-6, 1.25e9, "10 Gb/s Ethernet; latency: assumed"),
+        64 * _GIB,
+        host_bytes_s=40e9,
+        host_source="assumed, as the device's",
+        to_host=Link(0.0, 20e9, "the device is the host: a copy in its memory"),
+    ),
+}
