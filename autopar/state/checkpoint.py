@@ -7,6 +7,7 @@ them, each rank its own files, at the same time. Nobody sees the checkpoint befo
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import warnings
@@ -243,10 +244,10 @@ def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], p
         parts, layout = files.get(number, {}), leaf.record.layout
         assert layout is None or sorted(parts) == list(range(layout.devices)), f"shares of {leaf.record.path}: {parts}"
         records.append(dataclasses.replace(leaf.record, files=tuple(parts[share] for share in sorted(parts))))
-    from autopar import __version__
-
     dense = written[0][1]
-    return Manifest(describe(state), tuple(records), _position(position), ranks.size, dense, __version__)
+    return Manifest(
+        describe(state), tuple(records), _position(position), ranks.size, dense, importlib.metadata.version("autopar")
+    )
 
 
 def _finish(folder: Folder, version: Path, manifest: Manifest) -> None:

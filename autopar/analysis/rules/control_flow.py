@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.analysis.rules import RULES, Analysis, Mixes
 from autopar.analysis.rules.elementwise import off_of
+from autopar.analysis.rules.table import RULES, Analysis, Mixes
 from autopar.ir.program import Atom, Equation
 from autopar.ir.rowspace import UNKNOWN, Free, Row, Value
 

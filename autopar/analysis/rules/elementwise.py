@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.rules import ALIGNED, RULES, Analysis, Mixes
+from autopar.analysis.rules.table import ALIGNED, RULES, Analysis, Mixes
 from autopar.ir.program import Equation, Literal
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Same, Value
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar import jax_compat
-from autopar.analysis.rules import RESIZE, RULES, Analysis, Mixes, resized
 from autopar.analysis.rules.elementwise import off_of
 from autopar.analysis.rules.shape import pad_other_axis
+from autopar.analysis.rules.table import RESIZE, RULES, Analysis, Mixes, resized
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Row, Value
 

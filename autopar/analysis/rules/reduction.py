@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.analysis.rules import RULES, Analysis, Mixes
+from autopar.analysis.rules.table import RULES, Analysis, Mixes
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Off, Row, Value
 

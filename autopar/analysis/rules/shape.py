@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.analysis.rules import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
 from autopar.analysis.rules.elementwise import off_of
 from autopar.analysis.rules.reduction import SUM_REMEDY
+from autopar.analysis.rules.table import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
 

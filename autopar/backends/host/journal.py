@@ -154,7 +154,7 @@ class HostJournal:
 def common_journal(leaves: Sequence[HostRows], journaling: HostJournaling) -> HostJournal | None:
     """The journal that a step on these leaves can go on with. Others are settled, and given up."""
     first = leaves[0].journal
-    if first is not None and first.belongs_to(journaling, leaves):
+    if isinstance(first, HostJournal) and first.belongs_to(journaling, leaves):
         return first
     for leaf in leaves:
         leaf.settle()

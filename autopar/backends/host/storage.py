@@ -7,7 +7,7 @@ one current generation: a state that was given to a step is gone, as a donated a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,8 +15,11 @@ from autopar import jax_compat
 from autopar.ir.layout import RowLayout
 from autopar.mpi.buffers import allocate_table
 
-if TYPE_CHECKING:
-    from autopar.backends.host.journal import HostJournal
+
+class Journal(Protocol):
+    """What the rows of a family still miss (`journal.HostJournal`)."""
+
+    def settle(self) -> None: ...
 
 
 class HostRows:
@@ -32,7 +35,7 @@ class HostRows:
       journal: What some rows still miss, if they are deferred.
     """
 
-    journal: HostJournal | None = None
+    journal: Journal | None = None
 
     def __init__(self, rows: np.ndarray, layout: RowLayout, rank: int, axis: int, path: str) -> None:
         self.rows = rows

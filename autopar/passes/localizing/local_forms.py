@@ -5,7 +5,9 @@ See `localize`: of each value a device has all, an equal share, or an addend (`a
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +16,7 @@ from autopar import jax_compat
 from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
 from autopar.analysis.rules import resized
 from autopar.ir.plan import Plan
-from autopar.ir.program import ArrayType, Atom, Equation, Literal, RouteType, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 
 @dataclass(eq=False)
@@ -33,7 +35,7 @@ class Shared:
 
 
 @dataclass(eq=False)
-class Forms:
+class Forms(abc.ABC):
     """Old values of one block, under their new names, and in other forms."""
 
     shared: Shared
@@ -82,6 +84,10 @@ class Forms:
         """Over how many devices a family's rows are spread."""
         planned = self.shared.plan.family(family)
         return 1 if planned is None or planned.layout is None else self.shared.devices
+
+    @abc.abstractmethod
+    def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
+        """A nested block rewritten, and its new inputs, which are in these states."""
 
     def emit(self, equation: Equation) -> None:
         """Append a new equation."""

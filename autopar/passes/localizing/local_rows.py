@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import Atom, Block, Equation, RouteType, Var
-
-if TYPE_CHECKING:
-    from autopar.passes.localize import Walk
+from autopar.passes.localizing.local_forms import Forms
 
 
-def _family(walk: Walk, equation: Equation) -> FamilyPlan:
+def _family(walk: Forms, equation: Equation) -> FamilyPlan:
     atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
     family = next(a.type.family for a in atoms if isinstance(a.type, RouteType))
     found = walk.shared.plan.family(family)
@@ -26,36 +23,36 @@ def _family(walk: Walk, equation: Equation) -> FamilyPlan:
     return found
 
 
-def _rows(walk: Walk, equation: Equation, axis: int) -> State:
+def _rows(walk: Forms, equation: Equation, axis: int) -> State:
     """What a device has of the routed rows."""
     return Spread(axis, owner=True) if _family(walk, equation).layout is not None else None
 
 
-def _asked(walk: Walk, equation: Equation, axis: int) -> State:
+def _asked(walk: Forms, equation: Equation, axis: int) -> State:
     """What a device has of the rows that all devices asked for."""
     return Spread(axis) if walk.shared.examples and _family(walk, equation).asked is not None else None
 
 
-def _fetched(walk: Walk, equation: Equation, fetched: Atom, axis: int) -> Atom:
+def _fetched(walk: Forms, equation: Equation, fetched: Atom, axis: int) -> Atom:
     """The rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the table) are
     spread over the examples instead: they are brought together."""
     has_fetch = _family(walk, equation).layout is not None
     return walk.as_state(fetched, _asked(walk, equation, axis) if has_fetch else None, equation)
 
 
-def _write(walk: Walk, equation: Equation, inputs: list[Atom], state: State) -> None:
+def _write(walk: Forms, equation: Equation, inputs: list[Atom], state: State) -> None:
     outputs = tuple(walk.define(v, state) for v in equation.outputs)
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
-def _examples(walk: Walk, equation: Equation, atom: Atom, axis: int | None) -> Atom:
+def _examples(walk: Forms, equation: Equation, atom: Atom, axis: int | None) -> Atom:
     """An index operand, or updates: spread along an axis as the access was planned, or whole."""
     if axis is None or not walk.shared.examples:
         return walk.whole(atom, equation)
     return walk.as_state(atom, Spread(axis), equation)
 
 
-def _row_ids(walk: Walk, equation: Equation) -> None:
+def _row_ids(walk: Forms, equation: Equation) -> None:
     index = equation.inputs[0]
     planned = equation.params.get("batch")
     if planned is None or not walk.shared.examples:
@@ -64,24 +61,24 @@ def _row_ids(walk: Walk, equation: Equation) -> None:
         _write(walk, equation, [walk.as_state(index, Spread(planned), equation)], Spread(0))
 
 
-def _route(walk: Walk, equation: Equation) -> None:
+def _route(walk: Forms, equation: Equation) -> None:
     _write(walk, equation, [walk.read(a) for a in equation.inputs], None)
 
 
-def _pull(walk: Walk, equation: Equation) -> None:
+def _pull(walk: Forms, equation: Equation) -> None:
     axis = equation.params["axis"]
     state = _rows(walk, equation, axis)
     leaf = walk.as_state(equation.inputs[0], state, equation)
     _write(walk, equation, [leaf, walk.read(equation.inputs[1])], state)
 
 
-def _fetch(walk: Walk, equation: Equation) -> None:
+def _fetch(walk: Forms, equation: Equation) -> None:
     axis = equation.params["axis"]
     rows = walk.as_state(equation.inputs[0], _rows(walk, equation, axis), equation)
     _write(walk, equation, [rows, walk.read(equation.inputs[1])], _asked(walk, equation, axis))
 
 
-def _lookup(walk: Walk, equation: Equation) -> None:
+def _lookup(walk: Forms, equation: Equation) -> None:
     fetched, route, index = equation.inputs
     batch, spread = equation.params["batch"], equation.params["spread"]
     rows = _fetched(walk, equation, fetched, equation.params["axis"])
@@ -90,13 +87,13 @@ def _lookup(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, inputs, local)
 
 
-def _lookup_ids(walk: Walk, equation: Equation) -> None:
+def _lookup_ids(walk: Forms, equation: Equation) -> None:
     fetched, route, ids = equation.inputs
     rows = _fetched(walk, equation, fetched, equation.params["axis"])
     _write(walk, equation, [rows, walk.read(route), walk.whole(ids, equation)], None)
 
 
-def _aggregate(walk: Walk, equation: Equation) -> None:
+def _aggregate(walk: Forms, equation: Equation) -> None:
     base, route, index, updates = equation.inputs
     p, axis = equation.params, equation.params["axis"]
     asked = _asked(walk, equation, axis)
@@ -109,7 +106,7 @@ def _aggregate(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, inputs, asked)
 
 
-def _deliver(walk: Walk, equation: Equation) -> None:
+def _deliver(walk: Forms, equation: Equation) -> None:
     sums, route, *base = equation.inputs
     axis = equation.params["axis"]
     rows = _rows(walk, equation, axis)
@@ -118,7 +115,7 @@ def _deliver(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, inputs, rows)
 
 
-def _push(walk: Walk, equation: Equation) -> None:
+def _push(walk: Forms, equation: Equation) -> None:
     base, route, index, updates = equation.inputs
     p, axis = equation.params, equation.params["axis"]
     rows = _rows(walk, equation, axis)
@@ -137,7 +134,7 @@ def _push(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, inputs, rows)
 
 
-def _push_replicated(walk: Walk, equation: Equation) -> None:
+def _push_replicated(walk: Forms, equation: Equation) -> None:
     """Into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
     base, route, index, updates = equation.inputs
     p = equation.params
@@ -153,14 +150,14 @@ def _push_replicated(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, inputs, PARTIAL)
 
 
-def _push_ids(walk: Walk, equation: Equation) -> None:
+def _push_ids(walk: Forms, equation: Equation) -> None:
     base, route, ids, updates = equation.inputs
     rows = _rows(walk, equation, equation.params["axis"])
     inputs = [walk.as_state(base, rows, equation), walk.read(route), walk.whole(ids), walk.whole(updates, equation)]
     _write(walk, equation, inputs, rows)
 
 
-def _row_iota(walk: Walk, equation: Equation) -> None:
+def _row_iota(walk: Forms, equation: Equation) -> None:
     p = equation.params
     state = _rows(walk, equation, p["axis"])
     out = walk.define(equation.outputs[0], state)
@@ -168,7 +165,7 @@ def _row_iota(walk: Walk, equation: Equation) -> None:
     walk.emit(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
 
 
-def _reduce_rows(walk: Walk, equation: Equation) -> None:
+def _reduce_rows(walk: Forms, equation: Equation) -> None:
     """An owner's rows by themselves, then all owners'."""
     rows, route, *more = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
@@ -195,7 +192,7 @@ def _reduce_rows(walk: Walk, equation: Equation) -> None:
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
 
 
-def _reduce_table(walk: Walk, equation: Equation) -> None:
+def _reduce_table(walk: Forms, equation: Equation) -> None:
     """An owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
     p = equation.params
     by_owner = [axis for axis, _ in p["stored"]]
@@ -213,25 +210,25 @@ def _reduce_table(walk: Walk, equation: Equation) -> None:
     walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation), None
 
 
-def _padding(walk: Walk, equation: Equation) -> None:
+def _padding(walk: Forms, equation: Equation) -> None:
     state = _rows(walk, equation, equation.params["axis"])
     _write(walk, equation, [walk.as_state(equation.inputs[0], state), *map(walk.read, equation.inputs[1:])], state)
 
 
-def _commit(walk: Walk, equation: Equation) -> None:
+def _commit(walk: Forms, equation: Equation) -> None:
     leaf, rows, *rest = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
     inputs = [walk.as_state(leaf, state, equation), walk.as_state(rows, state, equation), *map(walk.read, rest)]
     _write(walk, equation, inputs, state)
 
 
-def _densify(walk: Walk, equation: Equation) -> None:
+def _densify(walk: Forms, equation: Equation) -> None:
     rows, *rest = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
     _write(walk, equation, [walk.as_state(rows, state, equation), *map(walk.read, rest)], state)
 
 
-def _changes(walk: Walk, equation: Equation) -> None:
+def _changes(walk: Forms, equation: Equation) -> None:
     """Each owner finds out by itself whether its other rows change."""
     p = equation.params
     family = walk.shared.plan.family(p["family"])
@@ -247,7 +244,7 @@ def _changes(walk: Walk, equation: Equation) -> None:
     _write(walk, equation, [*inputs, *map(walk.read, equation.inputs[watched:])], None)
 
 
-def _sweep(walk: Walk, equation: Equation) -> None:
+def _sweep(walk: Forms, equation: Equation) -> None:
     axes = equation.params["axes"]
     rows = _family(walk, equation).layout is not None
     states: list[State] = [Spread(axis, owner=True) if rows else None for axis in axes]
@@ -258,7 +255,7 @@ def _sweep(walk: Walk, equation: Equation) -> None:
 
 
 def _off_form(
-    walk: Walk, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
+    walk: Forms, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
 ) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
     """Operands of an off-row form (whether it is needed, rows, values of the step), and what makes its body of the
     states of its results."""
@@ -278,21 +275,21 @@ def _off_form(
     return inputs, block
 
 
-def _fill(walk: Walk, equation: Equation) -> None:
+def _fill(walk: Forms, equation: Equation) -> None:
     leaf, rows, *rest = equation.inputs
     state = _rows(walk, equation, equation.params["axis"])
     inputs = [walk.as_state(leaf, state, equation), walk.as_state(rows, state, equation), *map(walk.read, rest)]
     _write(walk, equation, inputs, state)
 
 
-def _catch_up(walk: Walk, equation: Equation) -> None:
+def _catch_up(walk: Forms, equation: Equation) -> None:
     """Each owner by itself; what was written down every device has."""
     inputs, states = _of_journal(walk, equation)
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
-def _flush(walk: Walk, equation: Equation) -> None:
+def _flush(walk: Forms, equation: Equation) -> None:
     inputs, states = _of_journal(walk, equation)
     changed = equation.params["replay"].changed
     entries = len(equation.outputs) - changed - 1
@@ -301,7 +298,7 @@ def _flush(walk: Walk, equation: Equation) -> None:
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
-def _of_journal(walk: Walk, equation: Equation) -> tuple[list[Atom], list[State]]:
+def _of_journal(walk: Forms, equation: Equation) -> tuple[list[Atom], list[State]]:
     """Operands, and what a device has of the leaves' rows and of their stamps."""
     family = walk.shared.plan.family(equation.params["family"])
     assert family is not None, "a journal belongs to a family of the plan"
@@ -312,20 +309,20 @@ def _of_journal(walk: Walk, equation: Equation) -> tuple[list[Atom], list[State]
     return [*rows, *(walk.whole(a, equation) for a in equation.inputs[len(axes) :])], states
 
 
-def _exceeded(walk: Walk, equation: Equation) -> None:
+def _exceeded(walk: Forms, equation: Equation) -> None:
     part = Var(equation.outputs[0].type)
     walk.emit(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, "or", equation), None
 
 
-def _select(walk: Walk, equation: Equation) -> None:
+def _select(walk: Forms, equation: Equation) -> None:
     which, new, old = equation.inputs
     state = walk.state(old)
     inputs = [walk.whole(which), walk.as_state(new, state, equation), walk.as_state(old, state, equation)]
     _write(walk, equation, inputs, state)
 
 
-def _replicate(walk: Walk, equation: Equation) -> None:
+def _replicate(walk: Forms, equation: Equation) -> None:
     """Shares of a dense parameter, gathered for use."""
     (atom,) = equation.inputs
     state = walk.state(atom)
@@ -336,27 +333,27 @@ def _replicate(walk: Walk, equation: Equation) -> None:
     walk.emit(dataclasses.replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
 
 
-def _spread(walk: Walk, equation: Equation) -> None:
+def _spread(walk: Forms, equation: Equation) -> None:
     (atom,) = equation.inputs
     state = Spread(equation.params["axis"], owner=True)
     walk.env[equation.outputs[0]] = walk.as_state(atom, state, equation), state
 
 
-def _unsupported(walk: Walk, equation: Equation) -> None:
+def _unsupported(walk: Forms, equation: Equation) -> None:
     raise NotLocal("a table in a layout is read or written as a whole", equation.source)
 
 
-def _plus(walk: Walk, equation: Equation) -> None:
+def _plus(walk: Forms, equation: Equation) -> None:
     states = [walk.state(a) for a in equation.inputs]
     wanted = next((s for s in states if isinstance(s, Spread)), next((s for s in states if s is not None), None))
     _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], wanted)
 
 
-def _whole_operands(walk: Walk, equation: Equation) -> None:
+def _whole_operands(walk: Forms, equation: Equation) -> None:
     _write(walk, equation, [walk.whole(a) for a in equation.inputs], None)
 
 
-ROW_OPS: Mapping[str, Callable[[Walk, Equation], None]] = {
+ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.row_ids": _row_ids,
     "ap.row_range": _route,
     "ap.row_iota": _row_iota,
