@@ -89,7 +89,7 @@ def test_pairwise_covers_every_pair() -> None:
 
 
 def test_docstring_examples() -> None:
-    for module, examples in ((autopar.api, 4), (importlib.import_module("autopar.init"), 4)):
+    for module, examples in ((autopar.api, 4), (importlib.import_module("autopar.state.init"), 4)):
         found = doctest.testmod(module)
         assert found.attempted >= examples and found.failed == 0
 
