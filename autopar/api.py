@@ -18,11 +18,13 @@ from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
+from autopar.measure.machine import Machine
 from autopar.measure.memory import memory_of
 from autopar.mpi.world import world
 from autopar.planning.step_plan import StepPlan
 from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
+from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep
 
 
@@ -170,27 +172,26 @@ def parallelize(
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = world().size if hosts else devices.count
-    return ParallelStep(
+    planner = Planner(
         fun=step,
         options=Options(
             strategy=strategy,
             sparse=sparse,
             devices=count,
             hosts=hosts,
-            memory=functools.partial(memory_of, devices),
             batch_axis=batch_axis,
             emit=emit,
-            rates=rates if plan is None else None,
             decisions=decisions,
         ),
-        devices=devices if devices.mesh.size > 1 else None,
-        per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
+        machine=Machine(rates if plan is None else None, functools.partial(memory_of, devices)),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),
         batch_argnums=_positions(step, "batch_argnums", batch_argnums),
         static_argnums=_positions(step, "static_argnums", static_argnums) or (),
-        watch=None if replan == "off" or devices.processes.several else AlphaWatch(replan),
+        devices=devices if devices.mesh.size > 1 else None,
+        per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
     )
+    return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
 
 
 def _decided(

@@ -11,19 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from autopar.analysis.local import NotLocal
-from autopar.analysis.row_ids import RowIds
 from autopar.collection import paused_collection
-from autopar.cost.rates import Rates
+from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis
 from autopar.ir.plan import Emit, Plan, Sparse, Strategy
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
-from autopar.ir.rowspace import Refusal, RowSpace
+from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
@@ -32,7 +29,6 @@ from autopar.passes.choose import choose
 from autopar.passes.choosing.fit_decisions import check_facts, check_followed
 from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
-from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.localize import localize
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
@@ -56,22 +52,24 @@ class Options:
     hosts: bool = False
     #: Devices of each rank then.
     rank_devices: int = 1
-    #: Bytes of memory of each device, None where that doesn't limit anything.
-    memory: Callable[[], int | None] | None = None
     #: Whether tables that don't fit the devices may leave them for the hosts.
     may_leave: bool = True
-    #: Program, family, its ids -> the flat ids of the example batch, None where they aren't known.
-    example: Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None] | None = None
     #: How much more than the example's load a device may send to another one.
     headroom: float = HEADROOM
-    #: What exchanges cost on the devices; asked for where "auto" has to choose between several devices' methods.
-    rates: Callable[[], Rates] | None = None
     #: Steps that deferred rows wait for at most; None: what is cheapest.
     journal_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
     #: Those of an earlier plan, by which the step is to be run.
     decisions: Decisions | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What passes go by: the user's options, and what was measured for them."""
+
+    options: Options = Options()
+    measured: Measurements = UNMEASURED
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,42 +96,42 @@ class Compiled:
     fallback: Program | None = None
 
 
-Pass = Callable[[Program, Plan | None, Options], tuple[Program, Plan | None, str]]
+Pass = Callable[[Program, Plan | None, Request], tuple[Program, Plan | None, str]]
 
 
-def _analyze_rows(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    lazy, refused = options.sparse == "lazy", options.undeferred
-    program, note = analyze_rows(program, lazy=lazy, defer=_may_defer(options), undeferred=refused)
+def _analyze_rows(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
+    lazy, refused = request.options.sparse == "lazy", request.options.undeferred
+    program, note = analyze_rows(program, lazy=lazy, defer=_may_defer(request), undeferred=refused)
     return program, plan, note
 
 
-def _may_defer(options: Options) -> bool:
-    return options.sparse == "exact"
+def _may_defer(request: Request) -> bool:
+    return request.options.sparse == "exact"
 
 
-def _analyze_batch(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts)
+def _analyze_batch(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
+    program, note = analyze_batch(
+        program, devices=request.options.devices, batch_axis=request.options.batch_axis, always=request.options.hosts
+    )
     return program, plan, note
 
 
-def _choose(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
-    if options.decisions is not None:
-        check_facts(program, options.decisions, options.devices)
+def _choose(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
+    if request.options.decisions is not None:
+        check_facts(program, request.options.decisions, request.options.devices)
     made, note = choose(
         program,
-        strategy=options.strategy,
-        sparse=options.sparse,
-        devices=options.devices,
-        example=options.example,
-        headroom=options.headroom,
-        rates=options.rates,
-        emit=options.emit,
-        journal_steps=options.journal_steps,
-        decisions=options.decisions,
-        memory=options.memory() if options.memory is not None and options.devices > 1 and not options.hosts else None,
+        strategy=request.options.strategy,
+        sparse=request.options.sparse,
+        devices=request.options.devices,
+        measured=request.measured,
+        headroom=request.options.headroom,
+        emit=request.options.emit,
+        journal_steps=request.options.journal_steps,
+        decisions=request.options.decisions,
     )
-    if options.decisions is not None:
-        check_followed(program, options.decisions, made)
+    if request.options.decisions is not None:
+        check_followed(program, request.options.decisions, made)
     return program, made, note
 
 
@@ -144,14 +142,14 @@ def _keep(plan: Plan | None, result: tuple[Program, str]) -> tuple[Program, Plan
 def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
     """A pass that does what the plan says."""
 
-    def follow(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+    def follow(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
         assert plan is not None, "the plan is made before it is followed"
         return _keep(plan, run(program, plan))
 
     return follow
 
 
-def _localize(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+def _localize(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     assert plan is not None, "the plan is made before it is followed"
     if plan.on_hosts:
         return _localize_rank(program, plan)
@@ -217,7 +215,7 @@ def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
     return StrategyError(f"strategy: {program.name} can't be {what} with tables on hosts: {error}. {remedy}")
 
 
-def _reduce_tables(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+def _reduce_tables(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     assert plan is not None, "the plan is made before it is followed"
     try:
         return _keep(plan, reduce_tables(program, plan))
@@ -225,16 +223,16 @@ def _reduce_tables(program: Program, plan: Plan | None, options: Options) -> tup
         raise _not_on_hosts(program, error) from error
 
 
-def _once_per_row(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+def _once_per_row(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     assert plan is not None, "the plan is made before it is followed"
-    return _keep(plan, once_per_row(program, plan, options.rank_devices))
+    return _keep(plan, once_per_row(program, plan, request.options.rank_devices))
 
 
-def _shield(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+def _shield(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     """Of what XLA partitions: over all devices, or over those of a rank."""
     assert plan is not None, "the plan is made before it is followed"
     by_rank = plan.on_hosts and plan.road[0] != "xla"
-    devices = (1 if by_rank else plan.devices) * options.rank_devices
+    devices = (1 if by_rank else plan.devices) * request.options.rank_devices
     if devices == 1 or (plan.emit == "pmap" and not plan.on_hosts):
         return program, plan, "XLA partitions nothing"
     program, isolated = shield(program, plan, devices)
@@ -242,7 +240,7 @@ def _shield(program: Program, plan: Plan | None, options: Options) -> tuple[Prog
     return program, dataclasses.replace(plan, isolated=isolated), note
 
 
-def _split(program: Program, plan: Plan | None, options: Options) -> tuple[Program, Plan | None, str]:
+def _split(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     if plan is None or not plan.on_hosts:
         return program, plan, "one program"
     try:
@@ -265,50 +263,64 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("split_stages", _split),
 )
 
-PIPELINE: tuple[tuple[str, Pass], ...] = (
-    ("normalize", lambda program, plan, options: _keep(plan, normalize(program))),
-    ("classify", lambda program, plan, options: _keep(plan, classify(program))),
+#: What finds out about a traced program.
+ANALYSIS: tuple[tuple[str, Pass], ...] = (
+    ("normalize", lambda program, plan, request: _keep(plan, normalize(program))),
+    ("classify", lambda program, plan, request: _keep(plan, classify(program))),
     ("analyze_rows", _analyze_rows),
     ("analyze_batch", _analyze_batch),
-    ("choose", _choose),
-    *_FOLLOWED,
 )
 
-
-@paused_collection()
-def compile_program(program: Program, options: Options) -> Compiled:
-    """Run the pipeline on a traced program."""
-    while True:
-        try:
-            return _compile(program, options)
-        except NotDeferrable as error:
-            known = dict.fromkeys(error.leaves, error.refusal)
-            options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
+PIPELINE: tuple[tuple[str, Pass], ...] = (*ANALYSIS, ("choose", _choose), *_FOLLOWED)
 
 
-def _compile(program: Program, options: Options) -> Compiled:
-    plan: Plan | None = None
-    records = []
-    analysed = program
-    for name, run in PIPELINE:
+@dataclass(frozen=True, slots=True, eq=False)
+class Analysed:
+    """A program with all that analysis has found, and how that came about."""
+
+    program: Program
+    records: tuple[Record, ...]
+
+
+def analyze_program(program: Program, options: Options) -> Analysed:
+    """The first part of the pipeline, on a traced program: what there is to measure follows from it."""
+    with paused_collection():
+        found, _, records = _run(ANALYSIS, program, None, Request(options), traced=True)
+        return Analysed(found, tuple(records))
+
+
+def compile_program(analysed: Analysed, options: Options, measured: Measurements = UNMEASURED) -> Compiled:
+    """The rest of it.
+
+    Raises:
+      NotDeferrable: rows of some leaves can't wait; analyze again without deferring them (`Options.undeferred`).
+    """
+    with paused_collection():
+        request = Request(options, measured)
+        program, plan, records = _run((("choose", _choose), *_FOLLOWED), analysed.program, None, request)
+        assert plan is not None, "the pipeline makes a plan"
+        fallback = follow(analysed.program, plan.without_limits(), options) if plan.fallback else None
+        return Compiled(analysed.program, plan, program, (*analysed.records, *records), fallback)
+
+
+def _run(
+    passes: Sequence[tuple[str, Pass]], program: Program, plan: Plan | None, request: Request, *, traced: bool = False
+) -> tuple[Program, Plan | None, list[Record]]:
+    """Passes one after the other, each checked; `traced`: nothing has checked the program yet."""
+    records: list[Record] = []
+    for name, run in passes:
         start = time.perf_counter()
-        before = program.block
-        program, plan, note = run(program, plan, options)
-        verify_program(program, before if records else None)
+        before = None if traced and not records else program.block
+        program, plan, note = run(program, plan, request)
+        verify_program(program, before)
         records.append(Record(name, program, note, time.perf_counter() - start))
-        if name == "analyze_batch":
-            analysed = program
-    assert plan is not None, "the pipeline makes a plan"
-    fallback = None
-    if plan.fallback:
-        fallback = follow(analysed, plan.without_limits(), options)
-    return Compiled(analysed, plan, program, tuple(records), fallback)
+    return program, plan, records
 
 
 def follow(analysed: Program, plan: Plan, options: Options) -> Program:
     """The program of another plan than the one that was chosen."""
     program = analysed
     for _, run in _FOLLOWED:
-        program, _, _ = run(program, plan, options)
+        program, _, _ = run(program, plan, Request(options))
     verify_program(program)
     return program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import autopar
 from autopar.run.step import ParallelStep
 
+from .settings import set_options
 from .zoo.case import Case, key_path, zipf_ids
 
 #: Of a table by hand.
@@ -24,7 +24,7 @@ JOURNAL = 24
 def deferring(step: Callable[..., Any], journal: int = JOURNAL, **options: Any) -> ParallelStep:
     """The planned step with a short journal."""
     made = autopar.parallelize(step, strategy="ps", **options)
-    made.options = dataclasses.replace(made.options, journal_steps=journal)
+    set_options(made, journal_steps=journal)
     return made
 
 

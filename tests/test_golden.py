@@ -20,7 +20,7 @@ from jax import lax
 
 from autopar import jax_compat
 from autopar.backends.emit import emit
-from autopar.compile import PIPELINE, Options
+from autopar.compile import PIPELINE, Options, Request
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Output, Program, Var
@@ -201,7 +201,7 @@ class Stage:
 def stages(program: Program) -> list[Stage]:
     found, plan = [Stage("written", "by hand", program, None)], None
     for name, run in PIPELINE:
-        program, plan, note = run(program, plan, Options(strategy="ps"))
+        program, plan, note = run(program, plan, Request(Options(strategy="ps")))
         verify_program(program)
         found.append(Stage(name, note, program, plan))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import Exchange, Segment
 from autopar.planning.verify import compare
 
+from .settings import set_machine
 from .zoo import MODELS, OPTIMIZERS
 
 HOSTS = ("ps", "hosts")
@@ -156,13 +156,13 @@ def test_tables_that_do_not_fit_the_devices() -> None:
 
     state = {"large": jnp.ones((1000, 4)), "small": jnp.ones((500, 4))}
     step = autopar.parallelize(sgd)
-    step.options = dataclasses.replace(step.options, memory=lambda: 16_000)
+    set_machine(step, 16_000)
     new, _ = step(state, np.arange(3))
     assert isinstance(new["large"], HostTable) and isinstance(new["small"], jax.Array)
     assert "the state takes too much of the 0.0 GiB of a device" in " ".join(str(autopar.explain(step)).split())
     np.testing.assert_allclose(np.asarray(new["large"])[:4, 0], [0.8, 0.8, 0.8, 1])
     step = autopar.parallelize(sgd)
-    step.options = dataclasses.replace(step.options, memory=lambda: 100_000)
+    set_machine(step, 100_000)
     state = {"large": jnp.ones((1000, 4)), "small": jnp.ones((500, 4))}
     assert isinstance(step(state, np.arange(3))[0]["large"], jax.Array)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,8 @@ from autopar.cost import Device, Link
 from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, least_devices
 from autopar.measure.cluster import Cluster
 from autopar.planning.elsewhere import elsewhere
+
+from .settings import set_machine, set_options
 
 
 @pytest.mark.parametrize(
@@ -157,6 +158,7 @@ def test_six_machines_are_enough() -> None:
 def test_one_device_that_is_too_small() -> None:
     """70000 bytes, of which w takes 16384; of the tables, 1179648, no more than 53616 on each."""
     planned = autopar.parallelize(step)
-    planned.options = dataclasses.replace(planned.options, memory=lambda: 100_000, may_leave=False)
+    set_options(planned, may_leave=False)
+    set_machine(planned, 100_000)
     told = autopar.explain(planned, *arguments()).told
     assert "on each device: " in told[0] and "23 devices are enough" in told[0]

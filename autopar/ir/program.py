@@ -213,6 +213,7 @@ class Program:
       candidates: The same of all state inputs that have as many rows as a table (`classify`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
+      ids: Family -> which rows its accesses mean, for the devices of the plan (`analysis.row_ids.RowIds`; the same).
       local: Of the program of one device what it has of each output (`analysis.local.LocalFacts`); else None.
       once_per_row: What is computed for distinct rows (`analysis.local.OncePerRow`), None if nothing is.
       stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
@@ -226,6 +227,7 @@ class Program:
     candidates: tuple[tuple[int, int], ...] = ()
     rows: Any = None
     batch: Mapping[Var, int] = field(default_factory=dict)
+    ids: Mapping[int, Any] = field(default_factory=dict)
     local: Any = None
     once_per_row: Any = None
     stages: Any = None

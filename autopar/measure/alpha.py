@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.analysis.row_ids import RowIds
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.cost.heaps import Growth, fit_growth
@@ -58,7 +58,7 @@ def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | Non
       leaves: Flat arguments; None (or a ShapeDtypeStruct) for those whose values aren't known.
       devices: N.
     """
-    ids = collect_ids(program.block, space, program.batch, devices)
+    ids: RowIds = program.ids[space.family]
     found = example_ids(program, ids, leaves)
     extent = space.extent
     if found is None:
@@ -110,11 +110,6 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> 
     return None if leaves is None else id_reader(program, ids)(leaves)
 
 
-def measuring(leaves: Sequence[Any] | None) -> Callable[[Program, RowSpace, RowIds], list[np.ndarray] | None]:
-    """What gives the ids of an example to the planner."""
-    return lambda program, space, ids: example_ids(program, ids, leaves)
-
-
 def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[np.ndarray] | None]:
     """`example_ids` of one family for many examples: the program of the ids is compiled once."""
     block, used = id_program(program, ids)
@@ -143,6 +138,6 @@ def id_inputs(program: Program) -> list[bool]:
     """Which of the step's inputs the ids of any table depend on."""
     used = [False] * len(program.inputs)
     for space in program.rows.spaces:
-        found = id_program(program, collect_ids(program.block, space))[1]
+        found = id_program(program, program.ids[space.family])[1]
         used = [a or b for a, b in zip(used, found, strict=True)]
     return used

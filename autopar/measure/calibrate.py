@@ -19,7 +19,6 @@ import numpy as np
 
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
-from autopar.collection import resumed_collection
 from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.plan import METHODS
 from autopar.measure.loops import (
@@ -56,7 +55,6 @@ _VERSION = 9
 _known: dict[Devices, Rates] = {}
 
 
-@resumed_collection()
 def rates_of(devices: Devices, plan: Planner) -> Rates:
     """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
 

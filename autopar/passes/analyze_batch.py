@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
+from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.uniform import uniform_axes
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Program, Var
@@ -21,7 +22,7 @@ from autopar.ir.program import ArrayType, Program, Var
 def analyze_batch(
     program: Program, *, devices: int, batch_axis: BatchAxis = 0, always: bool = False
 ) -> tuple[Program, str]:
-    """Fill `program.batch`.
+    """Fill `program.batch`, and `program.ids`, which say of each device how many it looks up.
 
     Args:
       program: An analysed program.
@@ -36,11 +37,17 @@ def analyze_batch(
     inputs = [(v, given.path) for v, given in pairs if given.role == "batch"]
     found = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
     if devices == 1 and not always:
-        return program, "one device"
+        return _with_ids(program, {}, devices), "one device"
     named = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
     starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % devices == 0}
     axes = _follow(program, starts, devices)
-    return dataclasses.replace(program, batch=axes), _note(program, devices, named, starts, axes)
+    return _with_ids(program, axes, devices), _note(program, devices, named, starts, axes)
+
+
+def _with_ids(program: Program, axes: BatchAxes, devices: int) -> Program:
+    spaces = () if program.rows is None else program.rows.spaces
+    ids = {space.family: collect_ids(program.block, space, axes, devices) for space in spaces}
+    return dataclasses.replace(program, batch=axes, ids=ids)
 
 
 def _note(program: Program, devices: int, named: Mapping[Var, int], starts: Mapping[Var, int], axes: BatchAxes) -> str:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, state_budget, state_bytes
-from autopar.cost.rates import Rates
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.decisions import Decisions
@@ -25,7 +25,7 @@ from autopar.ir.plan import (
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM
-from autopar.passes.choosing.families import Decision, Example, Wishes, decide_family
+from autopar.passes.choosing.families import Decision, FamilyOptions, compares, decide_family
 from autopar.passes.choosing.shares import share_dense
 
 
@@ -35,13 +35,11 @@ def choose(
     strategy: Strategy = "auto",
     sparse: Sparse = "exact",
     devices: int = 1,
-    example: Example | None = None,
+    measured: Measurements = UNMEASURED,
     headroom: float = HEADROOM,
-    rates: Callable[[], Rates] | None = None,
     emit: Emit = "pjit",
     journal_steps: int | None = None,
     decisions: Decisions | None = None,
-    memory: int | None = None,
 ) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
@@ -49,14 +47,12 @@ def choose(
       program: An analysed program.
       strategy, sparse: The user's choice.
       devices: N.
-      example: Gives the flat ids of the example batch.
+      measured: What is known of the devices and of an example batch. Where the state takes too much of the devices'
+        memory, tables that are left to "auto" are sharded.
       headroom: How much more than the example's load a device may send to another one.
-      rates: Gives what exchanges cost on the devices; without it the fewest bytes are chosen.
       emit: Whether XLA partitions one program, or each device's own is written.
       journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
       decisions: Those of an earlier plan, where the step is to be run by one; `strategy` is theirs then.
-      memory: Bytes of each device; None where that limits nothing. Where the state takes too much of it, tables that
-        are left to "auto" are sharded.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
@@ -64,12 +60,12 @@ def choose(
     methods, shared, hosts = _methods(program, strategy)
     has_effects = any(e.effects for e in program.block.equations)
     decided = {} if decisions is None else {k: decisions.of(program.inputs[k].path) for k, _ in program.tables}
-    given = (methods, sparse, devices, example, headroom, rates, hosts, journal_steps)
-    options = Wishes(*given, repeatable=not has_effects, decided=decided)
+    given = (methods, sparse, devices, measured, headroom, hosts, journal_steps)
+    options = FamilyOptions(*given, repeatable=not has_effects, decided=decided)
     made = [decide_family(program, space, options) for space in program.rows.spaces]
     plan = _assemble(program, options, made, shared, emit)
-    if memory is not None and devices > 1:
-        sharded = _too_large(program, plan, made, options, memory)
+    if measured.memory is not None and devices > 1 and not hosts:
+        sharded = _too_large(program, plan, made, options, measured.memory)
         for k, reason in sharded.items():
             made[k] = decide_family(program, program.rows.spaces[k], options, sharded=reason)
         plan = _assemble(program, options, made, shared, emit) if sharded else plan
@@ -78,8 +74,15 @@ def choose(
     return plan, f"{lifted} of {tables} tables run on their touched rows"
 
 
+def compares_methods(program: Program, *, strategy: Strategy, sparse: Sparse, devices: int) -> bool:
+    """Whether `choose` compares what methods cost, and so wants rates of the devices."""
+    methods, _, hosts = _methods(program, strategy)
+    options = FamilyOptions(methods, sparse, devices, UNMEASURED, HEADROOM, hosts)
+    return any(compares(program, space, options) for space in program.rows.spaces)
+
+
 def _assemble(
-    program: Program, options: Wishes, decided: Sequence[Decision], shared: Mapping[int, str], emit: Emit
+    program: Program, options: FamilyOptions, decided: Sequence[Decision], shared: Mapping[int, str], emit: Emit
 ) -> Plan:
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
     families = [chosen for chosen, _ in decided if chosen is not None]
@@ -100,7 +103,7 @@ def _assemble(
 
 
 def _too_large(
-    program: Program, plan: Plan, decided: Sequence[Decision], options: Wishes, memory: int
+    program: Program, plan: Plan, decided: Sequence[Decision], options: FamilyOptions, memory: int
 ) -> Mapping[int, str]:
     """The families of which "auto" put all rows on every device, and that are to be sharded for want of memory.
 

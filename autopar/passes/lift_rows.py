@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.analysis.row_ids import RowIds
 from autopar.analysis.rules import resized
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
@@ -76,7 +76,7 @@ class _Lift:
         facts: RowFacts = program.rows
         spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
         block = program.block
-        ids = {f: collect_ids(block, s, program.batch, plan.devices) for f, s in spaces.items()}
+        ids: dict[int, RowIds] = {f: program.ids[f] for f in spaces}
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},

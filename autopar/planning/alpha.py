@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.analysis.row_ids import RowIds
 from autopar.cost.heaps import Growth
 from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.program import Program
@@ -194,7 +194,7 @@ class _Reader:
                 "multiple of them"
             )
         if entry not in self._readers:
-            self._readers[entry] = list(_readers(program, self._spread))
+            self._readers[entry] = list(_readers(program))
         for space, ids, run in self._readers[entry]:
             flat = run(leaves)
             if flat is None:
@@ -215,11 +215,11 @@ class _Reader:
         )
 
 
-def _readers(program: Program, workers: int) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Any]]]:
+def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Any]]]:
     """Each family that is looked up, its ids, and what reads them of a call's leaves."""
     for space in program.rows.spaces:
         if space.accesses:
-            ids = collect_ids(program.block, space, program.batch, workers)
+            ids = program.ids[space.family]
             yield space, ids, id_reader(program, ids)
 
 

@@ -27,6 +27,7 @@ from autopar.cost.exchange import ID_TERMS
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
 from autopar.measure.collectives import Collective, read_collectives
+from autopar.measure.machine import NOWHERE
 from autopar.planning.explain import format_bytes
 from autopar.planning.step_plan import DenseEntry, StepPlan, TableEntry, plan_of
 from autopar.run.placing import SpreadRunner
@@ -119,7 +120,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
             f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
             "it with the tables on devices; autopar.explain tells what ranks send"
         )
-    untimed = dataclasses.replace(entry, options=dataclasses.replace(entry.options, rates=None))
+    untimed = dataclasses.replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
     return compare(made, read_collectives(runner.lower().compile().as_text()))
 

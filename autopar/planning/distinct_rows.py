@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.analysis.local import OncePerRow
-from autopar.analysis.row_ids import collect_ids
 from autopar.compile import follow
 from autopar.ir.sizes import room_for
 from autopar.measure.alpha import example_ids
@@ -33,7 +32,7 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) ->
         family = plan.family(space.family)
         if family is None or not family.on_hosts or family.asked is None or not space.accesses:
             continue
-        ids = collect_ids(program.block, space, program.batch, plan.devices)
+        ids = program.ids[space.family]
         flat = example_ids(program, ids, leaves)
         if flat is None:
             return None

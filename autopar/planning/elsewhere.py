@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
-from autopar.cost import Rates
 from autopar.cost.planned_rates import planned_rates
-from autopar.ir.plan import asks_for_hosts, without_hosts
+from autopar.ir.plan import Strategy, asks_for_hosts, without_hosts
 from autopar.measure.cluster import Cluster, require_cluster
+from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.step import ParallelStep
 
 
@@ -19,26 +18,32 @@ def elsewhere(step: ParallelStep, cluster: Cluster) -> ParallelStep:
     Tables that the strategy puts on hosts are there, with a rank for each device.
     """
     require_cluster(cluster)
-    rates, memory = functools.partial(planned_rates, cluster), int(cluster.device.memory_bytes)
-    planned = on_devices(step, cluster.count, rates, memory)
+    memory = int(cluster.device.memory_bytes)
+    machine = Machine(functools.partial(planned_rates, cluster), lambda: memory)
     strategy = step.options.strategy
-    planned.options = dataclasses.replace(planned.options, hosts=asks_for_hosts(strategy), strategy=strategy)
-    return planned
+    return on_devices(step, cluster.count, machine, strategy, hosts=asks_for_hosts(strategy))
 
 
 def on_devices(
-    step: ParallelStep, count: int, rates: Callable[[], Rates] | None = None, memory: int | None = None
+    step: ParallelStep,
+    count: int,
+    machine: Machine = NOWHERE,
+    strategy: Strategy | None = None,
+    *,
+    hosts: bool = False,
 ) -> ParallelStep:
-    """The same on so many devices, of no particular kind if nothing is said of their rates and memory (in bytes)."""
-    options = dataclasses.replace(
-        step.options,
-        devices=count,
-        hosts=False,
-        strategy=without_hosts(step.options.strategy),
-        rates=rates,
-        memory=None if memory is None else lambda: memory,
-        may_leave=False,
-    )
-    written = step.per_device and dataclasses.replace(step.per_device, count=count)
-    given = (step.donate, step.state_argnums, step.batch_argnums, step.static_argnums)
-    return ParallelStep(step.fun, options, *given, per_device=written)
+    """The same on so many devices, of no particular kind if nothing is said of them.
+
+    Args:
+      step: The step.
+      count: N.
+      machine: What is known of them.
+      strategy: In place of the step's own, which then leaves the hosts alone.
+      hosts: Whether tables are there.
+    """
+    strategy = without_hosts(step.options.strategy) if strategy is None else strategy
+    options = dataclasses.replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
+    old = step.planner
+    written = old.per_device and dataclasses.replace(old.per_device, count=count)
+    planner = dataclasses.replace(old, options=options, machine=machine, devices=None, per_device=written)
+    return ParallelStep(planner)

@@ -265,7 +265,7 @@ def _predicted(made: StepPlan) -> str:
 def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
     """For which machines it is planned, if not for those here, and whether the state fits their devices."""
     program, plan, options = entry.compiled.analysed, entry.compiled.plan, entry.options
-    memory = options.memory() if options.memory is not None else None
+    memory = entry.machine.memory_bytes
     shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
     if memory is None or (cluster is None and shortage is None):
         return ()

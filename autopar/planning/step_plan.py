@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.work import Work, count_work
 from autopar.cost import Growth, Rates, Term, step_terms
 from autopar.cost.exchange import HOSTED, host_terms
@@ -268,7 +267,7 @@ def plan_of(
     program, made = entry.compiled.analysed, entry.compiled.plan
     told = {p.path: p for p in made.parameters}
     # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
-    measure = entry.options.rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
+    measure = entry.machine.rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
     tables, members = [], set()
@@ -336,7 +335,7 @@ def _touched(
     """By the batch, as far as it is known, and by what was seen of others."""
     if not space.accesses:
         return _Touched(0, None, None)
-    ids, extent = collect_ids(program.block, space, program.batch, devices), space.extent
+    ids, extent = program.ids[space.family], space.extent
     each, flat = ids.count_on(devices), example_ids(program, ids, leaves)
     seen = None if seen is None else seen.with_ids(each)
     if flat is not None:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.row_ids import collect_ids
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StepError, VerificationError
@@ -204,7 +203,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
             plan = entry.compiled.plan.family(space.family)
             if plan is None or not plan.lazy:
                 continue
-            flat = emit(id_program(program, collect_ids(program.block, space))[0])(*inputs)
+            flat = emit(id_program(program, program.ids[space.family])[0])(*inputs)
             touched = jnp.zeros((space.extent,), bool)
             for some in flat:
                 touched = touched.at[some].set(True, mode="drop")

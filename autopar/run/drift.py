@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.row_ids import collect_ids
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import id_program, id_reader
@@ -215,7 +214,7 @@ class _Family:
     """The ids of a family, in calls."""
 
     def __init__(self, program: Program, space: RowSpace) -> None:
-        ids = collect_ids(program.block, space)
+        ids = program.ids[space.family]
         self.extent = space.extent
         self.paths = [program.inputs[k].path for k in space.tables]
         self.used = id_program(program, ids)[1]

@@ -22,6 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM
 from autopar.measure.alpha import id_inputs
+from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.arguments import Call, States, read_layout
 from autopar.run.hosts import HostRunner
 from autopar.run.placing import SpreadRunner, is_traced
@@ -47,6 +48,7 @@ class Entry:
     devices: Devices | None = None
     donate: bool = True
     options: Options = field(default_factory=Options)
+    machine: Machine = NOWHERE
     headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
     told: Sequence[str] = ()

@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.donation import Donation
-from autopar.backends.processes import Processes
-from autopar.compile import Compiled, Options, compile_program
-from autopar.cost.memory import leave_devices
+from autopar.compile import Options
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.interrupts import interruptible, uninterrupted
-from autopar.ir.plan import Method, Plan, without_hosts
-from autopar.ir.program import Input, Program
-from autopar.ir.trace import block_of
+from autopar.ir.plan import Plan
 from autopar.launch.progress import mark
-from autopar.measure.alpha import measuring
 from autopar.mpi.world import world
-from autopar.run.agreement import check_same_call, check_same_plan
-from autopar.run.arguments import Call, check_positions, describe, difference, read_call, static_keywords
+from autopar.run.arguments import Call, difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
 from autopar.run.drift import ONE_DEVICE, REMEDY, AlphaWatch, told
 from autopar.run.entry import Entry
 from autopar.run.lost_state import noting_lost_state
-from autopar.run.missed_states import warn_of_missed_states
-from autopar.run.per_device import CallOfOne, GlobalStep, PerDevice, unknown_axis
 from autopar.run.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
-from autopar.run.state_match import match_states
-from autopar.tables.host import HostTable
+from autopar.run.planner import Planner
 from autopar.tables.kinds import is_table, layout_of, materialize
 
-#: Why a table is on hosts that the user has left to autopar.
-_LEFT = "the state takes too much of the {:.1f} GiB of a device"
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
 
@@ -54,14 +41,7 @@ class ParallelStep:
       watch: Watches the rows that batches touch; None: nobody does.
     """
 
-    fun: Callable[..., Any]
-    options: Options
-    donate: bool
-    state_argnums: tuple[int, ...] | None
-    batch_argnums: tuple[int, ...] | None
-    static_argnums: tuple[int, ...]
-    devices: Devices | None = None
-    per_device: PerDevice | None = None
+    planner: Planner
     watch: AlphaWatch | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
     _runners: dict[Any, Any] = field(default_factory=dict)
@@ -75,9 +55,39 @@ class ParallelStep:
         functools.update_wrapper(self, self.fun)
 
     @property
+    def fun(self) -> Callable[..., Any]:
+        """The user's step."""
+        return self.planner.fun
+
+    @property
     def name(self) -> str:
         """The step's own name."""
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
+        return self.planner.name
+
+    @property
+    def options(self) -> Options:
+        """What the user chose for the whole step."""
+        return self.planner.options
+
+    @property
+    def devices(self) -> Devices | None:
+        """Those that run the step; None: one."""
+        return self.planner.devices
+
+    @property
+    def donate(self) -> bool:
+        """Whether the state is updated in place."""
+        return self.planner.donate
+
+    @property
+    def static_argnums(self) -> tuple[int, ...]:
+        """Positions of arguments that are no arrays."""
+        return self.planner.static_argnums
+
+    @property
+    def state_argnums(self) -> tuple[int, ...] | None:
+        """Positions of the state, where the user gave them."""
+        return self.planner.state_argnums
 
     @property
     def plan(self) -> Plan | None:
@@ -181,7 +191,8 @@ class ParallelStep:
         entry = self._planned_for(call)
         if entry is None:
             with interruptible(world().size == 1):
-                entry = self._make(call, self.leaves(args, kwargs))
+                leaves = self.leaves(args, kwargs)
+                entry = self.planner.plan(call, leaves, self._calls, is_first=not self._entries)
             self._announce(call)
             self._entries[call.key, call.layouts] = entry
         if entry.example is None:
@@ -206,83 +217,6 @@ class ParallelStep:
         return static_keywords(self.fun, frozenset(self.static_argnums))
 
     # --- planning ---
-
-    def _make(self, call: Call, leaves: Sequence[Any]) -> Entry:
-        args, kwargs = call.shapes
-        check_positions(call, self.state_argnums, self.batch_argnums)
-        start = time.perf_counter()
-        try:
-            written = self._written_for(call)
-            fun = self.fun if written is None else written.fun
-            traced = jax_compat.trace(fun, args, kwargs, static_argnums=self.static_argnums)
-        except NameError as error:
-            raise unknown_axis(self.name, error) from error
-        seconds = time.perf_counter() - start
-        if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
-            raise StepError(
-                f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
-                "Pass that value as an argument"
-            )
-        block = block_of(traced.jaxpr)
-        states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
-        if self.state_argnums is None and not states.outputs and not self._entries:
-            warn_of_missed_states(self.name, call, traced.out_info, block, self.batch_argnums or ())
-        ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
-        inputs, outputs = describe(call, states, traced.out_info, ranks)
-        program = Program(block, inputs, outputs, self.name)
-        if self._processes is not None:
-            check_same_call(self._processes, program, self._wishes, leaves)
-        mark(self._calls, f"planning {self.name}"[:64], "compiles")
-        options = dataclasses.replace(self._options_of(inputs, leaves), example=measuring(leaves))
-        memory = options.memory() if options.memory is not None else None  # here, where all processes are
-        compiled = self._compile(program, options)
-        if options.hosts and not compiled.plan.on_hosts:  # nothing can be there
-            count = 1 if self.devices is None else self.devices.count
-            options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
-            compiled = self._compile(program, options)
-        elif memory is not None and options.may_leave and not options.hosts:
-            leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory)
-            if leaving:
-                options = _hosted(options, leaving)
-                inputs, outputs = describe(call, states, traced.out_info, options.devices)
-                compiled = self._compile(dataclasses.replace(program, inputs=inputs, outputs=outputs), options)
-                compiled = dataclasses.replace(compiled, plan=compiled.plan.told(leaving, _LEFT.format(memory / 2**30)))
-        given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options)
-        return Entry(call, states, compiled, *given, fun=fun, told=() if written is None else tuple(written.told))
-
-    def _written_for(self, call: Call) -> GlobalStep | None:
-        """Of a step that is written for one of several devices the step of all of them."""
-        if self.per_device is None:
-            return None
-        given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
-        return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
-
-    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
-        """The user's; tables that come in the memory of the hosts stay there."""
-        found = self.options
-        paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
-        if not paths or found.hosts:
-            return found
-        return _hosted(found, paths)
-
-    def _compile(self, program: Program, options: Options) -> Compiled:
-        compiled = compile_program(program, options)
-        if self._processes is not None:
-            check_same_plan(self._processes, compiled)
-        return compiled
-
-    @functools.cached_property
-    def _processes(self) -> Processes | None:
-        """Those that run the step together; None if it is this one alone."""
-        return self.devices.processes if self.devices is not None and self.devices.processes.several else None
-
-    @property
-    def _wishes(self) -> str:
-        """What the user asked for, as text."""
-        o = self.options
-        strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
-        plan = "" if o.decisions is None else f", plan={o.decisions.digest}"
-        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}{plan}"
 
     def _grow(self, entry: Entry) -> Entry:
         """Plan once more with larger capacities, after batches that exceeded those of the plan."""
@@ -317,14 +251,11 @@ class ParallelStep:
 
     def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
         """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
-        old = entry.compiled
-        options = dataclasses.replace(entry.options, example=measuring(example), headroom=headroom)
-        program = Program(block_of(entry.jaxpr), old.analysed.inputs, old.analysed.outputs, self.name)
         with interruptible(world().size == 1):
-            compiled = self._compile(program, options)
+            compiled = self.planner.plan_again(entry, example, headroom)
         if self.watch is not None:
             self.watch.forget(entry)
-        if compiled.plan.decisions == old.plan.decisions:
+        if compiled.plan.decisions == entry.compiled.plan.decisions:
             entry.example, entry.headroom = example, headroom
             return entry
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
@@ -391,10 +322,3 @@ class ParallelStep:
 
 class _OtherStates(Exception):
     """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
-
-
-def _hosted(options: Options, paths: Iterable[str]) -> Options:
-    """With some tables in the memory of the hosts."""
-    rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
-    hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
-    return dataclasses.replace(options, hosts=True, devices=world().size, strategy={**hosted, **rest})

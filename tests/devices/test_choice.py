@@ -11,13 +11,15 @@ import pytest
 
 import autopar
 from autopar.backends.devices import Devices
-from autopar.compile import Options, compile_program
+from autopar.compile import Options, analyze_program, compile_program
 from autopar.cost import Rates, Sizes, sent_bytes, step_seconds
+from autopar.cost.measurements import Measurements
 from autopar.cost.rates import Curve, RowRate
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure import calibrate
 
+from ..settings import set_machine
 from .meshes import mesh_of
 from .test_rows import ids_in, make_state, same, step
 
@@ -97,8 +99,8 @@ def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) ->
     entry = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)).entry(state, batch)
     given = entry.compiled.analysed
     program = Program(block_of(entry.jaxpr), given.inputs, given.outputs)
-    options = Options(devices=4, rates=lambda: rates(**dict.fromkeys(slow, 1.0)))
-    (told,) = compile_program(program, options).plan.parameters
+    options, measured = Options(devices=4), Measurements(rates=rates(**dict.fromkeys(slow, 1.0)))
+    (told,) = compile_program(analyze_program(program, options), options, measured).plan.parameters
     assert told.method in fast and told.lifted == (told.method != "allreduce")
     assert told.seconds[told.method] == min(told.seconds.values())
 
@@ -110,7 +112,7 @@ def test_what_does_not_fit_is_sharded_and_trains_the_same() -> None:
     free, tight = (autopar.parallelize(step, mesh=mesh_of(4), donate=False) for _ in range(2))
     slow = rates(all_to_all=1.0)
     for planned, memory in ((free, 2 * size), (tight, size // 2)):
-        planned.options = dataclasses.replace(planned.options, memory=lambda m=memory: m, rates=lambda: slow)
+        set_machine(planned, memory, slow)
         same(planned(state, batch), jax.jit(step)(state, batch))
     methods = [planned.plan.parameters[0].method for planned in (free, tight)]
     assert methods[0] != "ps" and methods[1] == "ps" and not tight.plan.on_hosts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from autopar.ir import deferred
 from autopar.run.step import ParallelStep
 
 from ..deferred import deferring, differences
+from ..settings import set_options
 from .meshes import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning", "ignore::autopar.RecompileWarning")
@@ -64,7 +64,7 @@ def agree(mine: Any, theirs: Any) -> None:
 
 def deferring_on(devices: int, journal: int = 6, **options: Any) -> ParallelStep:
     made = autopar.parallelize(step, **{"strategy": "ps", "mesh": mesh_of(devices), **options})
-    made.options = dataclasses.replace(made.options, journal_steps=journal)
+    set_options(made, journal_steps=journal)
     return made
 
 
@@ -110,7 +110,7 @@ def test_a_step_that_is_done_again_counts_once_for_faded_rows() -> None:
         return {"t": state["t"] - 0.1 * (m + 0.1 * state["t"]), "m": m}, loss
 
     planned = autopar.parallelize(fast, strategy="ps", mesh=mesh_of(4))
-    planned.options = dataclasses.replace(planned.options, journal_steps=90)
+    set_options(planned, journal_steps=90)
     plain = jax.jit(fast)
     mine, theirs = ({k: v for k, v in make_state(403).items() if k != "v"} for _ in range(2))
     for k in range(80):
@@ -141,7 +141,7 @@ def test_a_step_that_is_done_again_keeps_to_each_tables_journal() -> None:
         return {"tables": tables, "m": jax.tree.map(jnp.zeros_like, tables)}
 
     planned = autopar.parallelize(both, strategy="ps", mesh=mesh_of(4))
-    planned.options = dataclasses.replace(planned.options, journal_steps=50)
+    set_options(planned, journal_steps=50)
     plain = jax.jit(both)
     mine, theirs = made(403), made(403)
     with pytest.warns(autopar.CapacityWarning):

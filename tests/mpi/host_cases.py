@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +25,7 @@ from autopar.tables.host import HostTable, exchange
 from .. import host_reads
 from .. import test_once_per_row as by_rows
 from ..pairs import pairwise
+from ..settings import set_options
 from ..zoo import MODELS, OPTIMIZERS
 from ..zoo.case import Case, concrete, initial_variables, zipf_ids
 
@@ -125,7 +125,7 @@ def check_deferred() -> None:
     """Rows that move in every step, over many full journals; read in between, and kept where the step can't go on."""
     case = net(OPTIMIZERS["adamw"].make(), norm=False)
     plain, step = jax.jit(case.step), autopar.parallelize(case.step, strategy=HOSTS)
-    step.options = dataclasses.replace(step.options, journal_steps=8)
+    set_options(step, journal_steps=8)
     theirs, mine = case.state, jax.tree.map(jnp.copy, case.state)
     for k in range(60):
         if k == 30:  # another journal, beside tables that wait
@@ -315,7 +315,7 @@ def check_deferred_growth() -> None:
     deferred.VOLUMES = 3
     case = net(optax.adamw(0.1, weight_decay=1e-2), norm=False, batch=48)
     step = autopar.parallelize(case.step, strategy=HOSTS)
-    step.options = dataclasses.replace(step.options, journal_steps=5)
+    set_options(step, journal_steps=5)
     plain = jax.jit(case.step)
     state, wanted = jax.tree.map(jnp.copy, case.state), case.state
     for i in range(24):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from autopar.analysis.row_ids import RowIds, collect_ids
+from autopar.analysis.row_ids import RowIds
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds
+from autopar.cost.measurements import Measurements
 from autopar.cost.model import journal_steps, lifting_pays
-from autopar.cost.rates import Rates
 from autopar.errors import StrategyError
 from autopar.ir.decisions import TableDecision
 from autopar.ir.layout import RowLayout
@@ -36,21 +36,18 @@ from autopar.passes.choosing.capacity import (
 _MOST_ROWS = np.iinfo(np.int32).max
 #: A family without limits and as it is planned, None if it stays dense; and what is said of its tables.
 Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]
-#: Program, family, its ids -> the flat ids of an example batch, None where they aren't known.
-Example = Callable[[Program, RowSpace, RowIds], Sequence[np.ndarray] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class FamilyOptions:
     """What the user, the devices and the example say.
 
     Attributes:
       methods: Table -> (method, whether the strategy names this very table).
       sparse: "exact", "lazy" or "off".
       devices: N.
-      example: Gives the flat ids of the example batch.
+      measured: What is known of the devices and of an example batch.
       headroom: How much more than the example's load a device may send to another one.
-      rates: Gives what exchanges cost.
       hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
       journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
       repeatable: Whether a step may be done again (it has no effects), so that a batch may exceed a capacity.
@@ -60,9 +57,8 @@ class Wishes:
     methods: Mapping[int, tuple[str, bool]]
     sparse: Sparse
     devices: int
-    example: Example | None
+    measured: Measurements
     headroom: float
-    rates: Callable[[], Rates] | None
     hosts: frozenset[int] = frozenset()
     journal_steps: int | None = None
     repeatable: bool = True
@@ -80,28 +76,28 @@ class Wishes:
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
 
-def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded: str = "") -> Decision:
+def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, sharded: str = "") -> Decision:
     """Decide for one family.
 
     Args:
       program: An analysed program.
       space: The family's.
-      wishes: What the user, the devices and the example say.
+      options: What the user, the devices and the example say.
       sharded: Why "auto" is to shard it, whatever that costs; empty: it takes what costs least.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
     """
     paths = [program.inputs[k].path for k in space.tables]
-    asked = [wishes.methods[k] for k in space.tables]
-    method = next((m for m, _ in asked if m != "auto"), "auto")
+    asked = [options.methods[k] for k in space.tables]
+    method = _method(asked)
     source = _line(space)
 
     def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[ParameterPlan]]:
         return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
 
-    hosted = any(k in wishes.hosts for k in space.tables)
-    space = dataclasses.replace(space, refusal=_refusal(program, space, wishes))
+    hosted = any(k in options.hosts for k in space.tables)
+    space = dataclasses.replace(space, refusal=_refusal(program, space, options))
     if space.refusal is not None:
         named = "hosts" if hosted else next((m for m, by_name in asked if by_name and m in ROW_METHODS[1:]), None)
         if named is not None:
@@ -112,56 +108,71 @@ def decide_family(program: Program, space: RowSpace, wishes: Wishes, *, sharded:
             )
         where = str(space.refusal.source) if space.refusal.source else source
         return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
-    if wishes.sparse == "off":
+    if options.sparse == "off":
         return dense("sparse='off'")
-    ids = collect_ids(program.block, space, program.batch, wishes.devices)
+    ids: RowIds = program.ids[space.family]
     if method == "allreduce":
-        who = "the strategy" if wishes.told(space) is None else "the plan"
-        several = wishes.devices > 1 and not wishes.hosts
-        sizes = _sizes(program, space, ids, _sharded(program, space, ids, wishes)[1]) if several else None
+        who = "the strategy" if options.told(space) is None else "the plan"
+        several = options.devices > 1 and not options.hosts
+        sizes = _sizes(program, space, ids, _sharded(program, space, ids, options)[1]) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
-    if wishes.hosts and not hosted and method == "auto" and wishes.devices > 1:  # beside others that are there
+    if options.hosts and not hosted and method == "auto" and options.devices > 1:  # beside others that are there
         if not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
     if hosted:
-        family = host_bounds(space, ids, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
-        sizes = None if wishes.devices == 1 else _host_sizes(program, space, ids, family, wishes)
+        family = host_bounds(space, ids, options.sparse == "lazy", options.devices, options.waits(space))
+        sizes = None if options.devices == 1 else _host_sizes(program, space, ids, family, options)
         sent = {} if sizes is None else host_sent_bytes(sizes)
         return (family, family), _lifted(space, ids, family, paths, source, sent=sent, sizes=sizes)
-    if wishes.devices == 1:
+    if options.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         family = bounds(
-            space, ids, "ps" if method == "auto" else method, wishes.sparse == "lazy", 1, wishes.waits(space)
+            space, ids, "ps" if method == "auto" else method, options.sparse == "lazy", 1, options.waits(space)
         )
         return (family, family), _lifted(space, ids, family, paths, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
-        safe, tight = _sharded(program, space, ids, wishes, stored)
+        safe, tight = _sharded(program, space, ids, options, stored)
         return (safe, tight), _lifted(space, ids, tight, paths, source)
-    safe, tight = _sharded(program, space, ids, wishes)
+    safe, tight = _sharded(program, space, ids, options)
     sizes = _sizes(program, space, ids, tight)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": sizes}
     if method == "auto":
-        costs["seconds"] = {} if wishes.rates is None else step_seconds(wishes.rates(), sizes)
+        rates = options.measured.rates
+        costs["seconds"] = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(costs["seconds"] or costs["sent"])
         if method == "allreduce":
             reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
             # Beside tables on hosts its gradient is reduced with all others.
-            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if wishes.hosts else sizes})
+            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if options.hosts else sizes})
     if method != "ps":
-        safe = tight = bounds(space, ids, method, wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
+        safe = tight = bounds(space, ids, method, options.sparse == "lazy", options.devices, options.waits(space))
     return (safe, tight), _lifted(space, ids, tight, paths, source, why=sharded, **costs)
 
 
-def _refusal(program: Program, space: RowSpace, wishes: Wishes) -> Refusal | None:
+def compares(program: Program, space: RowSpace, options: FamilyOptions) -> bool:
+    """Whether the method of a family is left to what each of them costs on several devices."""
+    is_open = _method([options.methods[k] for k in space.tables]) == "auto" and options.sparse != "off"
+    if not is_open or options.devices == 1 or options.hosts:
+        return False
+    is_stored = any(program.inputs[k].layout is not None for k in space.leaves)
+    return not is_stored and _refusal(program, space, options) is None
+
+
+def _method(asked: Sequence[tuple[str, bool]]) -> str:
+    """The first that is named for any table of a family."""
+    return next((m for m, _ in asked if m != "auto"), "auto")
+
+
+def _refusal(program: Program, space: RowSpace, options: FamilyOptions) -> Refusal | None:
     """Why a family can't be lifted; beside tables on hosts it would be there, too."""
     if space.refusal is None and space.extent >= _MOST_ROWS:
         return Refusal(f"it has {space.extent} rows; numbers of rows are int32")
-    return host_refusal(program, space) if wishes.hosts else space.refusal
+    return host_refusal(program, space) if options.hosts else space.refusal
 
 
 def _cheapest(cost: Mapping[str, float]) -> str:
@@ -209,35 +220,35 @@ def _told(family: FamilyPlan) -> str:
 
 
 def _sharded(
-    program: Program, space: RowSpace, ids: RowIds, wishes: Wishes, stored: RowLayout | None = None
+    program: Program, space: RowSpace, ids: RowIds, options: FamilyOptions, stored: RowLayout | None = None
 ) -> tuple[FamilyPlan, FamilyPlan]:
     """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
     What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
     where as many ids are looked up.
     """
-    family = bounds(space, ids, "ps", wishes.sparse == "lazy", wishes.devices, wishes.waits(space))
+    family = bounds(space, ids, "ps", options.sparse == "lazy", options.devices, options.waits(space))
     assert family.layout is not None, "sharded rows have a layout"
-    told = wishes.told(space)
+    told = options.told(space)
     told = told if told is not None and told.method == "ps" and stored is None else None
     if stored is not None:
         family = dataclasses.replace(family, layout=stored)
     elif told is not None:
         dealt = told.dealt or family.layout.dealt
         family = dataclasses.replace(family, layout=dataclasses.replace(family.layout, dealt=dealt))
-    if not wishes.repeatable or space.depends_on:
+    if not options.repeatable or space.depends_on:
         return family, family
     if told is not None and told.ids == ids.count:
-        grown = (told.capacity or 1) * wishes.headroom / HEADROOM
+        grown = (told.capacity or 1) * options.headroom / HEADROOM
         return family, limited(family, grown) if told.tight else family
-    flat = None if wishes.example is None else wishes.example(program, space, ids)
+    flat = options.measured.ids.get(space.family)
     if flat is None:
         return family, family
-    loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
+    loads = device_ids(flat, ids.batched, options.devices, space.extent)
     safe = with_layout(family, loads) if stored is None and told is None else family
     assert safe.layout is not None, "sharded rows have a layout"
     safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
-    return safe, tightened(safe, loads, wishes.headroom)
+    return safe, tightened(safe, loads, options.headroom)
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Sizes:
@@ -260,15 +271,15 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) 
     )
 
 
-def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, wishes: Wishes) -> Sizes:
+def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, options: FamilyOptions) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
     sizes = dataclasses.replace(sizes, owned=sizes.asked)  # as many as a rank asks for, on average
-    flat = None if wishes.example is None or space.depends_on else wishes.example(program, space, ids)
+    flat = None if space.depends_on else options.measured.ids.get(space.family)
     if flat is None:
         return sizes
-    loads = device_ids(flat, ids.batched, wishes.devices, space.extent)
-    limit = tightened(limitless(family), loads, wishes.headroom).capacity or 0
+    loads = device_ids(flat, ids.batched, options.devices, space.extent)
+    limit = tightened(limitless(family), loads, options.headroom).capacity or 0
     asked = max(rows.size for rows in loads)
     return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, family), capacity=limit)
 

@@ -1,0 +1,181 @@
+"""`Planner`: from a call of a step to its plan and programs: trace, analyze, measure, compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar import jax_compat
+from autopar.backends.devices import Devices
+from autopar.backends.processes import Processes
+from autopar.compile import Compiled, Options, analyze_program, compile_program
+from autopar.cost.measurements import Measurements
+from autopar.cost.memory import leave_devices
+from autopar.errors import StepError
+from autopar.ir.plan import Method, without_hosts
+from autopar.ir.program import Input, Program
+from autopar.ir.trace import block_of
+from autopar.launch.progress import mark
+from autopar.measure.machine import Machine, looked_up
+from autopar.mpi.world import world
+from autopar.passes.choose import compares_methods
+from autopar.passes.lifting.deferral import NotDeferrable
+from autopar.run.agreement import check_same_call, check_same_plan
+from autopar.run.arguments import Call, check_positions, describe
+from autopar.run.entry import Entry
+from autopar.run.missed_states import warn_of_missed_states
+from autopar.run.per_device import CallOfOne, GlobalStep, PerDevice, unknown_axis
+from autopar.run.state_match import match_states
+from autopar.tables.host import HostTable
+
+#: Why a table is on hosts that the user has left to autopar.
+_LEFT = "the state takes too much of the {:.1f} GiB of a device"
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """How calls of a step are planned.
+
+    Attributes:
+      fun: The user's step.
+      options: What the user chose for the whole step.
+      machine: Whose figures it is planned by.
+      donate: Whether the state is updated in place.
+      state_argnums, batch_argnums, static_argnums: As for `parallelize`.
+      devices: Those that run it; None: one.
+      per_device: Of a step that is written for one of several devices.
+    """
+
+    fun: Callable[..., Any]
+    options: Options
+    machine: Machine
+    donate: bool
+    state_argnums: tuple[int, ...] | None
+    batch_argnums: tuple[int, ...] | None
+    static_argnums: tuple[int, ...]
+    devices: Devices | None = None
+    per_device: PerDevice | None = None
+
+    @property
+    def name(self) -> str:
+        """The step's own name."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    @functools.cached_property
+    def processes(self) -> Processes | None:
+        """Those that run the step together; None if it is this one alone."""
+        return self.devices.processes if self.devices is not None and self.devices.processes.several else None
+
+    def plan(self, call: Call, leaves: Sequence[Any], number: int, *, is_first: bool) -> Entry:
+        """Plan a call.
+
+        Args:
+          call: The call.
+          leaves: Its flat arguments, of which ids are read.
+          number: How many calls there were, for messages.
+          is_first: Whether nothing was planned before.
+        """
+        args, kwargs = call.shapes
+        check_positions(call, self.state_argnums, self.batch_argnums)
+        start = time.perf_counter()
+        try:
+            written = self._written_for(call)
+            fun = self.fun if written is None else written.fun
+            traced = jax_compat.trace(fun, args, kwargs, static_argnums=self.static_argnums)
+        except NameError as error:
+            raise unknown_axis(self.name, error) from error
+        seconds = time.perf_counter() - start
+        if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
+            raise StepError(
+                f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
+                "Pass that value as an argument"
+            )
+        block = block_of(traced.jaxpr)
+        states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
+        if self.state_argnums is None and not states.outputs and is_first:
+            warn_of_missed_states(self.name, call, traced.out_info, block, self.batch_argnums or ())
+        ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
+        inputs, outputs = describe(call, states, traced.out_info, ranks)
+        program = Program(block, inputs, outputs, self.name)
+        if self.processes is not None:
+            check_same_call(self.processes, program, self._choices, leaves)
+        mark(number, f"planning {self.name}"[:64], "compiles")
+        options = self._options_of(inputs, leaves)
+        compiled = self._compile(program, options, leaves)
+        memory = self.machine.memory_bytes
+        if options.hosts and not compiled.plan.on_hosts:  # nothing can be there
+            count = 1 if self.devices is None else self.devices.count
+            options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
+            compiled = self._compile(program, options, leaves)
+        elif memory is not None and options.may_leave and not options.hosts:
+            leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory)
+            if leaving:
+                options = _hosted(options, leaving)
+                inputs, outputs = describe(call, states, traced.out_info, options.devices)
+                program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
+                compiled = self._compile(program, options, leaves)
+                compiled = dataclasses.replace(compiled, plan=compiled.plan.told(leaving, _LEFT.format(memory / 2**30)))
+        given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
+        return Entry(call, states, compiled, *given, fun=fun, told=() if written is None else tuple(written.told))
+
+    def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
+        """The same step once more, by another example and headroom."""
+        old = entry.compiled.analysed
+        program = Program(block_of(entry.jaxpr), old.inputs, old.outputs, self.name)
+        return self._compile(program, dataclasses.replace(entry.options, headroom=headroom), example)
+
+    def _compile(self, program: Program, options: Options, example: Sequence[Any] | None) -> Compiled:
+        """Analyze, measure, compile; once more where rows turn out not to be deferrable."""
+        while True:
+            analysed = analyze_program(program, options)
+            measured = measure(analysed.program, options, self.machine, example)
+            try:
+                compiled = compile_program(analysed, options, measured)
+                break
+            except NotDeferrable as error:
+                known = dict.fromkeys(error.leaves, error.refusal)
+                options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
+        if self.processes is not None:
+            check_same_plan(self.processes, compiled)
+        return compiled
+
+    def _written_for(self, call: Call) -> GlobalStep | None:
+        """Of a step that is written for one of several devices the step of all of them."""
+        if self.per_device is None:
+            return None
+        given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
+        return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
+
+    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
+        """The user's; tables that come in the memory of the hosts stay there."""
+        paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
+        return self.options if not paths or self.options.hosts else _hosted(self.options, paths)
+
+    @property
+    def _choices(self) -> str:
+        """What the user chose, as text."""
+        o = self.options
+        strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
+        plan = "" if o.decisions is None else f", plan={o.decisions.digest}"
+        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}{plan}"
+
+
+def measure(program: Program, options: Options, machine: Machine, example: Sequence[Any] | None) -> Measurements:
+    """What there is to know before a plan is made of an analysed program, and no more than that."""
+    memory = machine.memory_bytes  # here, where all processes are
+    if options.devices == 1:
+        return Measurements(memory=memory)
+    wants = compares_methods(program, strategy=options.strategy, sparse=options.sparse, devices=options.devices)
+    rates = machine.rates() if wants and machine.rates is not None else None
+    return Measurements(rates, memory, looked_up(program, example))
+
+
+def _hosted(options: Options, paths: Iterable[str]) -> Options:
+    """With some tables in the memory of the hosts."""
+    rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
+    hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
+    return dataclasses.replace(options, hosts=True, devices=world().size, strategy={**hosted, **rest})
