@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import platform
 import tempfile
@@ -30,11 +29,10 @@ from autopar.measure.loops import (
     walk_seconds,
 )
 from autopar.measure.probe import Step, probe
+from autopar.measure.progress import Advance, measuring
 
 Array = Any
 Planner = Callable[[Step, str], Step]
-
-_logger = logging.getLogger("autopar")
 
 #: Of the result of a collective on one device, in bytes.
 _BYTES = (1 << 10, 1 << 17, 1 << 22)
@@ -47,6 +45,8 @@ _ROWS, _WIDTHS = 1024, (16, 256)
 _TABLE = 1 << 24
 #: Rows and columns of the matrices that are multiplied.
 _SIDE = 512
+#: How many parts `calibrate` has.
+PARTS = 7
 #: What is measured, and how: files of others aren't read.
 _VERSION = 9
 
@@ -68,10 +68,11 @@ def rates_of(devices: Devices, plan: Planner) -> Rates:
         file = cache_file(devices)
         found = _of_first(devices, _read(file))
         if found is None:
-            _logger.info("measuring what exchanges cost on %d devices, for %s", devices.count, file)
+            what, why = f"what exchanges cost on {devices.count} devices", "to choose each table's method"
+            shown = devices.processes.rank == 0
             # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
-            with ThreadPoolExecutor(1) as thread:
-                measured = thread.submit(calibrate, devices, plan).result()
+            with measuring(what, why, PARTS, str(file), shown=shown) as advance, ThreadPoolExecutor(1) as thread:
+                measured = thread.submit(calibrate, devices, plan, advance).result()
             found = _of_first(devices, measured)
             assert found is not None, "the first process has measured, too"
             if devices.processes.rank == 0:
@@ -124,11 +125,12 @@ def write_file(file: Path, text: str) -> None:
         return
 
 
-def calibrate(devices: Devices, plan: Planner) -> Rates:
-    """Measure now; arguments as for `rates_of`."""
+def calibrate(devices: Devices, plan: Planner, advance: Advance = lambda part: None) -> Rates:
+    """Measure now; arguments as for `rates_of`. `advance` is told what is measured next, `PARTS` times."""
     count = devices.count
 
     def collective(name: str, sizes: tuple[int, ...] = _BYTES) -> Curve:
+        advance(name)
         return _curve(collective_points(devices, name, sizes))
 
     def route(ids: Array) -> Array:
@@ -136,13 +138,16 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
         rows = sorted_unique(mixed, mixed.shape[0], 1 << 30)
         return find(rows, mixed, 1 << 30) * 31 + mixed
 
+    advance("products")
     product = product_seconds(devices, _SIDE)  # and once more at the end: others at work on the machine make it longer
+    advance("memory")
     random = np.random.default_rng(0)
     ids = {size: jnp.asarray(random.integers(0, 1 << 20, count * size), jnp.int32) for size in _IDS}
     routes = _curve([(float(k), loop_seconds(devices, route, x)) for k, x in ids.items()])
     walked = [(2.0 * b, walk_seconds(devices, b)) for b in _WALKED]
     # A gradient is read, and was written, beside a parameter and its slot: half as much again.
     updated = [(3.0 * b, update_seconds(devices, b)) for b in _WALKED]
+    advance("rows")
     gathered, scattered = [], []
     for width in _WIDTHS:
         rows = _TABLE // 4 // width
@@ -152,6 +157,7 @@ def calibrate(devices: Devices, plan: Planner) -> Rates:
         values = jnp.ones((count * _ROWS, width), jnp.float32)
         scattered.append(loop_seconds(devices, _scatter_rows, values, index % _ROWS))
     flop_s = min(product, product_seconds(devices, _SIDE)) / (2 * _SIDE**3)
+    advance("whole steps")
     probed = probe(plan, tuple(m for m in METHODS if m != "auto"), devices, flop_s)
     call = min(probed.calls.values())
     return Rates(

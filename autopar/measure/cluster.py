@@ -6,7 +6,6 @@ As found here, known by name, or kept in a file in the sections that `launch/har
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +23,10 @@ from autopar.measure.calibrate import cache_file, write_file
 from autopar.measure.links import measure_links
 from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.measure.memory import memory_of
+from autopar.measure.progress import measuring
 from autopar.measure.ranks import measure_ranks
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
-
-_logger = logging.getLogger("autopar")
 
 #: Length of matrices, and bytes that are walked over on each device, or by all CPU devices together: more than caches
 #: hold.
@@ -176,10 +174,14 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
     devices, machines = _devices_here(mesh)
     cluster = _without_links(devices, machines)
     grid = devices.mesh.devices.reshape(cluster.machines, cluster.devices)
-    measured = {**measure_links(grid), **measure_ranks(world())}
-    cluster = _of_first(devices, _with_links(cluster, measured))
     file = cache_file(devices, "cluster-{}.toml")
-    _logger.info("%s: links are measured, and kept in %s", cluster, file)
+    shown = devices.processes.rank == 0
+    with measuring("the links between devices", "for plans", 2, str(file), shown=shown) as advance:
+        advance("between devices")
+        measured = measure_links(grid)
+        advance("between ranks")
+        measured |= measure_ranks(world())
+    cluster = _of_first(devices, _with_links(cluster, measured))
     if devices.processes.rank == 0:
         write_file(file, format_toml(cluster.as_dict()))
     return cluster

@@ -119,10 +119,12 @@ def test_what_does_not_fit_is_sharded_and_trains_the_same() -> None:
     assert f"{methods[0]} would take " in tight.plan.parameters[0].reason
 
 
-def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_rates_are_measured_once_and_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     devices, measured = Devices.of(mesh_of(2)), []
 
-    def once(devices: Devices, plan: Any) -> Rates:
+    def once(devices: Devices, plan: Any, advance: Any) -> Rates:
         measured.append(devices)
         return rates(walk=1.0)
 
@@ -135,6 +137,8 @@ def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(measured) == 1
     (file,) = (tmp_path / "autopar").iterdir()
     assert file == calibrate.cache_file(devices)
+    why = "what exchanges cost on 2 devices, to choose each table's method"
+    assert capsys.readouterr().err == f"autopar: measuring {why}; kept in {file}\n"
     for broken in ("", "{}", json.dumps({"walk": {"points": []}})):
         file.write_text(broken)
         assert read() == rates(walk=1.0)
@@ -144,7 +148,7 @@ def test_rates_are_measured_once_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_rates_are_measured_outside_of_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def concrete(devices: Devices, plan: Any) -> Rates:
+    def concrete(devices: Devices, plan: Any, advance: Any) -> Rates:
         measured.append(float(jax.jit(lambda x: x + 1)(1.0)))  # part of the trace, and no number, otherwise
         return rates(walk=1.0)
 
