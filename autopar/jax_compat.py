@@ -7,15 +7,18 @@ name, is wrapped here; the rest of the package reads the same on all of them.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.array import ArrayImpl as _ConcreteArray
 from jax._src.interpreters import batching as _batching
 from jax._src.lax import lax as _lax
 from jax._src.lax import slicing as _slicing
@@ -26,6 +29,8 @@ transpose_p = _lax.transpose_p
 clamp_p = _lax.clamp_p
 slice_p = _slicing.slice_p
 Tracer = jax.core.Tracer  # pyright: ignore[reportAttributeAccessIssue]
+_is_top_level = _core.trace_state_clean
+_aval = operator.attrgetter("aval")
 #: A (closed) jaxpr as a function of flat arrays that returns a list.
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 
@@ -184,6 +189,42 @@ def backend_is_up() -> bool:
 def process() -> tuple[int, int]:
     """(number of this process, number of processes) as given to `jax.distributed.initialize`; starts no backend."""
     return _distributed.global_state.process_id, _distributed.global_state.num_processes
+
+
+def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """What tells apart the arrays, numbers and tracers for which a step is planned by itself; hashable.
+
+    Args:
+      leaves: Of a call.
+      other: The same of what is none of these, None of what there is nothing for.
+
+    Raises:
+      TypeError: for such.
+    """
+    if _is_top_level():  # there are no tracers
+        try:
+            return tuple(map(_aval, leaves))
+        except AttributeError:
+            pass
+    return tuple([leaf.aval if type(leaf) is _ConcreteArray else _type_key(leaf, other) for leaf in leaves])
+
+
+def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
+    if isinstance(leaf, Tracer):
+        return Tracer, leaf.aval
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, (bool, int, float, complex)):
+        return type(leaf)
+    found = other(leaf)
+    if found is None:
+        raise TypeError(f"no array: {type(leaf).__name__}")
+    return found
+
+
+def uses_x64() -> bool:
+    """Whether numbers of 64 bits are kept as they are, here and now."""
+    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_tracer(value: Any) -> bool:

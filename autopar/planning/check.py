@@ -30,7 +30,7 @@ from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.explain import format_bytes
 from autopar.planning.step_plan import DenseEntry, StepPlan, TableEntry, plan_of
-from autopar.run.placing import SpreadRunner
+from autopar.run.hosts import HostRunner
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
@@ -115,7 +115,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
     pure, arrays, named = unwrapped(step, args, kwargs, "check")
     entry = pure.entry(*arrays, **named)
     runner = entry.runner
-    if not isinstance(runner, SpreadRunner):
+    if isinstance(runner, HostRunner):
         raise ArgumentsError(
             f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
             "it with the tables on devices; autopar.explain tells what ranks send"

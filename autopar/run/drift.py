@@ -25,8 +25,8 @@ from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import id_program, id_reader
 from autopar.passes.choosing.capacity import device_ids
+from autopar.run.buffers import is_traced
 from autopar.run.entry import Entry
-from autopar.run.placing import is_traced
 from autopar.tables.kinds import is_table
 
 _logger = logging.getLogger("autopar")

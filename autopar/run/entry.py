@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.across import local
 from autopar.backends.devices import Devices
-from autopar.backends.donation import Donation, Reordered, donation_order
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
@@ -24,9 +23,31 @@ from autopar.ir.sizes import HEADROOM
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.arguments import Call, States, read_layout
+from autopar.run.buffers import is_traced
+from autopar.run.devices import DevicesRunner
 from autopar.run.hosts import HostRunner
-from autopar.run.placing import SpreadRunner, is_traced
+from autopar.run.one_device import OneDeviceRunner
 from autopar.tables.kinds import materialize
+
+
+class Runner(Protocol):
+    """Calls a planned step. Chosen by the plan, once."""
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments: arrays and tables.
+
+        Raises:
+          RuntimeError, ValueError: of JAX's, for a buffer that is gone, among others.
+        """
+        ...
+
+    def lower(self) -> Any:
+        """What `jax.jit(...).lower` returns, at the plan's shapes."""
+        ...
+
+    def was_exceeded(self) -> bool:
+        """Whether an earlier call is known to have exceeded a measured capacity."""
+        ...
 
 
 @dataclass(eq=False)
@@ -63,15 +84,6 @@ class Entry:
         )
         return self.call.key == call.key and all(same)
 
-    @functools.cached_property
-    def donation(self) -> Donation:
-        """How the step on one device is given to `jax.jit`."""
-        if not self.donate:
-            return Donation()
-        states = (self.call.arguments[k] for k in self.states.outputs)
-        names = frozenset(a.name if a.position is None else a.position for a in states)
-        return Donation.of(self.compiled.analysed, names)
-
     @property
     def keeps_tables(self) -> bool:
         """Whether the step's state comes back as tables of autopar's own."""
@@ -100,13 +112,6 @@ class Entry:
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
-
-    def returned(self, leaves: Sequence[Any]) -> Any:
-        """What the step on one device returns to `jax.jit`."""
-        results, program = self.run(*leaves), self.compiled.analysed
-        if not self.donation.reorders:
-            return jax.tree.unflatten(self.out_tree, results)
-        return Reordered.of(results, self.out_tree, donation_order(program.new_states, len(program.outputs)))
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """With the plain step's types, weak or strong: a row that is written back takes its table's type."""
@@ -139,21 +144,31 @@ class Entry:
         return emit(program.block, backends(plan, self.devices), self.devices)
 
     @functools.cached_property
-    def runner(self) -> SpreadRunner | HostRunner:
-        """Calls the planned step on several devices, or with tables on hosts."""
+    def runner(self) -> Runner:
+        """Who calls the planned step."""
         if self.compiled.plan.on_hosts:
-            return HostRunner(self.compiled, self.options, self.donate)
-        if self.devices is None:  # of a step whose tables can't be on hosts, or whose rows are deferred
-            one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
-            run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
-            return SpreadRunner(run, self.compiled, one, self.donate)
-        return SpreadRunner(self.run_stored, self.compiled, self.devices, self.donate)
+            return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
+        if self.devices is not None:
+            return DevicesRunner(self.run_stored, self.compiled, self.devices, self.out_tree, self.donate)
+        if self.compiled.plan.defers:
+            return self.table_runner
+        name = getattr(self.fun, "__name__", type(self.fun).__name__)
+        return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
+
+    @functools.cached_property
+    def table_runner(self) -> Runner:
+        """The same on one device where an argument is a table of autopar's own, or a result is to be."""
+        if self.devices is not None or self.compiled.plan.on_hosts:
+            return self.runner
+        one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
+        run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
+        return DevicesRunner(run, self.compiled, one, self.out_tree, self.donate)
 
     def run_called(self, *leaves: Any) -> list[Any]:
         """The planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
         states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
-        results = self.runner(copies)
+        results = jax.tree.leaves(self.runner(copies))
         return list(materialize(results, copy=False) if self.compiled.plan.on_hosts else results)
 
     @functools.cached_property

@@ -24,7 +24,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.progress import PROGRESS, mark
 from autopar.mpi.room import require_room
-from autopar.run.placing import separated
+from autopar.run.buffers import separated
 from autopar.tables.host import HostTable, exchange
 from autopar.tables.kinds import is_table
 
@@ -32,8 +32,9 @@ from autopar.tables.kinds import is_table
 class HostRunner:
     """Places a step's arguments, runs it by stages, and compiles it for each room that its rows need."""
 
-    def __init__(self, compiled: Compiled, options: Options, donate: bool) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: Compiled, options: Options, out_tree: Any, donate: bool) -> None:
+        self._out_tree = out_tree
+        self._local = compiled.program.local
         self._donate = donate
         plan, self._program = compiled.plan, compiled.analysed
         self._plan = plan
@@ -102,8 +103,8 @@ class HostRunner:
         """Who takes part."""
         return self._ranks
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Flat arguments (arrays, Tables, HostTables); flat results."""
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments (arrays, Tables, HostTables)."""
         self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
         self._make_room(leaves)
@@ -129,7 +130,8 @@ class HostRunner:
             for out, k in self._new.items()
             if k not in self._tables and isinstance(found[out], jax.Array)
         }
-        return [new[self._new[out]] if self._new.get(out) in new else value for out, value in enumerate(found)]
+        pairs = enumerate(found)
+        return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
 
     def _ran(self, inputs: Sequence[Any], step: Step) -> Sequence[Any]:
         """The results of a step in the program for its rows: it begins in the last one's."""
@@ -325,7 +327,7 @@ class HostRunner:
             return _read(value)
         if isinstance(value, np.ndarray):
             return jax.numpy.asarray(value)
-        local = self._compiled.program.local
+        local = self._local
         state, ranks = local.outputs[out], self._ranks
         if isinstance(state, Spread) and not (state.owner or ranks.is_global) and ranks.exchange.size > 1:
             return self._joined(value, state.axis)

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
+from autopar import jax_compat
 from autopar.backends.devices import Devices
-from autopar.backends.donation import Donation
 from autopar.compile import Options
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError
 from autopar.interrupts import interruptible, uninterrupted
@@ -21,10 +21,10 @@ from autopar.launch.progress import mark
 from autopar.mpi.world import world
 from autopar.run.arguments import Call, difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
+from autopar.run.buffers import check_not_donated, is_traced
 from autopar.run.drift import ONE_DEVICE, REMEDY, AlphaWatch, told
-from autopar.run.entry import Entry
+from autopar.run.entry import Entry, Runner
 from autopar.run.lost_state import noting_lost_state
-from autopar.run.placing import check_not_donated, is_shared_buffer, is_traced, separate_buffers
 from autopar.run.planner import Planner
 from autopar.tables.kinds import is_table, layout_of, materialize
 
@@ -44,11 +44,9 @@ class ParallelStep:
     planner: Planner
     watch: AlphaWatch | None = None
     _entries: dict[Any, Entry] = field(default_factory=dict)
-    _runners: dict[Any, Any] = field(default_factory=dict)
-    _jitted: dict[Any, Any] = field(default_factory=dict)
-    _known: dict[Any, Entry] = field(default_factory=dict)
+    _ready: dict[Any, _Ready] = field(default_factory=dict)
+    _last: _Ready = field(default_factory=lambda: _NONE)
     latest: Entry | None = None
-    _takes_tables: bool = False
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -99,84 +97,68 @@ class ParallelStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None and self.watch.is_due():
             self._look(self.watch, args, kwargs)
-        if self.devices is not None or self.options.hosts or self._takes_tables:
-            return self._call_spread(args, kwargs)
-        runner = self._runners.get((len(args), *kwargs))
-        if runner is None:
-            leaves = self.leaves(args, kwargs)
-            stored = any(map(is_table, leaves))
-            if stored or (not any(map(is_traced, leaves)) and self.entry(*args, **kwargs).keeps_tables):
-                self._takes_tables = True
-                return self._call_spread(args, kwargs)
-            runner = self._first_call(args, kwargs)
-            return self._run(runner, *self._place(args, kwargs))
-        try:
-            return runner(*args, **kwargs)
-        except _OtherStates:  # these arguments have other states than those of the last call (an evaluation's, say)
-            return self._run(self._first_call(args, kwargs), *self._place(args, kwargs))
-        except (RuntimeError, ValueError) as error:
-            return self._recover(error, runner, args, kwargs)
-        except TypeError:
-            if not any(map(is_table, self.leaves(args, kwargs))):
-                read_call(self.fun, args, kwargs, frozenset(self.static_argnums))  # raises what names the leaf
-                raise
-            self._takes_tables = True
-            return self._call_spread(args, kwargs)
-
-    def _run(self, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        try:
-            return runner(*args, **kwargs)
-        except (RuntimeError, ValueError) as error:
-            return self._recover(error, runner, args, kwargs)
-
-    def _call_spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A call on several devices: the plan is looked up here, and arrays are placed as it says."""
-        leaves = self.leaves(args, kwargs)
-        entry = self._recalled(args, kwargs, leaves, functools.partial(self.entry, *args, **kwargs))
-        assert entry is not None, "what isn't planned yet is planned"
-        self.latest = entry
-        if any(is_traced(x) for x in leaves):
-            self._check_not_hosted(entry)
-            return jax.tree.unflatten(entry.out_tree, entry.run(*materialize(leaves, copy=False)))
-        if entry.runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
-            entry = self._grow(entry)
+        leaves, key = self._read(args, kwargs)
+        ready = self._last
+        if key is None or key != ready.key:
+            ready = self._prepare(args, kwargs, leaves, key)
+        runner = ready.runner
+        if runner is None:  # traced: part of another program
+            return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
+        if runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
+            runner = self._grow(ready.entry).runner
         mark(self._calls, self.name)
         self._calls += 1
         try:
-            results = entry.runner(leaves)
+            return runner(leaves)
         except (RuntimeError, ValueError) as error:
             check_not_donated(self.name, args, kwargs, error)
             raise
-        return jax.tree.unflatten(entry.out_tree, results)
 
-    def _recalled(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        leaves: Sequence[Any],
-        find: Callable[[], Entry | None],
-    ) -> Entry | None:
-        """The plan for a call: that of an earlier one like it, else what `find` says."""
+    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        """A call's flat arguments, and what tells calls apart that are planned by themselves; None if nothing can."""
+        if self.static_argnums:
+            statics = (
+                tuple((k, args[k]) for k in self.static_argnums if k < len(args)),
+                tuple((k, v) for k, v in kwargs.items() if k in self._static_names),
+            )
+            args = [a for k, a in enumerate(args) if k not in self.static_argnums]
+            kwargs = {k: v for k, v in kwargs.items() if k not in self._static_names}
+        else:
+            statics = None
+        leaves, tree = jax.tree.flatten((args, kwargs))
         try:
-            statics = tuple(args[k] for k in self.static_argnums if k < len(args))
-            named = tuple((k, v) for k, v in kwargs.items() if k in self._static_names)
-            types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False), layout_of(x)) for x in leaves)
-            key = (statics, named, jax.tree.structure((args, kwargs)), types)
-            known = self._known.get(key)
-        except (AttributeError, TypeError):  # Python scalars, or what planning has an error for
-            return find()
-        if known is None and (known := find()) is not None:
-            self._known[key] = known
-        return known
+            key = tree, jax_compat.type_keys(leaves, _table_key), statics, jax_compat.uses_x64()
+        except TypeError:  # shapes, or what planning has an error for
+            return leaves, None
+        return leaves, key
+
+    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any], key: Any) -> _Ready:
+        """The plan for a call and who runs it, made if there is none yet."""
+        known = self._known(key)
+        if known is not None:
+            self._last, self.latest = known, known.entry
+            return known
+        entry = self.entry(*args, **kwargs)
+        if any(map(is_traced, leaves)):
+            self._check_not_hosted(entry)
+            ready = _Ready(key, entry, None)
+        else:
+            ready = _Ready(key, entry, entry.table_runner if any(map(is_table, leaves)) else entry.runner)
+        if key is not None:
+            self._ready[key] = self._last = ready
+        return ready
+
+    def _known(self, key: Any) -> _Ready | None:
+        try:
+            return self._ready.get(key)
+        except TypeError:  # a static argument that can't be hashed, which planning has an error for
+            return None
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
         entry = self.entry(*args, **kwargs)
-        if self.devices is not None or self.options.hosts or self._takes_tables or entry.keeps_tables:
-            self._check_not_hosted(entry)
-            return entry.runner.lower()
-        runner = self._runners.get((len(args), *kwargs)) or self._first_call(args, kwargs)
-        return runner.lower(*args, **kwargs)
+        self._check_not_hosted(entry)
+        return entry.runner.lower()
 
     def _check_not_hosted(self, entry: Entry) -> None:
         if entry.compiled.plan.on_hosts:
@@ -235,11 +217,10 @@ class ParallelStep:
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
-        leaves = self.leaves(args, kwargs)
+        leaves, key = self._read(args, kwargs)
+        ready = self._known(key)
         statics = frozenset(self.static_argnums)
-        entry = self._recalled(
-            args, kwargs, leaves, lambda: self._planned_for(read_call(self.fun, args, kwargs, statics))
-        )
+        entry = self._planned_for(read_call(self.fun, args, kwargs, statics)) if ready is None else ready.entry
         drifted = watch.look(entry, leaves)
         if entry is None or not drifted:
             return
@@ -259,8 +240,9 @@ class ParallelStep:
             entry.example, entry.headroom = example, headroom
             return entry
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
-        for known in (self._entries, self._known):
-            known.update({key: again for key, found in known.items() if found is entry})
+        self._entries.update({key: again for key, found in self._entries.items() if found is entry})
+        self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not entry}
+        self._last = _NONE
         self.latest = again
         return again
 
@@ -280,45 +262,19 @@ class ParallelStep:
             )
         warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=8)
 
-    def _first_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        donation = self.entry(*args, **kwargs).donation
-        form = len(args), *kwargs
-        runner = self._jitted.get((form, donation))
-        if runner is None:
-            runner = self._jitted[form, donation] = donation.jit(self._planned(donation), self.static_argnums)
-        self._runners[form] = runner
-        return runner
 
-    def _planned(self, donation: Donation) -> Callable[..., Any]:
-        """What is given to `jax.jit`: runs once for each set of shapes, with tracers."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ready:
+    """What calls of one kind are run by; `runner` is None where they are traced."""
 
-        @functools.wraps(self.fun)
-        def planned(*args: Any, **kwargs: Any) -> Any:
-            entry = self.entry(*args, **kwargs)
-            self._check_not_hosted(entry)
-            if donation != entry.donation:
-                raise _OtherStates
-            with interruptible():
-                return entry.returned(self.leaves(args, kwargs))
-
-        return planned
-
-    # --- the state in place ---
-
-    def _place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        entry = self.latest
-        if entry is None or not self.donate:
-            return args, kwargs
-        return separate_buffers([entry.call.arguments[k] for k in entry.states.outputs], args, kwargs)
-
-    def _recover(self, error: Exception, runner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Explain the use of a donated state; copy shared buffers and try again."""
-        check_not_donated(self.name, args, kwargs, error)
-        if is_shared_buffer(error):
-            args, kwargs = self._place(args, kwargs)
-            return runner(*args, **kwargs)
-        raise error
+    key: Any
+    entry: Any
+    runner: Runner | None
 
 
-class _OtherStates(Exception):
-    """Raised while tracing, where the jit at hand donates other arguments than these shapes' states."""
+#: Before the first call.
+_NONE = _Ready(object(), None, None)
+
+
+def _table_key(leaf: Any) -> Any:
+    return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf)) if is_table(leaf) else None

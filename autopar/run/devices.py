@@ -1,16 +1,15 @@
-"""The state in place: what is done before its buffers are given away, and what is said when they are used again."""
+"""`DevicesRunner`: calls a planned step on several devices."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from autopar import jax_compat
 from autopar.analysis.rules import resized
 from autopar.backends.across import is_global, place
 from autopar.backends.devices import Devices
@@ -18,90 +17,14 @@ from autopar.backends.donation import donation_order
 from autopar.backends.layouts import placed
 from autopar.backends.watched import watched
 from autopar.compile import Compiled
-from autopar.errors import DonatedStateError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Program, Var
-from autopar.run.arguments import Argument
-from autopar.run.lost_state import first_deleted
+from autopar.run.buffers import separated
 from autopar.tables.deferred import DeferredTable, Journal, Journaling, common_journal
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.sharded import Table
-
-
-def separate_buffers(
-    states: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """Copy state leaves that share a buffer with another leaf: each is to be updated in place by itself."""
-    positions = {s.position for s in states}
-    own = _separator(a for k, a in enumerate(args) if k not in positions)
-    placed = list(args)
-    named = dict(kwargs)
-    for state in states:
-        if state.position is not None:
-            placed[state.position] = jax.tree.map(own, args[state.position])
-        else:
-            named[state.name] = jax.tree.map(own, kwargs[state.name])
-    return placed, named
-
-
-def separated(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The same of flat leaves: those of the states, and all others."""
-    return list(map(_separator(others), states))
-
-
-def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
-    """A function that copies a leaf whose buffer is another's, or was given to it before."""
-    seen: set[Any] = {b for tree in others for b in _buffers(tree)}
-
-    def own(leaf: Any) -> Any:
-        shared = seen.intersection(_buffers(leaf))
-        seen.update(_buffers(leaf))
-        return copied(leaf) if shared else leaf
-
-    return own
-
-
-def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
-    """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
-    if not isinstance(cause, DonatedStateError) and not any(told in str(cause) for told in ("deleted", "donated")):
-        return  # a step that failed itself has updated leaves in place, too
-    gone = first_deleted((args, dict(kwargs)))
-    if gone is not None:
-        raise DonatedStateError(
-            f"{name} got a state that it was given before ({gone}): a step updates its state in "
-            "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
-            "with parallelize(step, donate=False). If it is no state, say so: parallelize(step, batch_argnums=...)"
-        ) from cause
-
-
-def is_shared_buffer(error: Exception) -> bool:
-    """Whether JAX says that a buffer is donated twice, or donated and used."""
-    text = str(error)
-    return "donate" in text and any(told in text for told in ("same buffer", "same call", "twice", "also used"))
-
-
-def is_traced(leaf: Any) -> bool:
-    return jax_compat.is_tracer(leaf)
-
-
-def _buffers(tree: Any) -> list[Any]:
-    """Addresses of the buffers of all arrays in a tree."""
-    return [
-        address
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array) and not is_traced(leaf) and not leaf.is_deleted() and leaf.size
-        for address in _addresses(leaf)
-    ]
-
-
-def _addresses(leaf: jax.Array) -> list[int]:
-    if jax_compat.is_key(leaf.dtype):
-        return [id(leaf)]
-    if len(leaf.sharding.device_set) == 1:
-        return [leaf.unsafe_buffer_pointer()]
-    return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
 
 
 def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
@@ -117,17 +40,21 @@ def _layout(plan: Plan, family: int) -> RowLayout | None:
     return None if found is None else found.layout
 
 
-class SpreadRunner:
+class DevicesRunner:
     """Calls a planned step on several devices: places its arguments, and makes Tables of what is stored in a layout.
 
     Args:
       run: The planned step on flat arrays as they are stored.
       compiled: What says where they are.
       devices: The mesh.
+      out_tree: The structure of its results.
       donate: Whether states are updated in place.
     """
 
-    def __init__(self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, donate: bool) -> None:
+    def __init__(
+        self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, out_tree: Any, donate: bool
+    ) -> None:
+        self._out_tree = out_tree
         plan, analysed = compiled.plan, compiled.analysed
         self._journalings = [
             Journaling(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
@@ -184,8 +111,8 @@ class SpreadRunner:
         """`jax.jit(...).lower` at the plan's shapes."""
         return self._run.lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types))
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
-        """Flat arguments (arrays or Tables), placed where need be; flat results."""
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments (arrays or Tables), placed where need be."""
         leaves, entries = self._journals(leaves)
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
@@ -204,7 +131,7 @@ class SpreadRunner:
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
-        return results
+        return self._out_tree.unflatten(results)
 
     def _separate(self, leaves: Sequence[Any], placed: list[Any]) -> None:
         """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself."""

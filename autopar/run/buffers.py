@@ -1,0 +1,76 @@
+"""Buffers of the state: what is done before they are given away, and what is said when they are used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.errors import DonatedStateError
+from autopar.run.lost_state import first_deleted
+from autopar.tables.kinds import copied
+
+
+def separated(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """State leaves, each with buffers of its own: it is to be updated in place by itself.
+
+    Args:
+      states: Flat leaves of the state.
+      others: All other leaves of the call.
+    """
+    return list(map(_separator(others), states))
+
+
+def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
+    """A function that copies a leaf whose buffer is another's, or was given to it before."""
+    seen: set[Any] = {b for tree in others for b in _buffers(tree)}
+
+    def own(leaf: Any) -> Any:
+        shared = seen.intersection(_buffers(leaf))
+        seen.update(_buffers(leaf))
+        return copied(leaf) if shared else leaf
+
+    return own
+
+
+def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
+    """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
+    if not isinstance(cause, DonatedStateError) and not any(told in str(cause) for told in ("deleted", "donated")):
+        return  # a step that failed itself has updated leaves in place, too
+    gone = first_deleted((args, dict(kwargs)))
+    if gone is not None:
+        raise DonatedStateError(
+            f"{name} got a state that it was given before ({gone}): a step updates its state in "
+            "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
+            "with parallelize(step, donate=False). If it is no state, say so: parallelize(step, batch_argnums=...)"
+        ) from cause
+
+
+def is_shared_buffer(error: Exception) -> bool:
+    """Whether JAX says that a buffer is donated twice, or donated and used."""
+    text = str(error)
+    return "donate" in text and any(told in text for told in ("same buffer", "same call", "twice", "also used"))
+
+
+def is_traced(leaf: Any) -> bool:
+    return jax_compat.is_tracer(leaf)
+
+
+def _buffers(tree: Any) -> list[Any]:
+    """Addresses of the buffers of all arrays in a tree."""
+    return [
+        address
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and not leaf.is_deleted() and leaf.size
+        for address in _addresses(leaf)
+    ]
+
+
+def _addresses(leaf: jax.Array) -> list[int]:
+    if jax_compat.is_key(leaf.dtype):
+        return [id(leaf)]
+    if len(leaf.sharding.device_set) == 1:
+        return [leaf.unsafe_buffer_pointer()]
+    return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]

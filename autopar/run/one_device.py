@@ -1,0 +1,101 @@
+"""`OneDeviceRunner`: calls a planned step on one device, and `Lowered`, its program for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar.backends.donation import donation_order, has_unread_states
+from autopar.interrupts import interruptible
+from autopar.ir.program import Program
+from autopar.run.buffers import is_shared_buffer, separated
+
+
+class OneDeviceRunner:
+    """Calls a planned step on flat arrays, under one `jax.jit`.
+
+    Args:
+      run: The planned step on flat arrays.
+      program: The analysed program, whose states are updated in place.
+      name: The step's, for JAX's messages and profiles.
+      out_tree: The structure of its results.
+      donate: Whether states are updated in place.
+    """
+
+    def __init__(
+        self, run: Callable[..., Sequence[Any]], program: Program, name: str, out_tree: Any, donate: bool
+    ) -> None:
+        order = donation_order(program.new_states, len(program.outputs))
+        self._is_in_order = list(order) == list(range(len(order)))
+        self._order = sorted(range(len(order)), key=order.__getitem__)
+        self._out_tree = out_tree
+        self._types = [v.type for v in program.block.inputs]
+        self._states = [k for k, given in enumerate(program.inputs) if given.role == "state"] if donate else []
+        self._is_new = True
+
+        def step(*leaves: Any) -> Any:
+            with interruptible():
+                results = run(*leaves)
+            return out_tree.unflatten(results) if self._is_in_order else [results[k] for k in order]
+
+        step.__name__ = step.__qualname__ = name
+        keep = donate and has_unread_states(program)
+        self._run = jax.jit(step, donate_argnums=tuple(self._states), keep_unused=keep)
+
+    def lower(self) -> Lowered:
+        """`jax.jit(...).lower` at the plan's shapes."""
+        shapes = (jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types)
+        return Lowered(self._run.lower(*shapes), self._results)
+
+    def was_exceeded(self) -> bool:
+        """Never: no capacity is measured."""
+        return False
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments."""
+        if self._is_new:  # XLA on CPUs doesn't always say that buffers are shared
+            leaves, self._is_new = self._separated(leaves), False
+        try:
+            return self._results(self._run(*leaves))
+        except (RuntimeError, ValueError) as error:
+            if not is_shared_buffer(error) or any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+                raise
+            return self._results(self._run(*self._separated(leaves)))
+
+    def _results(self, found: Any) -> Any:
+        """The step's, of what was returned to JAX, whose own way to a tree is the faster one."""
+        return found if self._is_in_order else self._out_tree.unflatten([found[k] for k in self._order])
+
+    def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        if not self._states:
+            return leaves
+        found = list(leaves)
+        others = [x for k, x in enumerate(leaves) if k not in set(self._states)]
+        for k, own in zip(self._states, separated([leaves[k] for k in self._states], others), strict=True):
+            found[k] = own
+        return found
+
+
+class Lowered:
+    """A stage of a step's compilation (`jax.stages.Lowered` or `Compiled`), with the user's arguments and results."""
+
+    def __init__(self, stage: Any, results: Callable[[Any], Any]) -> None:
+        self._stage, self._results = stage, results
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, of what is compiled; static arguments are left out."""
+        return self._results(self._stage(*jax.tree.leaves((args, kwargs))))
+
+    def compile(self, *args: Any, **kwargs: Any) -> Lowered:
+        """As of `jax.stages.Lowered`."""
+        return Lowered(self._stage.compile(*args, **kwargs), self._results)
+
+    @property
+    def out_info(self) -> Any:
+        """As of `jax.stages.Lowered`."""
+        return self._results(self._stage.out_info)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
