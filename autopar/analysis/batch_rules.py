@@ -126,6 +126,11 @@ def _gather(equation: Equation, k: int, axis: int) -> int | None:
     return numbers.offset_dims[[d for d in range(len(shape)) if d not in gone].index(axis)]
 
 
+def _lookup(equation: Equation, k: int, axis: int) -> int | None:
+    """Of rows: along with the ids by which it is spread."""
+    return equation.params["spread"] if k == 2 and axis == equation.params["batch"] else None
+
+
 def _gather_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
     numbers = equation.params["dimension_numbers"]
     return list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -184,6 +189,7 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "transpose": _transpose,
     "squeeze": _squeeze,
     "gather": _gather,
+    "ap.lookup": _lookup,
     "dot_general": _dot,
     "conv_general_dilated": _convolve,
     "stack": _stack,

@@ -41,6 +41,10 @@ def _is_integer(params: _Params, operands: Sequence[Any]) -> bool:
     return not jax_compat.is_key(operands[0].dtype) and np.dtype(operands[0].dtype).kind in "iu"
 
 
+def _is_float(params: _Params, operands: Sequence[Any]) -> bool:
+    return jax_compat.is_float(operands[0].dtype)
+
+
 def _starts_anywhere(skipped: int) -> _Test:
     """Whether a start, after the arrays, is no number that is known to be in range."""
 
@@ -57,6 +61,10 @@ def _in_range(start: Any, room: int) -> bool:
 
 
 _SPREAD_WINDOWS = "a reduction of windows"
+_MAXIMUM = "a maximum or minimum, which may be NaN,"
+CUMULATIVE = "a cumulative reduction"
+#: Got wrong only along an axis that is spread.
+ALONG_SPREAD = frozenset({_MAXIMUM, CUMULATIVE})
 #: Primitive -> (which equations are got wrong, what they are in words).
 MISPARTITIONED: Mapping[str, tuple[_Test, str]] = {
     # Wrong with one input feature a group (gradients by example of a convolution's weights: silently); the process is
@@ -77,12 +85,17 @@ MISPARTITIONED: Mapping[str, tuple[_Test, str]] = {
     # The initial value is taken in once by each device.
     "reduce": (_always, "a reduction by a function"),
     # "Unsupported reduction computation".
-    **dict.fromkeys(("reduce_and", "reduce_or", "reduce_xor"), (_is_integer, "a bitwise reduction")),
+    **dict.fromkeys(("reduce_and", "reduce_or"), (_is_integer, "a bitwise reduction")),
+    "reduce_xor": (_always, "a bitwise reduction"),
+    # An AllReduce of a maximum drops NaN.
+    **dict.fromkeys(("reduce_max", "reduce_min", "scatter-max", "scatter-min"), (_is_float, _MAXIMUM)),
+    # Of two that read one array, as cumsum and cumprod, one is padded with the other's initial value (0.10.2).
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), (_always, CUMULATIVE)),
     # An abort where the transform's own axis is spread.
     "fft": (_always, "a Fourier transform"),
 }
 #: Equations that say themselves what each device does.
-_MANUAL = frozenset({"shard_map"})
+_MANUAL = frozenset({"shard_map", "custom_partitioning", "pallas_call"})
 
 
 def mispartitioned(equation: Equation) -> str | None:

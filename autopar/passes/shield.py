@@ -1,25 +1,29 @@
 """Keep from XLA's partitioner what it gets wrong (`analysis.mispartitioned`).
 
 Some equations are written otherwise, so that XLA gets them right: a start is brought into its range first, a pad that
-cuts becomes a pad and a slice. Any other one is run by each device by itself. It becomes the body of an `ap.isolated`
-equation, on each device's share of the operands: those along the examples, where the batch is known to lie so that
-shares stay shares (or partial sums, which are then added up); else each device has all of every operand, and all do the
-same. Either is right wherever XLA has the values, which it brings there.
+cuts becomes a pad and a slice, a maximum is NaN if any element is, a cumulative reduction has an operand of its own.
+Any other one is run by each device by itself. It becomes the body of an `ap.isolated` equation, on each device's share
+of the operands: those along the examples, where the batch is known to lie so that shares stay shares (or partial sums,
+which are then added up); else each device has all of every operand, and all do the same. Either is right wherever XLA
+has the values, which it brings there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch import BatchAxes, follow_batch
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
-from autopar.analysis.mispartitioned import mispartitioned
+from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartitioned
 from autopar.analysis.rules import RESIZE, resized
+from autopar.ir.expand import expand
 from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 
@@ -35,7 +39,7 @@ def shield(program: Program, plan: Plan, devices: int) -> tuple[Program, tuple[s
     Returns:
       The program, and what was isolated, in words; none if it is as it was.
     """
-    if not any(mispartitioned(e) or _loses_nan(e) for e in program.block.walk()):
+    if not any(map(mispartitioned, program.block.walk())):
         return program, ()
     walk = _Shield(_batch_axes(program, plan, devices), devices)
     block = walk.block(program.block)
@@ -43,12 +47,13 @@ def shield(program: Program, plan: Plan, devices: int) -> tuple[Program, tuple[s
 
 
 def _batch_axes(program: Program, plan: Plan, devices: int) -> Mapping[Var, int]:
-    """Where the batch lies; in a rank's own program, whose variables are new ones, it is followed once more."""
+    """Where the batch lies, followed once more: passes have made variables since it was."""
     if program.local is None:
-        return program.batch
-    inputs = zip(program.block.inputs, plan.placements, strict=False)
-    pairs = [(v, k, axis) for k, (v, axis) in enumerate(inputs) if axis is not None and v not in program.local.owned]
-    axes: BatchAxes = {v: axis for v, _, axis in pairs if v.shape[axis] % devices == 0}
+        axes: BatchAxes = {v: program.batch[v] for v in program.block.inputs if v in program.batch}
+    else:
+        inputs = zip(program.block.inputs, plan.placements, strict=False)
+        pairs = [(v, axis) for v, axis in inputs if axis is not None and v not in program.local.owned]
+        axes = {v: axis for v, axis in pairs if v.shape[axis] % devices == 0}
     follow_batch(program.block.equations, axes, devices=devices)
     return axes
 
@@ -66,22 +71,26 @@ class _Shield:
 
     def _equation(self, equation: Equation) -> Sequence[Equation]:
         name = mispartitioned(equation)
-        if name is not None and equation.op in _REWRITES:
+        if name in ALONG_SPREAD and self._is_apart(equation):
+            return (equation,)
+        # XLA accumulates along the examples in a time that is quadratic in their number.
+        is_slow = name == CUMULATIVE and equation.inputs[0] in self._axes
+        if name is not None and equation.op in _REWRITES and not is_slow:
             self.told.append(f"{name} ({equation.where}) is written otherwise")
             return _REWRITES[equation.op](equation)
         if name is not None:
             return (self._isolated(equation, name),)
-        if _loses_nan(equation) and self._is_across(equation):
-            return (self._isolated(equation, "a maximum or minimum over examples, which may be NaN"),)
         bodies = tuple(map(self.block, equation.bodies))
         if all(new.equations == old.equations for new, old in zip(bodies, equation.bodies, strict=True)):
             return (equation,)
         return (dataclasses.replace(equation, bodies=bodies, original=None),)
 
-    def _is_across(self, equation: Equation) -> bool:
-        """Whether it reduces over the examples, as far as is known."""
-        operand = equation.inputs[0]
-        return isinstance(operand, Var) and self._axes.get(operand) in equation.params["axes"]
+    def _is_apart(self, equation: Equation) -> bool:
+        """Whether each device's results are known to be of its own examples alone."""
+        if not any(isinstance(a, Var) for a in equation.inputs):
+            return True
+        _, placed = self._placed(equation)
+        return placed is not None and placed.axis != SUMMED
 
     def _isolated(self, equation: Equation, name: str) -> Equation:
         given, placed = self._placed(equation)
@@ -131,11 +140,6 @@ class _Shield:
         return [None] * len(equation.inputs), None
 
 
-def _loses_nan(equation: Equation) -> bool:
-    """Whether a NaN may be lost between devices: their maximum is the collective's, which doesn't care."""
-    return equation.op in ("reduce_max", "reduce_min") and jax_compat.is_float(equation.inputs[0].dtype)
-
-
 def _clamped(equation: Equation) -> Sequence[Equation]:
     """Starts are brought into range."""
     operand = equation.inputs[0]
@@ -169,10 +173,47 @@ def _padded_and_cut(equation: Equation) -> Sequence[Equation]:
     return pad, dataclasses.replace(equation, op="slice", inputs=(wide,), params=params, primitive=jax_compat.slice_p)
 
 
+def _accumulated_alone(equation: Equation) -> Sequence[Equation]:
+    """The operand is one that no other equation has."""
+
+    def accumulated(x: Any) -> Any:
+        return jax_compat.bind(equation.primitive, (jax.lax.optimization_barrier(x),), equation.params)[0]
+
+    return expand(accumulated, equation, equation.inputs, equation.outputs[0])
+
+
+def _reduced_with_nan(equation: Equation) -> Sequence[Equation]:
+    """A maximum or minimum, and whether there is a NaN."""
+
+    def reduced(x: Any) -> Any:
+        (found,) = jax_compat.bind(equation.primitive, (x,), equation.params)
+        is_nan = jax.lax.reduce_or(jax.lax.ne(x, x), equation.params["axes"])
+        return jax.lax.select(is_nan, jax.lax.full_like(found, np.nan), found)
+
+    return expand(reduced, equation, equation.inputs, equation.outputs[0])
+
+
+def _scattered_with_nan(equation: Equation) -> Sequence[Equation]:
+    """The same of each element: whether there is a NaN is a maximum of integers."""
+    same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = {name: equation.params[name] for name in same}
+
+    def scattered(operand: Any, indices: Any, updates: Any) -> Any:
+        (found,) = jax_compat.bind(equation.primitive, (operand, indices, updates), equation.params)
+        old, new = (jax.lax.convert_element_type(jax.lax.ne(x, x), np.int32) for x in (operand, updates))
+        is_nan = jax.lax.gt(jax.lax.scatter_max(old, indices, new, **params), np.int32(0))
+        return jax.lax.select(is_nan, jax.lax.full_like(found, np.nan), found)
+
+    return expand(scattered, equation, equation.inputs, equation.outputs[0])
+
+
 _REWRITES: Mapping[str, Callable[[Equation], Sequence[Equation]]] = {
     "dynamic_slice": _clamped,
     "dynamic_update_slice": _clamped,
     "pad": _padded_and_cut,
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _accumulated_alone),
+    **dict.fromkeys(("reduce_max", "reduce_min"), _reduced_with_nan),
+    **dict.fromkeys(("scatter-max", "scatter-min"), _scattered_with_nan),
 }
 
 

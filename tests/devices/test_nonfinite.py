@@ -53,16 +53,18 @@ def test_what_is_not_finite(method: str, emit: str) -> None:
     assert planned.plan is not None and planned.plan.lifts
 
 
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
 @pytest.mark.parametrize("op", ["max", "min"])
-def test_a_maximum_over_devices_keeps_a_nan(op: str) -> None:
+def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
     """XLA's own AllReduce of a maximum loses it on CPUs."""
 
     def metric(state: Any, batch: Any) -> Any:
         g = jax.grad(lambda t: jnp.sum(t[batch["ids"]] * batch["weights"]))(state)
-        return state - g, (getattr(jnp, op)(batch["weights"]), getattr(jnp, op)(g))
+        seen = state[batch["ids"]] * batch["weights"]
+        return state - g, tuple(getattr(jnp, op)(x) for x in (batch["weights"], g, seen))
 
-    planned = autopar.parallelize(metric, strategy="ps", mesh=mesh_of(4), donate=False, emit="pmap")
+    planned = autopar.parallelize(metric, strategy="ps", mesh=mesh_of(4), donate=False, emit=emit)
     batch = batch_of(False, 1.0, np.nan)
     batch = {"ids": batch["ids"], "weights": batch["weights"]}
     _, mine = planned(np.ones((V, D), np.float32), batch)
-    assert np.isnan(mine).tolist() == [True, True]
+    assert np.isnan(mine).tolist() == [True, True, True]
