@@ -5,6 +5,13 @@ Every message says what is wrong, where (the user's file and line, where there i
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import jax
+
 
 class AutoparError(Exception):
     """Base class of all errors that autopar raises on purpose."""
@@ -83,3 +90,15 @@ class CapacityWarning(UserWarning):
 
 class AlphaDriftWarning(UserWarning):
     """Batches touch many more or many fewer rows of a table than the one that the plan was made by."""
+
+
+#: Where frames are no place of the user's: autopar itself, and JAX, which calls it back.
+_OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, jax.__file__))
+
+
+def warn(message: str, kind: type[Warning]) -> None:
+    """Warn at the line of the user's that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, kind, stacklevel=level)

@@ -54,7 +54,8 @@ class Handler:
         self.previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupts.holds(number, frame):
+        # A handler of the user's that was set since, and calls this one, is answered: it is called once a signal.
+        if _signal.getsignal(number) is self and self._interrupts.holds(number, frame):
             return
         self._interrupts.answer(number, frame, self.previous)
 

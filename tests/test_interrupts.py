@@ -220,6 +220,10 @@ def test_handlers_of_the_users_are_called_once_after_the_call(number: int) -> No
     _given(lambda: _interrupt(number))
     _wait(lambda: len(seen) == 4)
     assert seen[2:] == ["chained", "given"]
+    os.kill(os.getpid(), number)  # outside of a call
+    _wait(lambda: len(seen) >= 6)
+    time.sleep(0.05)
+    assert seen[4:] == ["chained", "given"], "each is called once a signal"
 
 
 def test_a_loops_handlers_are_called_once() -> None:

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.tables.leaf import TableLeaf
 
 from .interrupting import Loop, lookup_step
 
@@ -93,6 +94,16 @@ def test_leaves_of_every_kind() -> None:
     pointers = [x.unsafe_buffer_pointer() for x in arrays if x.size and x is not tree["twice"]]
     assert len(set(pointers)) == len(pointers)
     assert jax.eval_shape(lambda t: autopar.materialize(t), {"a": jnp.ones(3)})["a"].shape == (3,)
+
+
+@pytest.mark.parametrize("name", ["deferred", "hosts"])
+def test_tables_are_compared_by_elements(name: str) -> None:
+    """As arrays are, whichever stands on the left; a set or a mapping of tables goes by which they are."""
+    table = next(x for x in jax.tree.leaves(trained(name).state) if isinstance(x, TableLeaf))
+    array = np.asarray(table)
+    assert np.all(table == array) and np.all(array == table)
+    assert not np.any(table != array) and not np.any(array != table)
+    assert not np.any(table == array + 1) and {table: 1}[table] == 1
 
 
 def test_a_state_that_is_gone_is_named() -> None:

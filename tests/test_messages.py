@@ -197,8 +197,9 @@ def test_a_step_that_is_a_method(trainer: Any) -> None:
     assert trainer.step.name == "plain"
     np.testing.assert_allclose(trainer.step.__wrapped__(make_table(), IDS)[0], expected, rtol=1e-6)
     if isinstance(trainer, Trainer):
-        with pytest.warns(autopar.RecompileWarning, match="a static argument changed"):
+        with pytest.warns(autopar.RecompileWarning, match="a static argument changed") as warned:
             other = Trainer(0.2).step(make_table(), IDS)[0]
+        assert warned[0].filename == __file__
         np.testing.assert_allclose(other, Trainer.plain(Trainer(0.2), make_table(), IDS)[0], rtol=1e-6)
 
 
@@ -298,8 +299,9 @@ def test_a_state_that_is_not_recognised_is_told_of(step: Any, arguments: Any, to
     """And nothing is told of evaluation functions, whatever the form of what they return (warnings are errors here)."""
     planned = autopar.parallelize(step)
     if told:
-        with pytest.warns(autopar.StateWarning, match=told):
+        with pytest.warns(autopar.StateWarning, match=told) as warned:
             planned(*arguments)
+        assert warned[0].filename == __file__, "the line that called the step"
         named = re.search(r"\((.*)\)", told.replace("\\", ""))
         assert named is not None
         places = tuple(int(k) for k in named[1].split(",") if k)

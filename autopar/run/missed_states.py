@@ -12,7 +12,6 @@ brings two such arguments back. Evaluation functions do neither.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.flow import carried
-from autopar.errors import StateWarning
+from autopar.errors import StateWarning, warn
 from autopar.ir.program import Block
 from autopar.run.arguments import Argument, Call, alike, tops, type_of
 
@@ -29,7 +28,7 @@ def warn_of_missed_states(name: str, call: Call, outputs: Any, block: Block, bat
     """Warn of arguments that may be the state of a step of which nothing was recognised as such; as `missed_states`."""
     found = missed_states(call, outputs, block, batches)
     if found:
-        warnings.warn(_told(name, found), StateWarning, stacklevel=5)
+        warn(_told(name, found), StateWarning)
 
 
 def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> list[Argument]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import jax
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.compile import Options
-from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError
+from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError, warn
 from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.plan import Plan
 from autopar.launch.progress import mark
@@ -207,11 +206,10 @@ class ParallelStep:
             grown = self._again(entry, entry.example, 2 * entry.headroom)
         pairs = zip(entry.compiled.plan.families, grown.compiled.plan.families, strict=True)
         shown = ", ".join(f"{a.capacity} to {b.capacity}" for a, b in pairs if a.capacity != b.capacity)
-        warnings.warn(
+        warn(
             f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
             f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",
             CapacityWarning,
-            stacklevel=6,
         )
         return grown
 
@@ -228,7 +226,7 @@ class ParallelStep:
         if watch.replan == "auto" and entry.devices is not None:
             again = self._again(entry, entry.example_of(leaves), entry.headroom)
             remedy = f"The plan is made again, by this call's batch: {again.compiled.plan.changes(entry.compiled.plan)}"
-        warnings.warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning, stacklevel=5)
+        warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
 
     def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
         """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
@@ -260,7 +258,7 @@ class ParallelStep:
                 f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and compiled "
                 f"anew ({change}). Pad the batches to a few sizes"
             )
-        warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=8)
+        warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

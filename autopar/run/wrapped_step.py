@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import abc
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import ArgumentsError, RecompileWarning
+from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
 from autopar.run.bound_step import BoundStep
 from autopar.run.entry import Entry
@@ -85,7 +84,7 @@ class WrappedStep(abc.ABC):
                     f"{change}. {remedy}"
                 )
             if self.steps:
-                warnings.warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning, stacklevel=5)
+                warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
             step = self.steps[fixed] = make()
         self._latest = step
         return step

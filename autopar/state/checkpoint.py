@@ -10,14 +10,13 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning
+from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning, warn
 from autopar.launch.progress import PROGRESS, mark
 from autopar.launch.together import led, together
 from autopar.mpi.world import World, world
@@ -270,9 +269,8 @@ def _warn_of_unchecked(version: Path, manifest: Manifest) -> None:
     unchecked = [file.name for file in manifest.files if file.crc32 is None]
     if unchecked or manifest.format == 1:
         files = f"{len(unchecked)} of its files ({unchecked[0]}, ...)" if unchecked else "its manifest"
-        warnings.warn(
+        warn(
             f"{version} was saved by autopar {manifest.autopar}, which made no checksums of {files}: a damaged byte "
             "there isn't noticed. Save the state again to have them",
             UncheckedWarning,
-            stacklevel=3,
         )

@@ -59,6 +59,9 @@ class TableLeaf(abc.ABC):
         """Bytes of the table, spare rows excepted."""
         return self.size * self.dtype.itemsize
 
+    #: By identity, as those of containers must be: `==` compares elements.
+    __hash__ = object.__hash__
+
     def __bool__(self) -> bool:
         if self.size != 1:
             raise ValueError(f"a table of {self.size} elements is neither true nor false: ask for `is None`, or any()")
@@ -82,5 +85,6 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *"lt le gt ge neg pos abs invert".split()):
+_OTHERS = "eq ne lt le gt ge neg pos abs invert".split()
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
     setattr(TableLeaf, f"__{_name}__", _operator(f"__{_name}__"))
