@@ -67,11 +67,11 @@ def _is_infinite(bad: BadRecipe) -> bool:
     return bool(np.isinf(bad.number)) or (bad.number == 0 and "divided" in bad.recipe.where)
 
 
-def _in_a_loop(bad: BadRecipe) -> bool:
-    """Whether the number meets gradients of the examples in a loop or branch."""
+def _is_nested(bad: BadRecipe) -> bool:
+    """Whether the number meets gradients of the examples in a loop, a branch or a checkpoint."""
     part, _ = WHERE[bad.recipe.where]
-    loops = bad.recipe.gradient in ("microbatches", "loop", "remat in a loop")
-    return bad.recipe.where in ("gradient in a scan", "gradient in a branch") or (loops and part != "gradient")
+    inside = bad.recipe.gradient != "direct" and part != "gradient"
+    return inside or bad.recipe.where.endswith(("in a scan", "in a branch", "in a checkpoint"))
 
 
 def _one_hot_forward(bad: BadRecipe) -> bool:
@@ -90,7 +90,7 @@ LIMITS: Mapping[str, Callable[[BadRecipe, str], bool]] = {
     "hosts: reductions take the padding row for all untouched ones": lambda b, at: at == "hosts" and _rows_hide(b),
     "XLA's AllReduce of a maximum loses a NaN": lambda b, at: at == "pjit" and b.recipe.metric == "maximum",
     "pmap: where a partial sum is 0, infinity times it is NaN": (
-        lambda b, at: at == "pmap" and _is_infinite(b) and _in_a_loop(b)
+        lambda b, at: at == "pmap" and _is_infinite(b) and _is_nested(b)
     ),
     "a one-hot product spreads a table's infinities to all examples": lambda b, at: _one_hot_forward(b),
 }
