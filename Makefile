@@ -3,6 +3,7 @@
 #   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
 #   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
 #   make test            the tests           (ARGS="-k rules" passes flags on)
+#   make test-all        the same and those that take minutes: many more random programs
 #   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
 #   make bench           the benchmarks
 #   make lint            ruff, basedpyright, import-linter
@@ -14,7 +15,7 @@ ARGS   ?=
 RANKS  ?= 4
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-mpi test test-versions bench lint clean
+.PHONY: demo demo-mpi test test-all test-versions bench lint clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
@@ -26,6 +27,9 @@ demo-mpi: $(VENV)/.installed-demo $(VENV)/.installed-mpi
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 $(ARGS) || test $$? = 5
 	$(BIN)/python -m pytest -n 2 tests/devices $(ARGS) || test $$? = 5
+
+test-all:
+	$(MAKE) test ARGS='-m "long or not long" $(ARGS)'
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -140,3 +140,24 @@ def pairs(text: str) -> dict[int, int]:
     """Result -> parameter whose buffer it takes, of a compiled program."""
     header = text.splitlines()[0]
     return {int(a): int(b) for a, b in re.findall(r"\{(\d+)\}: \((\d+), \{\}, \w+-alias\)", header)}
+
+
+def check_steps(case: Case, planned: Any, *, first: bool) -> int:
+    """Three steps: each writes where the last one wrote, and the numbers are plain ones.
+
+    Args:
+      first: Whether the first one writes where the states were, too.
+
+    Returns:
+      How many leaves the states have.
+    """
+    mine, theirs = case.states(), case.states()
+    plain = jax.jit(case.step)
+    where = buffers(mine) if first else None
+    for _ in range(3):
+        found, wanted = planned(*mine, IDS), plain(*theirs, IDS)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6), found, wanted)
+        mine, theirs = case.new(found), case.new(wanted)
+        assert where is None or buffers(mine) == where
+        where = buffers(mine)
+    return len(where or ())

@@ -1,13 +1,13 @@
 """Random train steps: a `Recipe` names row-parallel equations on the table, lookups of many kinds, what is done to what
 was looked up, a loss, a way to take the gradient (directly, rematerialised, over microbatches, through a loop), and an
-optimizer written by hand. All are sparse by nature, but for optimizers that move the table as a whole.
+optimizer written by hand. All are sparse by nature, but for optimizers that move the table as a whole. A number of the
+batch, which needn't be finite, may enter anywhere (`bad_ingredients`; drawn by `bad_recipes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,13 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-ROWS, WIDTH, IDS, PARTS = 11, 3, 4, 2
-Tree = Any
+from . import bad_ingredients as bad
+from .ingredients import AFTER, CHAIN, GRADIENTS, ID_KINDS, IDS, LOOKUPS, LOSSES, OPTIMIZERS, PARTS, ROWS, WIDTH, Tree
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a random step is made of: names in the tables below."""
+    """What a random step is made of: names in the tables of `ingredients` and `bad_ingredients`."""
 
     chain: tuple[str, ...]
     lookups: tuple[tuple[str, str], ...]
@@ -32,115 +32,8 @@ class Recipe:
     tables: int
     repeated: bool
     seed: int
-    bad: str = "nothing"
-
-
-# --- what the batch's own number, which may not be finite, meets ---
-
-
-@jax.custom_vjp
-def _backward(x: jax.Array, bad: jax.Array) -> jax.Array:
-    """Times the number in the backward pass only."""
-    return x
-
-
-_backward.defvjp(lambda x, bad: (x, bad), lambda bad, g: (g * bad, jnp.zeros_like(bad)))
-
-
-def _every_other_row(g: jax.Array, bad: jax.Array) -> jax.Array:
-    odd = (jnp.arange(g.shape[0]) % 2 == 1) if g.ndim else jnp.zeros((), bool)
-    return jnp.where(odd[:, None] if g.ndim == 2 else odd, g * bad, g)
-
-
-#: (part of the step, what is done to it); the number is 1 in a step where nothing is to happen.
-BAD: Mapping[str, tuple[str, Callable[[jax.Array, jax.Array], jax.Array]]] = {
-    "nothing": ("", lambda x, bad: x),
-    "loss": ("loss", lambda x, bad: x * bad),
-    "one example": ("rows", lambda x, bad: x.at[1].multiply(bad)),
-    "table, backward": ("table", _backward),
-    "table, backward in a checkpoint": ("table", lambda x, bad: jax.checkpoint(_backward)(x, bad)),
-    "table in a branch": ("table", lambda x, bad: lax.cond(bad == 1, lambda x: x, lambda x: _backward(x, bad), x)),
-    "gradient": ("gradient", lambda x, bad: x * bad),
-    "gradient divided": ("gradient", lambda x, bad: x / (1 / bad)),
-    "gradient by rows": ("gradient", _every_other_row),
-    "gradient by what a row holds": ("gradient", lambda x, bad: jnp.where(jnp.cos(x) < 2, x * bad, x)),
-}
-
-
-# --- the table before it is looked up: rows stay rows ---
-
-CHAIN: Mapping[str, Callable[[Tree, jax.Array], jax.Array]] = {
-    "scaled by a scalar": lambda p, t: t * p["scale"],
-    "cast": lambda p, t: t.astype(jnp.float16).astype(jnp.float32),
-    "tanh": lambda p, t: jnp.tanh(t),
-    "leaky": lambda p, t: jnp.where(t > 0, t, 0.1 * t),
-    "padding row masked": lambda p, t: t * (jnp.arange(ROWS) != 0)[:, None],
-    "mask from outside": lambda p, t: jnp.where(jnp.asarray(np.arange(ROWS) % 3 > 0)[:, None], t, 0.0),
-    "normalised": lambda p, t: t / jnp.sqrt(jnp.sum(t * t, axis=1, keepdims=True) + 1e-3),
-    "centred": lambda p, t: t - t.mean(axis=1, keepdims=True),
-    "softmax over columns": lambda p, t: jax.nn.softmax(t, axis=1),
-    "projected": lambda p, t: t @ p["w"],
-    "reshaped": lambda p, t: (t.reshape(ROWS, 1, WIDTH) + jnp.arange(3.0)).reshape(ROWS, WIDTH),
-    "transposed twice": lambda p, t: (t.T * jnp.array([[0.5], [1.5], [1.0]])).T,
-    "clipped": lambda p, t: jnp.clip(t, -0.9, 0.9),
-    "columns swapped": lambda p, t: jnp.concatenate([t[:, 1:], t[:, :1]], axis=1),
-    "checkpointed": lambda p, t: jax.checkpoint(jnp.sin)(t),
-}
-
-# --- lookups: (table, ids[IDS]) -> [IDS, WIDTH] ---
-
-LOOKUPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "index": lambda t, i: t[i],
-    "fill": lambda t, i: t.at[i].get(mode="fill", fill_value=0.5),
-    "clip": lambda t, i: t.at[i].get(mode="clip"),
-    "take": lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
-    "columns too": lambda t, i: t[i, jnp.abs(i) % WIDTH][:, None] * jnp.ones((1, WIDTH)),
-    "of the transpose": lambda t, i: t.T[:, i].T,
-    "one row": lambda t, i: jnp.broadcast_to(t[i[0]], (IDS, WIDTH)),
-    "dynamic slice": lambda t, i: lax.dynamic_slice_in_dim(t, i[1], IDS),
-    "static rows": lambda t, i: t[2 : 2 + IDS],
-    "every other row": lambda t, i: t[1 : 2 * IDS : 2],
-    "vmapped": lambda t, i: jax.vmap(lambda k: t[k])(i),
-    "one-hot": lambda t, i: jax.nn.one_hot(i % ROWS, ROWS) @ t,
-    "in a checkpoint": lambda t, i: jax.checkpoint(lambda t: jnp.sin(t[i]))(t),
-    "in a branch": lambda t, i: lax.cond(i[0] > 2, lambda: t[i], lambda: 2 * t[i[::-1]]),
-    "two dimensions": lambda t, i: t[i.reshape(2, 2)].reshape(IDS, WIDTH),
-}
-
-#: What is done to the ids of the batch, which reach from -ROWS - 3 to ROWS + 3.
-ID_KINDS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "as they are": lambda i, k: i,
-    "modulo": lambda i, k: i % ROWS,
-    "by the step": lambda i, k: (i + 3 * k) % ROWS,
-    "masked": lambda i, k: jnp.where(i < 5, i, 0),
-    "bytes": lambda i, k: jnp.abs(i).astype(jnp.uint8),
-    "sorted": lambda i, k: jnp.sort(i),
-    "shifted": lambda i, k: jnp.pad(i[:-1], (1, 0)),
-    "sampled": lambda i, k: jax.random.randint(jax.random.fold_in(jax.random.key(5), k), (IDS,), 0, ROWS),
-    "all equal": lambda i, k: jnp.full_like(i, 4),
-}
-
-#: What is done to the rows that were looked up: `[IDS, WIDTH]` stays `[IDS, WIDTH]`.
-AFTER: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "nothing": lambda h: h,
-    "first dropped": lambda h: jnp.concatenate([h[1:], h[:1] * 2]),
-    "padded": lambda h: jnp.pad(h[:-1], ((1, 0), (0, 0))),
-    "one column": lambda h: h - h[:, :1],
-    "one position": lambda h: h * jnp.tanh(h[2]),
-    "some positions": lambda h: h[jnp.array([3, 0, 0, 1])],
-    "dynamic position": lambda h: h + lax.dynamic_index_in_dim(h, jnp.argmax(h[:, 0]), 0),
-    "summed up": lambda h: jnp.cumsum(h, axis=0),
-    "sorted": lambda h: jnp.sort(h, axis=0),
-    "attention": lambda h: jax.nn.softmax(h @ h.T, axis=-1) @ h,
-    "halves": lambda h: jnp.concatenate([part * (k + 1) for k, part in enumerate(jnp.split(h, 2))][::-1]),
-    "set": lambda h: h.at[0].set(h[1]),
-}
-
-LOSSES: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "square": lambda h, y: jnp.mean((h - y) ** 2),
-    "logistic": lambda h, y: jnp.mean(jnp.logaddexp(0.0, -h * jnp.sign(y))),
-    "softmax": lambda h, y: -jnp.mean(jnp.sum(jax.nn.log_softmax(h) * jax.nn.softmax(y), axis=1)),
-}
+    where: str = "nowhere"
+    metric: str = "none"
 
 
 PLAIN = Recipe((), (("index", "as they are"),), "nothing", "square", "direct", "sgd", 1, False, 0)
@@ -150,138 +43,47 @@ def _tables(recipe: Recipe) -> list[str]:
     return [f"table{k}" for k in range(recipe.tables)]
 
 
-def _loss(recipe: Recipe, params: Tree, ids: jax.Array, y: jax.Array, step: jax.Array, bad: jax.Array) -> jax.Array:
+def _loss(
+    recipe: Recipe, params: Tree, ids: jax.Array, labels: tuple[jax.Array, jax.Array], step: jax.Array
+) -> jax.Array:
+    y, number = labels
     total = jnp.zeros((IDS, WIDTH))
     for name in _tables(recipe):
         table = params[name]
         for link in recipe.chain:
-            table = CHAIN[link](params, table)
-        table = _bad(recipe, "table", table, bad)
+            table = bad.CHAIN[link](params, table)
+        table = _enter(recipe, "table", table, number)
         for lookup, kind in recipe.lookups:
-            total = total * 0.7 + LOOKUPS[lookup](table, ID_KINDS[kind](ids, step))
-    total = AFTER[recipe.after](_bad(recipe, "rows", total, bad))
-    return _bad(recipe, "loss", LOSSES[recipe.loss](total @ params["w"] + params["bias"], y), bad)
+            total = total * 0.7 + bad.LOOKUPS[lookup](table, ID_KINDS[kind](ids, step))
+    total = AFTER[recipe.after](_enter(recipe, "rows", total, number))
+    loss = LOSSES[recipe.loss](total @ params["w"] + params["bias"], _enter(recipe, "labels", y, number))
+    return _enter(recipe, "loss", loss, number)
 
 
-def _bad(recipe: Recipe, part: str, value: jax.Array, bad: jax.Array) -> jax.Array:
-    where, change = BAD[recipe.bad]
-    return change(value, bad) if where == part else value
-
-
-# --- gradients ---
-
-
-def _direct(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
-    return jax.value_and_grad(loss)(params, ids[0], y[0])
-
-
-def _remat(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
-    return jax.value_and_grad(jax.checkpoint(loss))(params, ids[0], y[0])
-
-
-def _microbatches(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
-    def body(carry: Tree, part: Any) -> tuple[Tree, None]:
-        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(params, *part)), None
-
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    return lax.scan(body, zeros, (ids, y))[0]
-
-
-def _loop(loss: Any, params: Tree, ids: jax.Array, y: jax.Array, wrap: Any = lambda body: body) -> tuple[Any, Tree]:
-    def total(params: Tree) -> jax.Array:
-        def body(carry: jax.Array, part: Any) -> tuple[jax.Array, None]:
-            return carry * 0.5 + loss(params, *part), None
-
-        return lax.scan(wrap(body), jnp.zeros(()), (ids, y))[0]
-
-    return jax.value_and_grad(total)(params)
-
-
-def _remat_loop(loss: Any, params: Tree, ids: jax.Array, y: jax.Array) -> tuple[jax.Array, Tree]:
-    return _loop(loss, params, ids, y, jax.checkpoint)
-
-
-GRADIENTS = {
-    "direct": _direct,
-    "remat": _remat,
-    "microbatches": _microbatches,
-    "loop": _loop,
-    "remat in a loop": _remat_loop,
-}
-
-# --- optimizers: (param, grad, slot, step, norm of all grads) -> (param, slot) ---
-
-
-def _adagrad(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    s = s + g * g
-    return p - 0.1 * g / (jnp.sqrt(s) + 1e-3), s
-
-
-def _row_adagrad(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    """One accumulator a row."""
-    s = s + jnp.mean(g * g, axis=-1)
-    return p - 0.1 * g * lax.rsqrt(s + 1e-3)[..., None], s
-
-
-def _clipped(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    return p - 0.3 * g * jnp.minimum(1.0, 0.05 / norm), s
-
-
-def _scheduled(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    rate = jnp.where(step < 1, 0.2, 0.4 / jnp.sqrt(1.0 + step))
-    return p - rate * jnp.clip(g, -0.05, 0.05), s
-
-
-def _guarded(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    fine = jnp.isfinite(norm) & (norm > 1e-9)
-    return jnp.where(fine, p - 0.1 * g, p), jnp.where(fine, s + jnp.abs(g), s)
-
-
-def _last_gradient(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    """A slot that is zero on the rows that the last step didn't touch."""
-    return p - 0.1 * jnp.where(g * s < 0, 0.5 * g, g), g
-
-
-def _poisoned(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    """The second step's scale is infinite: untouched rows become NaN in plain JAX, and so they must here."""
-    return p + g * (0.1 / (step.astype(jnp.float32) - 1.0)), s
-
-
-def _momentum(p: jax.Array, g: jax.Array, s: jax.Array, step: jax.Array, norm: jax.Array) -> tuple[Any, Any]:
-    s = 0.9 * s + g
-    return p - 0.1 * s, s
-
-
-OPTIMIZERS = {
-    "sgd": lambda p, g, s, step, norm: (p - 0.1 * g, s),
-    "adagrad": _adagrad,
-    "row-wise adagrad": _row_adagrad,
-    "clipped by global norm": _clipped,
-    "scheduled": _scheduled,
-    "guarded": _guarded,
-    "last gradient": _last_gradient,
-    "poisoned": _poisoned,
-    "momentum": _momentum,
-}
-#: Move every row at every step: untouched ones are deferred.
-DEFERRED = {"momentum"}
+def _enter(recipe: Recipe, part: str, value: jax.Array, number: jax.Array, leaf: jax.Array | None = None) -> jax.Array:
+    """Where the recipe's number enters this part of the step, what it makes of the value."""
+    where, change = bad.WHERE[recipe.where]
+    return change(value, number, value if leaf is None else leaf) if where == part else value
 
 
 def make_step(recipe: Recipe) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
     def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        params, count, bad = state["params"], state["count"], batch.get("bad", jnp.ones(()))
+        params, count = state["params"], state["count"]
+        numbers = batch.get("numbers", jnp.ones(batch["ids"].shape[:1]))
 
-        def loss(params: Tree, ids: jax.Array, y: jax.Array) -> jax.Array:
-            return _loss(recipe, params, ids, y, count, bad)
+        def loss(params: Tree, ids: jax.Array, labels: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return _loss(recipe, params, ids, labels, count)
 
-        value, grads = GRADIENTS[recipe.gradient](loss, params, batch["ids"], batch["y"])
-        grads = jax.tree.map(lambda g: _bad(recipe, "gradient", g, bad), grads)
+        value, grads = GRADIENTS[recipe.gradient](loss, params, batch["ids"], (batch["y"], numbers))
+        number = jnp.prod(numbers)
+        grads = {name: _enter(recipe, "gradient", g, number, params[name]) for name, g in grads.items()}
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
         new, slots = {}, {}
         for name, p in params.items():
-            update = OPTIMIZERS["sgd" if p.ndim == 0 else recipe.optimizer]
+            update = bad.OPTIMIZERS["sgd" if p.ndim == 0 else recipe.optimizer]
             new[name], slots[name] = update(p, grads[name], state["slots"][name], count, norm)
-        return {"params": new, "slots": slots, "count": count + 1}, {"loss": value, "norm": norm}
+        metrics = {"loss": value, "norm": norm, "metric": bad.METRICS[recipe.metric](grads["table0"])}
+        return {"params": new, "slots": slots, "count": count + 1}, metrics
 
     def repeated(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         return lax.scan(step, state, jax.tree.map(lambda x: x[:, None], batch))

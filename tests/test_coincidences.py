@@ -32,6 +32,7 @@ def test_tables_lift_whatever_the_sizes(optimizer: str, sizes: str) -> None:
 
 @pytest.mark.parametrize(("optimizer", "strategy"), [("adagrad", "ps"), ("adagrad", ("ps", "hosts"))])
 def test_numbers_with_equal_sizes(optimizer: str, strategy: Any) -> None:
+    """Of tables that are lifted."""
     tx, sizes = OPTIMIZERS[optimizer], SIZES["everything"]
     step = autopar.parallelize(step_of(tx), strategy={"params/tok": strategy, "params/pos": strategy})
     plain = jax.jit(step_of(tx))
@@ -45,6 +46,8 @@ def test_numbers_with_equal_sizes(optimizer: str, strategy: Any) -> None:
         autopar.materialize(state),
         wanted,
     )
+    assert step.plan is not None
+    assert {p.path for p in step.plan.parameters if p.lifted} >= {"params/tok", "params/pos"}
 
 
 def test_a_reason_is_the_tables_own() -> None:

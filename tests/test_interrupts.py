@@ -143,6 +143,7 @@ def test_an_interrupt_is_answered_where_the_next_call_begins() -> None:
 
 
 def test_an_interrupt_outside_of_a_call_is_answered() -> None:
+    """A guard: nothing is held there."""
     _given(lambda: None)
     with pytest.raises(KeyboardInterrupt):
         _interrupt()
@@ -182,6 +183,8 @@ def test_inner_calls_hold_for_the_outer_one() -> None:
 
 
 def test_planning_can_be_interrupted() -> None:
+    """A guard: what may take minutes holds nothing back."""
+
     def work() -> None:
         with interruptible():
             _interrupt()
@@ -227,7 +230,7 @@ def test_handlers_of_the_users_are_called_once_after_the_call(number: int) -> No
 
 
 def test_a_loops_handlers_are_called_once() -> None:
-    """Asyncio hears of every signal that is sent, whatever its handler."""
+    """Asyncio hears of every signal that is sent, whatever its handler: one that is sent once more is two. A guard."""
 
     async def main() -> list[int]:
         seen: list[int] = []
@@ -240,7 +243,7 @@ def test_a_loops_handlers_are_called_once() -> None:
 
 
 def test_other_threads_hold_nothing() -> None:
-    """Python answers signals in the main thread, which has other things to do meanwhile."""
+    """Python answers signals in the main thread, which has other things to do meanwhile. A guard."""
     begun, end = threading.Event(), threading.Event()
 
     def work() -> None:

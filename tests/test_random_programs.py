@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +19,9 @@ from jax import lax
 import autopar
 from autopar.planning.verify import compare
 
-from .recipes import (
-    AFTER,
-    CHAIN,
-    DEFERRED,
-    ID_KINDS,
-    IDS,
-    LOOKUPS,
-    PLAIN,
-    RECIPES,
-    ROWS,
-    WIDTH,
-    Recipe,
-    Tree,
-    make_batch,
-    make_state,
-    make_step,
-)
+from . import bad_recipes
+from .ingredients import AFTER, CHAIN, DEFERRED, ID_KINDS, IDS, LOOKUPS, ROWS, WIDTH, Tree
+from .recipes import PLAIN, RECIPES, Recipe, make_batch, make_state, make_step
 
 
 @settings(
@@ -60,27 +47,56 @@ NOT_FINITE = [
     ("one example", np.inf, "sgd", "microbatches", (("one-hot", "all equal"), ("index", "modulo"), ("fill", "masked"))),
     ("table, backward", -np.inf, "clipped by global norm", "direct", (("take", "bytes"), ("dynamic slice", "sorted"))),
     ("table, backward in a checkpoint", np.nan, "row-wise adagrad", "loop", (("vmapped", "modulo"),)),
-    ("table in a branch", np.inf, "guarded", "direct", (("in a branch", "modulo"), ("static rows", "sorted"))),
-    ("gradient divided", np.inf, "last gradient", "direct", (("one row", "modulo"),)),
+    (
+        "table, backward in a branch",
+        np.inf,
+        "guarded",
+        "direct",
+        (("in a branch", "modulo"), ("static rows", "sorted")),
+    ),
+    ("gradient divided", 0.0, "last gradient", "direct", (("one row", "modulo"),)),
     ("gradient by rows", np.nan, "clipped by global norm", "remat in a loop", (("index", "modulo"),)),
     ("gradient by what a row holds", -np.inf, "adagrad", "direct", (("of the transpose", "modulo"),)),
 ]
 
 
-@pytest.mark.parametrize(("bad", "value", "optimizer", "gradient", "lookups"), NOT_FINITE)
+@pytest.mark.parametrize(("where", "value", "optimizer", "gradient", "lookups"), NOT_FINITE)
 def test_what_is_not_finite_in_plain_is_not_here(
-    bad: str, value: float, optimizer: str, gradient: str, lookups: tuple[tuple[str, str], ...]
+    where: str, value: float, optimizer: str, gradient: str, lookups: tuple[tuple[str, str], ...]
 ) -> None:
-    recipe = dataclasses.replace(PLAIN, bad=bad, optimizer=optimizer, gradient=gradient, lookups=lookups)
+    recipe = dataclasses.replace(PLAIN, where=where, optimizer=optimizer, gradient=gradient, lookups=lookups)
     step, state = make_step(recipe), make_state(recipe)
     planned, plain = autopar.parallelize(step, strategy="ps", donate=False), jax.jit(step)
     mine = theirs = state
     for k, number in enumerate((1.0, value)):
-        batch = {**make_batch(k), "bad": jnp.float32(number)}
+        batch = {**make_batch(k), "numbers": jnp.array([number, 1.0], jnp.float32)}
         (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), (mine, a), (theirs, b))
     assert planned.plan is not None and planned.plan.lifts
     assert not all(np.isfinite(x).all() for x in jax.tree.leaves((theirs, b)))
+
+
+def _on_one_device(step: Any) -> Any:
+    return autopar.parallelize(step, strategy="ps", donate=False)
+
+
+def _on_hosts(step: Any) -> Any:
+    return autopar.parallelize(step, strategy=("ps", "hosts"), donate=False)
+
+
+PLACES = {"one": _on_one_device, "hosts": _on_hosts}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_random_steps_in_which_something_is_not_finite(place: str) -> None:
+    bad_recipes.check(range(10), place, PLACES[place])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(10, 110, 10))
+@pytest.mark.parametrize("place", PLACES)
+def test_many_random_steps_in_which_something_is_not_finite(place: str, first: int) -> None:
+    bad_recipes.check(range(first, first + 10), place, PLACES[place])
 
 
 def _is_open(recipe: Recipe) -> bool:

@@ -120,6 +120,8 @@ class OwnPart(Devices, abc.ABC):
     def share(self, value: Array, along: int) -> Array:
         """This device's share of what all have."""
         size = value.shape[along] // self.count
+        # XLA makes one slice of two, and doesn't clamp the first one's start before it adds the second one's.
+        value = jax.lax.optimization_barrier(value)
         return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, along)
 
     def once(self, value: Array) -> Array:

@@ -101,3 +101,23 @@ def test_tables_are_indexed_by_small_integers(dtype: Any) -> None:
     rows = [1, 100] if dtype == np.uint8 else [1, -1]
     for index in (np.array(rows, dtype), jnp.array(rows, dtype)):
         np.testing.assert_array_equal(new["emb"][index], whole[rows])
+
+
+@pytest.mark.parametrize("start", [3, 10])
+def test_a_share_of_a_slice_that_starts_out_of_range(start: int) -> None:
+    """XLA makes one slice of two, and forgets that the first one's start is clamped."""
+
+    def step(state: Any, ids: Any) -> Any:
+        def loss_of(t: jax.Array) -> jax.Array:
+            rows = jnp.tanh(t)
+            hot = jax.nn.one_hot(ids, 11) @ rows
+            return jnp.sum((hot + jax.lax.dynamic_slice_in_dim(rows, ids[1], 4)) ** 2)
+
+        loss, g = jax.value_and_grad(loss_of)(state["emb"])
+        return {"emb": state["emb"] - 0.1 * g}, loss
+
+    state, ids = {"emb": table(11)}, np.array([1, start, 4, 4], np.int32)
+    planned = autopar.parallelize(
+        step, strategy="allreduce", mesh=mesh_of(4), donate=False, emit="pmap", batch_axis={"ids": 0}
+    )
+    same(planned(state, ids), jax.jit(step)(state, ids))
