@@ -16,8 +16,8 @@ import pytest
 import autopar
 from autopar import Cluster, PlanError, StepPlan
 from autopar.cost import Device, Link, Sizes, Term, sent_bytes
+from autopar.ir.plan import DensePlan, TablePlan
 from autopar.measure.alpha import Alpha
-from autopar.planning.step_plan import DenseEntry, TableEntry
 
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.01)
 ROWS = 20_000
@@ -63,7 +63,7 @@ BY_HAND = StepPlan(
     sparse="lazy",
     emit="pmap",
     tables=(
-        TableEntry(
+        TablePlan(
             path="params/wörter",
             shape=(100, 8),
             dtype="bfloat16",
@@ -84,7 +84,7 @@ BY_HAND = StepPlan(
             terms={"ps": (Term("send ids", 1 / 3, 32, "all-to-all"), Term("route", 1e-7)), "allreduce": ()},
         ),
     ),
-    dense=(DenseEntry("step", (), "int32", 4), DenseEntry("params/w", (8, 8), "float32", 256, shared=True)),
+    dense=(DensePlan("step", (), "int32", 4), DensePlan("params/w", (8, 8), "float32", 256, shared=True)),
     state_bytes=4321,
 )
 

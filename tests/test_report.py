@@ -23,8 +23,9 @@ import pytest
 
 import autopar
 from autopar.cost import sent_bytes, transfer_bytes
+from autopar.ir.plan import TablePlan
 from autopar.measure.cluster import Cluster
-from autopar.planning.step_plan import StepPlan, TableEntry
+from autopar.planning.step_plan import StepPlan
 from autopar.report.curves import (
     alpha_at,
     by_alpha,
@@ -76,11 +77,11 @@ def made(plan: StepPlan) -> autopar.Report:
 
 
 @pytest.fixture(scope="module")
-def items(plan: StepPlan) -> TableEntry:
+def items(plan: StepPlan) -> TablePlan:
     return plan.table("items")
 
 
-def test_bytes_by_hand(items: TableEntry) -> None:
+def test_bytes_by_hand(items: TablePlan) -> None:
     """640 ids and a row of 128 bytes: on 10 devices each sends to 9 others, in arrays as long as the ids."""
     sent = sent_at(items, 10)
     assert sent["allgather"] == 9 * 640 * (4 + 128)
@@ -91,7 +92,7 @@ def test_bytes_by_hand(items: TableEntry) -> None:
     assert fewer["allgather"] == 9 * 64 * (4 + 128) and fewer["allreduce"] == sent["allreduce"]
 
 
-def test_tables_on_hosts_by_hand(items: TableEntry) -> None:
+def test_tables_on_hosts_by_hand(items: TablePlan) -> None:
     """Messages are as long as they must be: ids, rows and gradients of the distinct rows that a rank asks for."""
     hosted = dataclasses.replace(items, where="hosts")
     asked = math.ceil(alpha_at(items, 640) * 200_000)
@@ -114,7 +115,7 @@ def test_curves_go_through_the_plan(real: bool) -> None:
         assert by_alpha(table).own == local_alpha(table) == pytest.approx(alpha_at(table, table.sizes.ids), rel=0.05)
 
 
-def test_curves_are_the_cost_model(items: TableEntry) -> None:
+def test_curves_are_the_cost_model(items: TablePlan) -> None:
     devices, theirs = by_table_3(items)
     assert (devices.x[0], devices.x[-1]) == (2, 10_000)
     for k in (0, 20, -1):
@@ -159,7 +160,7 @@ def test_points_are_spread() -> None:
     assert (points[0], points[-1]) == (2, 10_000) and points == sorted(set(points))
 
 
-def test_the_largest_table_is_drawn(plan: StepPlan, items: TableEntry) -> None:
+def test_the_largest_table_is_drawn(plan: StepPlan, items: TablePlan) -> None:
     assert largest(plan) == items
     other = next(t.path for t in plan.families if t != items)
     assert other in autopar.report(plan, table=other).captions["bytes_by_alpha"]
@@ -169,7 +170,7 @@ def test_the_largest_table_is_drawn(plan: StepPlan, items: TableEntry) -> None:
         autopar.report(autopar.parallelize(step))  # type: ignore[arg-type]
 
 
-def test_tables_say_what_the_plan_says(plan: StepPlan, made: autopar.Report, items: TableEntry) -> None:
+def test_tables_say_what_the_plan_says(plan: StepPlan, made: autopar.Report, items: TablePlan) -> None:
     rows = {row["method"]: row for row in made.tables["methods"] if row["table"] == items.path}
     assert items.sizes is not None
     assert {m: row["bytes a device sends"] for m, row in rows.items()} == sent_bytes(items.sizes)
@@ -189,7 +190,7 @@ def lines_of(figure: Any) -> list[tuple[list[float], list[float]]]:
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[0].lines]
 
 
-def test_figures_show_the_curves(made: autopar.Report, items: TableEntry) -> None:
+def test_figures_show_the_curves(made: autopar.Report, items: TablePlan) -> None:
     assert list(made.figures) == list(made.captions) == FIGURES
     for name, curves in (("bytes_by_alpha", by_alpha(items)), ("bytes_by_devices", by_devices(items))):
         shown = lines_of(made.figures[name])

@@ -3,8 +3,8 @@
 from autopar.cost.cluster import ClusterSpec, Device, Link
 from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms
 from autopar.cost.formulas import transfer_bytes
-from autopar.cost.heaps import Growth
 from autopar.cost.rates import Rates
+from autopar.ir.figures import Growth
 from autopar.ir.sizes import Sizes
 
 __all__ = [

@@ -9,36 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, HostRates, Rates
+from autopar.ir.figures import Term
+from autopar.ir.plan import HOSTED
 from autopar.ir.sizes import Sizes
 
 #: Bytes of a row's number.
 ID_BYTES = 4
-#: How a table on hosts is called among methods.
-HOSTED = "ps on hosts"
 #: Terms that send ids alone: families of the same ids may have them in common.
 ID_TERMS = ("send ids", "gather ids")
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """One part of what a method takes.
-
-    Attributes:
-      name: What it is.
-      seconds: How long it takes.
-      sent: Bytes that each device sends for it.
-      collective: By which collective, as XLA calls it; "" where nothing is sent, or not by XLA.
-      fixed: Whether it is what the method costs however little there is to do.
-    """
-
-    name: str
-    seconds: float
-    sent: int = 0
-    collective: str = ""
-    fixed: bool = False
 
 
 def sent_bytes(sizes: Sizes) -> Mapping[str, int]:

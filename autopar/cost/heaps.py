@@ -14,46 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from autopar.ir.figures import Growth
+
 #: Rows that a table has left at least, for the fit: fewer than this can't be told from none.
 _LEFT = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """How many distinct rows of a table n workers touch together in a step.
-
-    Attributes:
-      extent: V, rows of the table.
-      ids: Ids that a worker looks up in a step, duplicates included.
-      points: What was measured: (n, rows that n workers touched together, on average).
-      k, beta: Of Heaps' law.
-      residual: The most by which the fit is off at a point, relative to it.
-    """
-
-    extent: int
-    ids: float
-    points: tuple[tuple[float, float], ...]
-    k: float
-    beta: float
-    residual: float
-
-    def rows(self, n: float) -> float:
-        """Distinct rows that n workers are expected to touch together.
-
-        >>> round(fit_growth(1000, 10, [(1, 9.955), (2, 19.811)]).rows(100))
-        632
-        """
-        drawn = n * self.ids
-        return min(drawn, _seen(self.extent, self.k * drawn**self.beta))
-
-    def with_ids(self, ids: float) -> Growth:
-        """The same of workers that look up so many ids each."""
-        scale = self.ids / ids
-        return replace(self, ids=ids, points=tuple((n * scale, rows) for n, rows in self.points))
 
 
 def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -> Growth:
@@ -66,6 +34,9 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
 
     Raises:
       ValueError: fewer than two points, or rows that can't be.
+
+    >>> round(fit_growth(1000, 10, [(1, 9.955), (2, 19.811)]).rows(100))
+    632
     """
     if len({n for n, _ in points}) < 2:
         raise ValueError(f"growth is fitted to two numbers of workers at least, not to {list(points)}")
@@ -80,11 +51,6 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
     beta, log_k = np.polyfit(drawn, endless, 1) if len(touched) > 1 else (1.0, endless[0] - drawn[0])
     found = Growth(extent, ids, kept, math.exp(log_k), float(beta), 0.0)
     return replace(found, residual=max(abs(found.rows(n) / rows - 1) for n, rows in touched))
-
-
-def _seen(extent: int, endless: float) -> float:
-    """Distinct rows of V, if in an endless table they would be so many."""
-    return -extent * math.expm1(-endless / extent)
 
 
 def _endless(extent: int, rows: float) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 from typing import Literal as Choice
 
 from autopar.errors import StrategyError
+from autopar.ir.figures import Alpha, Growth, Term
 from autopar.ir.layout import RowLayout
 from autopar.ir.sizes import Sizes
 
@@ -22,6 +23,8 @@ ROW_METHODS = ("ps", "allgather", "allreduce_rows")
 REPLICATED = ("allgather", "allreduce_rows", "allreduce")
 METHODS = ("auto", "allreduce", *ROW_METHODS)
 Sparse = Choice["exact", "lazy", "off"]
+#: How a table on hosts is called among methods.
+HOSTED = "ps on hosts"
 #: Where a table's rows are.
 Where = Choice["devices", "hosts"]
 #: A method, or a method and where.
@@ -101,27 +104,96 @@ class FamilyPlan:
         return self.where == "hosts"
 
 
+#: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
+_DERIVED: Mapping[str, bool] = {"saved": False}
+
+
 @dataclass(frozen=True, slots=True)
-class ParameterPlan:
-    """What was decided for one table, and why.
+class TablePlan:
+    """A table that is looked up by rows, with its optimizer's slots: what is decided, why, and what it takes.
 
     Attributes:
-      sent: On several devices, method -> bytes that each device would send in a step for the table's family.
-      seconds: Method -> the time that its exchanges and updates were predicted to take, where that was asked.
-      sizes: On several devices, what a step does with the table's family.
+      path, shape, dtype: Of the table.
+      axis: Of its rows.
+      slots: Paths of the leaves whose rows go with the table's; other tables of the family among them.
+      ids: Ids that a step looks up, over all devices, duplicates included.
+      method, where, lifted: How its gradient travels; where its rows are; whether the touched rows alone are updated.
+      reason, remedy, line: Why; what would change it; where it is looked up.
       refused: Whether it can't be lifted at all.
+      capacity, tight: By "ps", the rows that a device asks another one for at most; whether that was measured.
+      dealt: Whether rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+      journal: Steps that untouched rows wait for at most; 0 where no step moves them.
+      alpha: Rows that a step touches; None where nothing is known of them.
+      growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
+        isn't known.
+      sizes: On several devices, what a step does with the table's family.
+      terms: On several devices, method (`taken` is one) -> all that it does in a step, in order, as far as times were
+        asked for.
+      sent: On several devices, method -> bytes that each device would send in a step for the table's family.
     """
 
     path: str
-    lifted: bool
+    shape: tuple[int, ...]
+    dtype: str
+    axis: int
+    slots: tuple[str, ...]
+    ids: int
     method: str
-    reason: str
+    where: Where
+    lifted: bool
+    reason: str = ""
     remedy: str = ""
     line: str = ""
-    sent: Mapping[str, int] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    sizes: Sizes | None = None
     refused: bool = False
+    capacity: int | None = None
+    tight: bool = False
+    dealt: bool = False
+    journal: int = 0
+    alpha: Alpha | None = None
+    growth: Growth | None = None
+    sizes: Sizes | None = None
+    terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+    sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
+
+    @property
+    def taken(self) -> str:
+        """The name of its method among others: "ps on hosts" for what is there."""
+        return HOSTED if self.where == "hosts" else self.method
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Method -> what its exchanges and updates are predicted to take in a step."""
+        return {method: sum(t.seconds for t in terms) for method, terms in self.terms.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class DensePlan:
+    """A leaf of the state that isn't looked up by rows.
+
+    Attributes:
+      path, shape, dtype, nbytes: Of the leaf.
+      shared: Whether it is kept in shards, and gathered for use.
+      reason: Why, where there is something to say.
+      sent: Method -> bytes that each device would send in a step for it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    shared: bool = False
+    reason: str = field(default="", compare=False, metadata=_DERIVED)
+    sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
+
+    @property
+    def method(self) -> str:
+        """How its gradient travels."""
+        return "ps" if self.shared else "allreduce"
+
+    @property
+    def lifted(self) -> bool:
+        """Never: all of it is updated."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +202,8 @@ class Plan:
 
     Attributes:
       families: The tables that are lifted, with their slots.
-      parameters: Every table, lifted or not, with the reason.
+      tables: Every table, lifted or not, with the reason.
+      dense: The other leaves of the state.
       sparse: "exact", "lazy" or "off".
       devices: N, over which batches are spread.
       placements: For each input of the program the axis along which it is spread over the devices; None: each device
@@ -146,7 +219,8 @@ class Plan:
     """
 
     families: tuple[FamilyPlan, ...]
-    parameters: tuple[ParameterPlan, ...]
+    tables: tuple[TablePlan, ...]
+    dense: tuple[DensePlan, ...]
     sparse: Sparse
     devices: int = 1
     placements: tuple[int | None, ...] = ()
@@ -178,13 +252,18 @@ class Plan:
         """Whether anything is lifted."""
         return bool(self.families)
 
+    @property
+    def parameters(self) -> tuple[TablePlan | DensePlan, ...]:
+        """All of which something is decided: tables, and dense leaves in shards."""
+        return *self.tables, *(leaf for leaf in self.dense if leaf.shared and leaf.reason)
+
     def told(self, paths: Iterable[str], reason: str) -> Plan:
-        """The plan with one more reason for some parameters."""
+        """The plan with one more reason for some tables."""
         among = set(paths)
-        parameters = tuple(
-            dataclasses.replace(p, reason=f"{p.reason}; {reason}") if p.path in among else p for p in self.parameters
+        tables = tuple(
+            dataclasses.replace(t, reason=f"{t.reason}; {reason}") if t.path in among else t for t in self.tables
         )
-        return dataclasses.replace(self, parameters=parameters)
+        return dataclasses.replace(self, tables=tables)
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> Plan:
         """The plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks for)."""
@@ -217,7 +296,7 @@ class Plan:
         return next((f for f in self.families if f.family == family), None)
 
 
-def _shown(parameter: ParameterPlan) -> str:
+def _shown(parameter: TablePlan | DensePlan) -> str:
     """Its method, and its capacity where rows are sharded."""
-    sizes = parameter.sizes
+    sizes = parameter.sizes if isinstance(parameter, TablePlan) else None
     return f"{parameter.method}, capacity {sizes.capacity}" if sizes and parameter.method == "ps" else parameter.method

@@ -7,7 +7,6 @@ which only the shapes are known, the number of ids is an upper bound. Parallax (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,36 +16,13 @@ from autopar import jax_compat
 from autopar.analysis.row_ids import RowIds
 from autopar.backends.across import local
 from autopar.backends.emit import emit
-from autopar.cost.heaps import Growth, fit_growth
+from autopar.cost.heaps import fit_growth
+from autopar.ir.figures import Alpha, Growth
 from autopar.ir.program import Block, Program
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.choosing.capacity import device_ids
 from autopar.tables.kinds import materialize
-
-
-@dataclass(frozen=True, slots=True)
-class Alpha:
-    """Rows touched of `extent`, by `ids` looked-up ids; `measured` on a batch, or an upper bound.
-
-    `local_rows`: of them those that one device touches, on average over the devices.
-    """
-
-    rows: int
-    extent: int
-    ids: int
-    measured: bool
-    local_rows: float
-
-    @property
-    def share(self) -> float:
-        """Touched rows over all rows."""
-        return self.rows / self.extent
-
-    @property
-    def local_share(self) -> float:
-        """Rows that one device touches over all rows: the paper's alpha, of one worker."""
-        return self.local_rows / self.extent
 
 
 def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:

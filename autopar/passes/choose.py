@@ -14,19 +14,20 @@ from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.paths import matches
 from autopar.ir.plan import (
     REPLICATED,
+    DensePlan,
     Emit,
     FamilyPlan,
-    ParameterPlan,
     Plan,
     Sparse,
     Strategy,
+    TablePlan,
     split_method,
 )
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.passes.choosing.families import Decision, FamilyOptions, compares, decide_family
-from autopar.passes.choosing.shares import share_dense
+from autopar.passes.choosing.shares import dense_plan, share_dense
 
 
 def choose(
@@ -70,7 +71,7 @@ def choose(
             made[k] = decide_family(program, program.rows.spaces[k], options, sharded=reason)
         plan = _assemble(program, options, made, shared, emit) if sharded else plan
     tables = sum(len(told) for _, told in made)
-    lifted = sum(p.lifted for p in plan.parameters)
+    lifted = sum(t.lifted for t in plan.tables)
     return plan, f"{lifted} of {tables} tables run on their touched rows"
 
 
@@ -86,7 +87,6 @@ def _assemble(
 ) -> Plan:
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
     families = [chosen for chosen, _ in decided if chosen is not None]
-    parameters = [p for _, told in decided for p in told]
     order = {given.path: k for k, given in enumerate(program.inputs)}
     safe, tight = [f for f, _ in families], [f for _, f in families]
     placements, layouts = _placements(program, safe)
@@ -94,12 +94,15 @@ def _assemble(
     rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, given in enumerate(program.inputs) if given.role == "state")
     shares, told = share_dense(program, shared, states - rows, options.devices)
-    parameters = _with_shares(parameters, told)
+    tables = sorted(_with_shares([t for _, told in decided for t in told], told), key=lambda t: order[t.path])
+    members = {leaf for space in program.rows.spaces for leaf in space.leaves}
+    named = {leaf.path: leaf for leaf in told}
+    others = [dense_plan(program, k, shared=k in shares) for k in sorted(states - members)]
+    dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
-    parameters.sort(key=lambda p: order[p.path])
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
     given = (options.sparse, options.devices, placements, layouts, fallback, shares, emit)
-    return Plan(tuple(tight), tuple(parameters), *given)
+    return Plan(tuple(tight), tuple(tables), dense, *given)
 
 
 def _too_large(
@@ -178,15 +181,14 @@ def _methods(
     return found, shared, frozenset(hosts)
 
 
-def _with_shares(parameters: Sequence[ParameterPlan], told: Sequence[ParameterPlan]) -> list[ParameterPlan]:
-    """What is said of tables and of dense leaves in shares; of a table that is one, why it isn't lifted as well."""
-    found = {p.path: p for p in parameters}
-    for shared in told:
-        old = found.get(shared.path)
+def _with_shares(tables: Sequence[TablePlan], shared: Sequence[DensePlan]) -> list[TablePlan]:
+    """The tables; of one that is kept in shards, as dense leaves are, why it isn't lifted as well."""
+    found = {t.path: t for t in tables}
+    for leaf in shared:
+        old = found.get(leaf.path)
         if old is not None:
-            reason = f"{shared.reason}; all rows, because {old.reason}"
-            shared = dataclasses.replace(old, method=shared.method, reason=reason, sent=shared.sent)
-        found[shared.path] = shared
+            reason = f"{leaf.reason}; all rows, because {old.reason}"
+            found[leaf.path] = dataclasses.replace(old, method=leaf.method, reason=reason, sent=leaf.sent)
     return list(found.values())
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from autopar.analysis.row_ids import RowIds
-from autopar.cost.heaps import Growth
 from autopar.errors import ArgumentsError, RecompileWarning
+from autopar.ir.figures import Growth
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import growth_of, id_reader, together

@@ -26,10 +26,11 @@ from autopar.cost import Term, step_terms
 from autopar.cost.exchange import ID_TERMS
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
+from autopar.ir.plan import DensePlan, TablePlan
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.explain import format_bytes
-from autopar.planning.step_plan import DenseEntry, StepPlan, TableEntry, plan_of
+from autopar.planning.step_plan import StepPlan, plan_of
 from autopar.run.hosts import HostRunner
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
@@ -179,7 +180,7 @@ class _Pool:
         return sum(sent for _, _, sent in found), len(found)
 
 
-def _reduced(table: TableEntry, pool: _Pool) -> list[CheckRow]:
+def _reduced(table: TablePlan, pool: _Pool) -> list[CheckRow]:
     """What is reduced of a table's gradient: all rows, or those that are touched."""
     sizes, method = table.sizes, table.method
     if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
@@ -220,12 +221,12 @@ def _possible(plan: StepPlan, op: str) -> set[int]:
     return found
 
 
-def _terms(table: TableEntry) -> Sequence[Term]:
+def _terms(table: TablePlan) -> Sequence[Term]:
     """What a lifted table's family does in a step."""
     return () if table.sizes is None or not table.lifted else step_terms(NO_TIME, table.sizes)[table.method]
 
 
-def _sizes_of(leaves: Sequence[TableEntry | DenseEntry]) -> frozenset[int]:
+def _sizes_of(leaves: Sequence[TablePlan | DensePlan]) -> frozenset[int]:
     """Bytes of arrays, scalars left out."""
     return frozenset(_nbytes(leaf.shape, leaf.dtype) for leaf in leaves if leaf.shape)
 

@@ -22,7 +22,7 @@ from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_bud
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import ParameterPlan
+from autopar.ir.plan import DensePlan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
 from autopar.measure.cluster import Cluster
@@ -220,16 +220,16 @@ def explain(step: AnyStep, *args: Any, cluster: Cluster | None = None, **kwargs:
 
 def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Cluster | None = None) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
-    parameters = {p.path: p for p in plan.parameters}
+    tables, dense = {t.path: t for t in plan.tables}, {leaf.path: leaf for leaf in plan.dense}
     rows: list[Row] = []
     members: set[int] = set()
     for space in program.rows.spaces:
         for n, table in enumerate(space.tables):
-            rows.append(_table_row(entry, space, table, n == 0, parameters[program.inputs[table].path], leaves))
+            rows.append(_table_row(entry, space, table, n == 0, tables[program.inputs[table].path], leaves))
         members.update(space.leaves)
     for k, given in enumerate(program.inputs):
         if given.role == "state" and k not in members:
-            rows.append(_dense_row(entry, k, parameters.get(given.path)))
+            rows.append(_dense_row(entry, k, dense[given.path]))
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
@@ -306,7 +306,7 @@ def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
     return f"{told}.\nStages: {', '.join(plan.stages)}."
 
 
-def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
+def _dense_row(entry: Entry, k: int, told: DensePlan) -> Row:
     """A dense leaf's row: one in shares is updated on its owner."""
     program, plan = entry.compiled.analysed, entry.compiled.plan
     type_, path = program.block.inputs[k].type, program.inputs[k].path
@@ -314,11 +314,11 @@ def _dense_row(entry: Entry, k: int, told: ParameterPlan | None) -> Row:
     share = size // plan.devices if k in plan.shares else size
     action = "in shares, ps" if k in plan.shares else "as it is"
     row = Row(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
-    return row if told is None else dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent)
+    return dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent) if told.reason else row
 
 
 def _table_row(
-    entry: Entry, space: RowSpace, table: int, first: bool, told: ParameterPlan, leaves: Sequence[Any] | None
+    entry: Entry, space: RowSpace, table: int, first: bool, told: TablePlan, leaves: Sequence[Any] | None
 ) -> Row:
     """A table's row; the family's slots are counted with its first table."""
     program = entry.compiled.analysed

@@ -81,7 +81,8 @@ class _Damaged(Exception):
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kept = (f for f in dataclasses.fields(value) if f.metadata.get("saved", True))
+        return {f.name: _plain(getattr(value, f.name)) for f in kept}
     if isinstance(value, Mapping):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, tuple):

@@ -9,9 +9,9 @@ from typing import Any
 from autopar.cost.exchange import HOSTED
 from autopar.cost.simulate import SIMULATED, StepTime, TableLoad, Workload, crossovers, scaling
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import Method
+from autopar.ir.plan import Method, TablePlan
 from autopar.measure.cluster import Cluster, require_cluster
-from autopar.planning.step_plan import StepPlan, TableEntry, dense_load, require_plan
+from autopar.planning.step_plan import StepPlan, dense_load, require_plan
 
 #: Devices that are simulated by default: 1 to 10,000.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
@@ -127,7 +127,7 @@ def workload(plan: StepPlan) -> Workload:
     return Workload(dense_load(plan), tables)
 
 
-def table_load(table: TableEntry, ids: int | None = None) -> TableLoad:
+def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
     """What each device asks of a table of a plan of several devices.
 
     Args:

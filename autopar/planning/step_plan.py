@@ -18,17 +18,16 @@ import numpy as np
 
 from autopar.analysis.work import Work, count_work
 from autopar.cost import Growth, Rates, Term, step_terms
-from autopar.cost.exchange import HOSTED, host_terms
+from autopar.cost.exchange import host_terms
 from autopar.cost.memory import state_budget, state_bytes
 from autopar.cost.planned_rates import planned_host_rates
 from autopar.cost.rates import NO_HOST_TIME, HostRates
 from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.errors import ArgumentsError, PlanError
-from autopar.ir.decisions import Decisions, TableDecision
-from autopar.ir.plan import METHODS, Emit, ParameterPlan, Sparse
+from autopar.ir.decisions import Decisions
+from autopar.ir.plan import HOSTED, METHODS, DensePlan, Emit, Sparse, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.sizes import Sizes
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import Cluster
 from autopar.passes.choosing.capacity import device_ids
@@ -39,45 +38,6 @@ from autopar.planning.plan_difference import PlanDifference, difference
 from autopar.planning.plan_file import AGAIN, read_plan, write_plan
 from autopar.run.entry import Entry
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntry(TableDecision):
-    """A table that is looked up by rows, with its optimizer's slots: what is decided, and what it takes.
-
-    Attributes:
-      alpha: Rows that a step touches; None where nothing is known of them.
-      growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
-        isn't known.
-      sizes: What a step does with the family on several devices.
-      terms: On several devices, method (`taken` is one) -> all that it does in a step, in order.
-    """
-
-    alpha: Alpha | None = None
-    growth: Growth | None = None
-    sizes: Sizes | None = None
-    terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
-
-    @property
-    def taken(self) -> str:
-        """The name of its method among others: "ps on hosts" for what is there."""
-        return HOSTED if self.where == "hosts" else self.method
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Method -> what its exchanges and updates are predicted to take in a step."""
-        return {method: sum(t.seconds for t in terms) for method, terms in self.terms.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class DenseEntry:
-    """A leaf of the state that isn't looked up by rows. `shared`: kept in shares, and gathered for use."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +61,8 @@ class StepPlan:
     cluster: Cluster | None
     sparse: Sparse
     emit: Emit
-    tables: tuple[TableEntry, ...]
-    dense: tuple[DenseEntry, ...]
+    tables: tuple[TablePlan, ...]
+    dense: tuple[DensePlan, ...]
     state_bytes: int
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
@@ -120,9 +80,9 @@ class StepPlan:
         return difference({"the step": _step_facts(self), **mine}, {"the step": _step_facts(new), **theirs})
 
     @property
-    def families(self) -> tuple[TableEntry, ...]:
+    def families(self) -> tuple[TablePlan, ...]:
         """One table of each family: sizes and terms are those of a whole family."""
-        found: list[TableEntry] = []
+        found: list[TablePlan] = []
         for table in self.tables:
             if not any(table.path in other.slots for other in found):
                 found.append(table)
@@ -159,7 +119,7 @@ class StepPlan:
         """Bytes that each device of the cluster would need more for the state; 0 if it fits, or without a cluster."""
         return 0 if self.cluster is None else max(0, self.state_bytes - state_budget(self.cluster.device.memory_bytes))
 
-    def table(self, path: str) -> TableEntry:
+    def table(self, path: str) -> TablePlan:
         """The table of a path.
 
         Raises:
@@ -201,10 +161,10 @@ def _step_facts(plan: StepPlan) -> Mapping[str, str]:
     }
 
 
-def _facts(entry: TableEntry | DenseEntry) -> Mapping[str, str]:
+def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
     """What is said of a parameter, in words that are the same where the difference doesn't matter."""
     shape = {"shape": str(list(entry.shape)), "dtype": entry.dtype}
-    if isinstance(entry, DenseEntry):
+    if isinstance(entry, DensePlan):
         return {"kind": "dense", **shape, "kept": "in shares" if entry.shared else "whole"}
     measured = "measured" if entry.tight else "a bound"
     seconds = entry.seconds.get(entry.taken)
@@ -265,28 +225,21 @@ def plan_of(
 ) -> StepPlan:
     """The same of an entry; `leaves` are flat arguments, by which alpha is measured."""
     program, made = entry.compiled.analysed, entry.compiled.plan
-    told = {p.path: p for p in made.parameters}
+    decided = {t.path: t for t in made.tables}
     # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
     measure = entry.machine.rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
-    tables, members = [], set()
+    tables = []
     for space in program.rows.spaces:
         for table in space.tables:
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             touched = _touched(program, space, leaves, made.devices, seen)
-            tables.append(_table(entry, space, table, told[path], touched, rates, hosts))
-        members.update(space.leaves)
-    dense = []
-    for k, given in enumerate(program.inputs):
-        if given.role == "state" and k not in members:
-            type_ = program.block.inputs[k].type
-            dense.append(
-                DenseEntry(given.path, type_.shape, str(type_.dtype), getattr(type_, "nbytes", 0), k in made.shares)
-            )
+            found = dataclasses.replace(decided[path], alpha=touched.alpha, growth=touched.growth)
+            tables.append(dataclasses.replace(found, terms=_terms(entry, found, rates, hosts)))
     state = state_bytes(program, made)
-    given = (name, made.devices, cluster, made.sparse, made.emit, tuple(tables), tuple(dense), state)
+    given = (name, made.devices, cluster, made.sparse, made.emit, tuple(tables), made.dense, state)
     found = StepPlan(*given, work=_work(entry, leaves), road=made.road[0])
     return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates, hosts))
 
@@ -322,9 +275,8 @@ def dense_load(found: StepPlan) -> DenseLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Touched:
-    """How many ids a step looks up in a family, and what rows they are."""
+    """What rows a step looks up in a family."""
 
-    ids: int
     alpha: Alpha | None
     growth: Growth | None
 
@@ -334,57 +286,20 @@ def _touched(
 ) -> _Touched:
     """By the batch, as far as it is known, and by what was seen of others."""
     if not space.accesses:
-        return _Touched(0, None, None)
+        return _Touched(None, None)
     ids, extent = program.ids[space.family], space.extent
     each, flat = ids.count_on(devices), example_ids(program, ids, leaves)
     seen = None if seen is None else seen.with_ids(each)
     if flat is not None:
         asked = device_ids(flat, ids.batched, devices, extent)
         growth = seen or (growth_of(asked, extent, each) if any(ids.batched) else None)
-        return _Touched(ids.count, alpha_of(asked, extent, ids.count), growth)
+        return _Touched(alpha_of(asked, extent, ids.count), growth)
     if seen is not None:
-        return _Touched(ids.count, Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen)
-    return _Touched(ids.count, most(ids, extent, devices), None)
+        return _Touched(Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen)
+    return _Touched(most(ids, extent, devices), None)
 
 
-def _table(
-    entry: Entry,
-    space: RowSpace,
-    table: int,
-    told: ParameterPlan,
-    touched: _Touched,
-    rates: Rates | None,
-    hosts: HostRates,
-) -> TableEntry:
-    program, made = entry.compiled.analysed, entry.compiled.plan
-    type_ = program.block.inputs[table].type
-    family = made.family(space.family)
-    found = TableEntry(
-        path=told.path,
-        shape=type_.shape,
-        dtype=str(type_.dtype),
-        axis=dict(zip(space.leaves, space.axes, strict=True))[table],
-        slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
-        ids=touched.ids,
-        method=told.method,
-        where="devices",
-        lifted=told.lifted,
-        reason=told.reason,
-        remedy=told.remedy,
-        line=told.line,
-        refused=told.refused,
-        alpha=touched.alpha,
-        growth=touched.growth,
-        sizes=told.sizes,
-    )
-    if family is not None:
-        dealt = family.layout is not None and family.layout.dealt
-        bounds = {"capacity": family.capacity, "tight": family.tight, "dealt": dealt, "journal": family.journal}
-        found = dataclasses.replace(found, where=family.where, **bounds)
-    return dataclasses.replace(found, terms=_terms(entry, found, rates, hosts))
-
-
-def _terms(entry: Entry, table: TableEntry, rates: Rates | None, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
+def _terms(entry: Entry, table: TablePlan, rates: Rates | None, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
     """What each method does, by rates; of a step that is run by a plan what that one says, if it is of these sizes."""
     if table.sizes is None:
         return {}
@@ -395,4 +310,4 @@ def _terms(entry: Entry, table: TableEntry, rates: Rates | None, hosts: HostRate
         return step_terms(rates, table.sizes)
     decisions = entry.options.decisions
     told = None if decisions is None else decisions.of(table.path)
-    return told.terms if isinstance(told, TableEntry) and told.sizes == table.sizes else {}
+    return told.terms if told is not None and told.sizes == table.sizes else {}

@@ -9,9 +9,9 @@ from autopar.cost import Term, step_terms
 from autopar.cost.exchange import host_terms
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import METHODS, Method, split_method
+from autopar.ir.plan import METHODS, Method, TablePlan, split_method
 from autopar.planning.explain import format_bytes
-from autopar.planning.step_plan import StepPlan, TableEntry, require_plan
+from autopar.planning.step_plan import StepPlan, require_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _name(method: str, where: str) -> str:
     return f"{method} on hosts" if where == "hosts" else method
 
 
-def _road(table: TableEntry, method: str, where: str) -> Road | None:
+def _road(table: TablePlan, method: str, where: str) -> Road | None:
     """A road, as far as it is known."""
     if (name := _name(method, where)) in table.terms:
         return Road(name, tuple(table.terms[name]), timed=True)

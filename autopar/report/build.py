@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from autopar.cost.simulate import StepTime
 from autopar.errors import ArgumentsError
+from autopar.ir.plan import TablePlan
 from autopar.measure.cluster import Cluster
 from autopar.planning.simulate import Simulation, simulate
-from autopar.planning.step_plan import StepPlan, TableEntry
+from autopar.planning.step_plan import StepPlan
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
@@ -123,7 +124,7 @@ def require_figures() -> ModuleType:
     return figures
 
 
-def _shown(plan: StepPlan, path: str | None) -> TableEntry | None:
+def _shown(plan: StepPlan, path: str | None) -> TablePlan | None:
     """The table of the figures."""
     if path is None:
         return largest(plan)
@@ -134,13 +135,13 @@ def _shown(plan: StepPlan, path: str | None) -> TableEntry | None:
     return found
 
 
-def _unknown(plan: StepPlan, table: TableEntry | None = None) -> str:
+def _unknown(plan: StepPlan, table: TablePlan | None = None) -> str:
     if plan.devices == 1:
         return f"the plan of {plan.step} is of one device, which sends nothing; plan(..., cluster=...) for several"
     return "no table goes by its rows" if table is None else f"it is trained whole ({table.reason})"
 
 
-def _add_bytes(made: _Parts, figures: ModuleType, plan: StepPlan, table: TableEntry) -> None:
+def _add_bytes(made: _Parts, figures: ModuleType, plan: StepPlan, table: TablePlan) -> None:
     alpha, (devices, theirs) = by_alpha(table), by_table_3(table)
     made.tables["methods"] = method_rows(plan)
     made.tables["crossovers"] = crossing_rows({"alpha": alpha, "devices": devices})
@@ -181,7 +182,7 @@ def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return any(a > 0 and b > 0 and abs(math.log(b / a)) > _OTHER for a, b in zip(ours, theirs, strict=True))
 
 
-def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TableEntry | None) -> None:
+def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TablePlan | None) -> None:
     made.tables["parts"] = part_rows(plan)
     made.draw(
         "parts",
@@ -198,7 +199,7 @@ def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TableEn
 
 
 def _add_scaling(
-    made: _Parts, figures: ModuleType, plan: StepPlan, cluster: Cluster | None, table: TableEntry | None
+    made: _Parts, figures: ModuleType, plan: StepPlan, cluster: Cluster | None, table: TablePlan | None
 ) -> None:
     if plan.devices == 1:
         made.notes.append(f"No speed-up: {_unknown(plan)}.")
@@ -216,7 +217,7 @@ def _add_scaling(
     )
 
 
-def _limits(found: Simulation, table: TableEntry | None) -> str:
+def _limits(found: Simulation, table: TablePlan | None) -> str:
     """What takes most of a step, and how the table goes, as they change."""
     said = f"Most of a step is {_changes(found, lambda time: time.limit)}."
     if table is None:

@@ -15,9 +15,9 @@ from autopar.cost import sent_bytes
 from autopar.cost.exchange import host_sent_bytes
 from autopar.cost.formulas import table_3
 from autopar.cost.simulate import host_sizes_at, sizes_at
+from autopar.ir.plan import TablePlan
 from autopar.ir.sizes import Sizes
 from autopar.planning.simulate import table_load
-from autopar.planning.step_plan import TableEntry
 
 #: The most devices of a curve, if the plan hasn't more.
 MOST_DEVICES = 10_000
@@ -61,13 +61,13 @@ class Curves:
     own_sent: float
 
 
-def by_devices(table: TableEntry) -> Curves:
+def by_devices(table: TablePlan) -> Curves:
     """Against N, 2 to 10,000, each device looking up as many ids as in the plan."""
     own = _of(table).devices
     return _curves(table, spaced(2, max(own, MOST_DEVICES)), float, lambda n: sent_at(table, n), own)
 
 
-def by_alpha(table: TableEntry) -> Curves:
+def by_alpha(table: TablePlan) -> Curves:
     """Against the share of the rows that a device touches, at the plan's N: it looks up more ids, or fewer."""
     sizes = _of(table)
     last = sizes.ids
@@ -83,14 +83,14 @@ def by_alpha(table: TableEntry) -> Curves:
     )
 
 
-def by_table_3(table: TableEntry) -> tuple[Curves, Mapping[str, tuple[float, ...]]]:
+def by_table_3(table: TablePlan) -> tuple[Curves, Mapping[str, tuple[float, ...]]]:
     """`by_devices`, and at the same N what Parallax's table 3 says of the same methods, of a table of as many bytes."""
     ours, sizes = by_devices(table), _of(table)
     told = [table_3(b=sizes.extent * sizes.row_bytes, n=round(n), alpha=local_alpha(table)) for n in ours.x]
     return ours, {method: tuple(row[method] for row in told) for method in told[0]}
 
 
-def sent_at(table: TableEntry, devices: int, ids: int | None = None) -> Mapping[str, int]:
+def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[str, int]:
     """Method -> bytes that each device sends in a step of N devices that look up so many ids each."""
     load, own = table_load(table, ids), _of(table)
     if table.where == "hosts":
@@ -102,13 +102,13 @@ def sent_at(table: TableEntry, devices: int, ids: int | None = None) -> Mapping[
     return sent_bytes(sizes)
 
 
-def alpha_at(table: TableEntry, ids: int) -> float:
+def alpha_at(table: TablePlan, ids: int) -> float:
     """The share of the rows that a device touches which looks up so many ids."""
     load = table_load(table, ids)
     return load.rows(1) / load.extent
 
 
-def local_alpha(table: TableEntry) -> float:
+def local_alpha(table: TablePlan) -> float:
     """The share of the rows that a device of the plan touches: the paper's alpha."""
     return alpha_at(table, _of(table).ids) if table.alpha is None else table.alpha.local_share
 
@@ -148,7 +148,7 @@ def spaced(first: int, last: int, count: int = _POINTS) -> list[int]:
 
 
 def _curves(
-    table: TableEntry,
+    table: TablePlan,
     points: Sequence[int],
     axis: Callable[[int], float],
     at: Callable[[int], Mapping[str, float]],
@@ -161,11 +161,11 @@ def _curves(
     return Curves(table.path, tuple(map(axis, points)), sent, found, own, method, own_bytes(table)[method])
 
 
-def own_bytes(table: TableEntry) -> Mapping[str, int]:
+def own_bytes(table: TablePlan) -> Mapping[str, int]:
     """Method -> bytes that each device sends in a step of the plan."""
     return (host_sent_bytes if table.where == "hosts" else sent_bytes)(_of(table))
 
 
-def _of(table: TableEntry) -> Sizes:
+def _of(table: TablePlan) -> Sizes:
     assert table.sizes is not None, "curves are of a table whose sizes are known"
     return table.sizes

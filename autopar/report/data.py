@@ -9,8 +9,9 @@ from typing import Any
 
 from autopar.cost.formulas import table_3
 from autopar.errors import ArgumentsError
+from autopar.ir.plan import TablePlan
 from autopar.planning.simulate import Simulation
-from autopar.planning.step_plan import StepPlan, TableEntry
+from autopar.planning.step_plan import StepPlan
 from autopar.report.curves import Curves, local_alpha, own_bytes
 
 #: A row of a table: column -> value.
@@ -67,12 +68,12 @@ def _timing(row: tuple[Any, ...]) -> Timing:
     return found
 
 
-def largest(plan: StepPlan) -> TableEntry | None:
+def largest(plan: StepPlan) -> TablePlan | None:
     """Of the tables whose sizes are known the one with the most bytes; None where there is none."""
     return max((t for t in plan.families if t.sizes is not None), key=table_bytes, default=None)
 
 
-def table_bytes(table: TableEntry) -> int:
+def table_bytes(table: TablePlan) -> int:
     """Of all its rows; of the family's tables together. 0 where its sizes aren't known."""
     return 0 if table.sizes is None else table.sizes.extent * table.sizes.row_bytes
 

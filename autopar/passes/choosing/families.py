@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from autopar.analysis.row_ids import RowIds
-from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds
+from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.measurements import Measurements
 from autopar.cost.model import journal_steps, lifting_pays
 from autopar.errors import StrategyError
-from autopar.ir.decisions import TableDecision
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import ROW_METHODS, FamilyPlan, ParameterPlan, Sparse
+from autopar.ir.plan import ROW_METHODS, FamilyPlan, Sparse, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
@@ -35,7 +34,7 @@ from autopar.passes.choosing.capacity import (
 #: Rows that a table may have: one number more must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
 #: A family without limits and as it is planned, None if it stays dense; and what is said of its tables.
-Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[ParameterPlan]]
+Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[TablePlan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class FamilyOptions:
     hosts: frozenset[int] = frozenset()
     journal_steps: int | None = None
     repeatable: bool = True
-    decided: Mapping[int, TableDecision] = field(default_factory=dict)
+    decided: Mapping[int, TablePlan] = field(default_factory=dict)
 
     def waits(self, space: RowSpace) -> int:
         """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
@@ -71,7 +70,7 @@ class FamilyOptions:
         told = self.told(space)
         return (told.journal if told is not None else self.journal_steps) or journal_steps(space.extent)
 
-    def told(self, space: RowSpace) -> TableDecision | None:
+    def told(self, space: RowSpace) -> TablePlan | None:
         """What an earlier plan decides about a family."""
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
@@ -93,8 +92,9 @@ def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, 
     method = _method(asked)
     source = _line(space)
 
-    def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[ParameterPlan]]:
-        return None, [ParameterPlan(p, False, "allreduce", reason, remedy, line, **told) for p in paths]
+    def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[TablePlan]]:
+        said = {"reason": reason, "remedy": remedy, "line": line, **told}
+        return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **said)
 
     hosted = any(k in options.hosts for k in space.tables)
     space = dataclasses.replace(space, refusal=_refusal(program, space, options))
@@ -125,7 +125,7 @@ def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, 
         family = host_bounds(space, ids, options.sparse == "lazy", options.devices, options.waits(space))
         sizes = None if options.devices == 1 else _host_sizes(program, space, ids, family, options)
         sent = {} if sizes is None else host_sent_bytes(sizes)
-        return (family, family), _lifted(space, ids, family, paths, source, sent=sent, sizes=sizes)
+        return (family, family), _lifted(program, space, family, source, sent=sent, sizes=sizes)
     if options.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
@@ -133,25 +133,26 @@ def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, 
         family = bounds(
             space, ids, "ps" if method == "auto" else method, options.sparse == "lazy", 1, options.waits(space)
         )
-        return (family, family), _lifted(space, ids, family, paths, source)
+        return (family, family), _lifted(program, space, family, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
         safe, tight = _sharded(program, space, ids, options, stored)
-        return (safe, tight), _lifted(space, ids, tight, paths, source)
+        return (safe, tight), _lifted(program, space, tight, source)
     safe, tight = _sharded(program, space, ids, options)
     sizes = _sizes(program, space, ids, tight)
-    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "seconds": {}, "sizes": sizes}
+    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
         rates = options.measured.rates
-        costs["seconds"] = {} if rates is None else step_seconds(rates, sizes)
-        method = "ps" if sharded else _cheapest(costs["seconds"] or costs["sent"])
+        costs["terms"] = {} if rates is None else step_terms(rates, sizes)
+        seconds = {} if rates is None else step_seconds(rates, sizes)
+        method = "ps" if sharded else _cheapest(seconds or costs["sent"])
         if method == "allreduce":
             reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
             # Beside tables on hosts its gradient is reduced with all others.
             return dense(reason, "strategy='ps'", **{**costs, "sizes": None if options.hosts else sizes})
     if method != "ps":
         safe = tight = bounds(space, ids, method, options.sparse == "lazy", options.devices, options.waits(space))
-    return (safe, tight), _lifted(space, ids, tight, paths, source, why=sharded, **costs)
+    return (safe, tight), _lifted(program, space, tight, source, why=sharded, **costs)
 
 
 def compares(program: Program, space: RowSpace, options: FamilyOptions) -> bool:
@@ -186,22 +187,44 @@ def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
 
 
 def _lifted(
+    program: Program,
     space: RowSpace,
-    ids: RowIds,
     family: FamilyPlan,
-    paths: Sequence[str],
     source: str,
     why: str = "",
     **told: Any,
-) -> list[ParameterPlan]:
-    """What is said of the tables of a lifted family."""
-    reason = f"at most {min(space.extent, ids.count)} of {space.extent} rows a step{_told(family)}"
+) -> list[TablePlan]:
+    """The plans of the tables of a lifted family."""
+    reason = (
+        f"at most {min(space.extent, program.ids[space.family].count)} of {space.extent} rows a step{_told(family)}"
+    )
     if family.journal:
         reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
     if family.on_hosts and any(note.startswith("read whole") for note in space.notes):
         reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
-    return [ParameterPlan(p, True, family.method, reason, "", source, **told) for p in paths]
+    bounds = {"capacity": family.capacity, "tight": family.tight, "journal": family.journal}
+    dealt = family.layout is not None and family.layout.dealt
+    said = {"reason": reason, "line": source, "dealt": dealt, **bounds, **told}
+    return _plans(program, space, method=family.method, where=family.where, lifted=True, **said)
+
+
+def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
+    """The plans of a family's tables, of which the same is decided."""
+    axes = dict(zip(space.leaves, space.axes, strict=True))
+    ids = program.ids[space.family].count if space.accesses else 0
+    return [
+        TablePlan(
+            path=program.inputs[table].path,
+            shape=program.block.inputs[table].shape,
+            dtype=str(program.block.inputs[table].dtype),
+            axis=axes[table],
+            slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
+            ids=ids,
+            **told,
+        )
+        for table in space.tables
+    ]
 
 
 def _told(family: FamilyPlan) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.ir.decisions import Decisions, TableDecision
-from autopar.ir.plan import Plan
+from autopar.ir.decisions import Decisions
+from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 
@@ -43,7 +43,7 @@ def check_facts(program: Program, decisions: Decisions, devices: int) -> None:
     _raise(program, decisions, wrong)
 
 
-def _differences(program: Program, space: RowSpace, table: int, told: TableDecision) -> list[str]:
+def _differences(program: Program, space: RowSpace, table: int, told: TablePlan) -> list[str]:
     """What is other about a table than what was planned for."""
     type_ = program.block.inputs[table].type
     axis = dict(zip(space.leaves, space.axes, strict=True))[table]
@@ -63,7 +63,7 @@ def check_followed(program: Program, decisions: Decisions, plan: Plan) -> None:
     Raises:
       PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.
     """
-    made = {p.path: p for p in plan.parameters}
+    made = {t.path: t for t in plan.tables}
     wrong = []
     for space in program.rows.spaces:
         family = plan.family(space.family)

@@ -6,19 +6,20 @@ Its slots go with it: the leaves that its update reads element by element.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from autopar.analysis.rules import ALIGNED
 from autopar.errors import StrategyError
 from autopar.ir.layout import even_axis
-from autopar.ir.plan import ParameterPlan
+from autopar.ir.plan import DensePlan
 from autopar.ir.program import Atom, Program, Var
 
 
 def share_dense(
     program: Program, asked: Mapping[int, str], dense: frozenset[int], devices: int
-) -> tuple[dict[int, int], list[ParameterPlan]]:
-    """Leaf -> the axis along which it is spread, slots included; and what is said of the leaves.
+) -> tuple[dict[int, int], list[DensePlan]]:
+    """Leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern names.
 
     Args:
       program: An analysed program.
@@ -30,7 +31,7 @@ def share_dense(
       StrategyError: a pattern names one leaf that can't be spread.
     """
     axes: dict[int, int] = {}
-    told: dict[int, ParameterPlan] = {}
+    told: dict[int, DensePlan] = {}
     tables = {k for k, _ in program.tables}
     for leaf, pattern in asked.items():
         if leaf not in dense or leaf in axes or devices == 1:
@@ -51,10 +52,16 @@ def share_dense(
         use = "looked up at its owners" if shares & tables else "gathered for use"
         reason = f"a share of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
         once = (devices - 1) * type_.nbytes // devices
-        told[named] = ParameterPlan(
-            program.inputs[named].path, False, "ps", reason, sent={"ps": 2 * once, "allreduce": 2 * once}
-        )
+        sent = {"ps": 2 * once, "allreduce": 2 * once}
+        told[named] = dataclasses.replace(dense_plan(program, named, shared=True), reason=reason, sent=sent)
     return axes, list(told.values())
+
+
+def dense_plan(program: Program, k: int, *, shared: bool) -> DensePlan:
+    """The plan of a leaf that isn't looked up by rows."""
+    type_ = program.block.inputs[k].type
+    size = getattr(type_, "nbytes", 0)
+    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), str(type_.dtype), size, shared)
 
 
 def _with_slots(program: Program, leaf: int) -> frozenset[int]:

@@ -1,0 +1,84 @@
+"""Figures of a plan: rows that a step touches, and the parts of what it takes. Data; `measure` and `cost` find them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Alpha:
+    """Rows touched of `extent`, by `ids` looked-up ids; `measured` on a batch, or an upper bound.
+
+    `local_rows`: of them those that one device touches, on average over the devices.
+    """
+
+    rows: int
+    extent: int
+    ids: int
+    measured: bool
+    local_rows: float
+
+    @property
+    def share(self) -> float:
+        """Touched rows over all rows."""
+        return self.rows / self.extent
+
+    @property
+    def local_share(self) -> float:
+        """Rows that one device touches over all rows: the paper's alpha, of one worker."""
+        return self.local_rows / self.extent
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many distinct rows of a table n workers touch together in a step.
+
+    Attributes:
+      extent: V, rows of the table.
+      ids: Ids that a worker looks up in a step, duplicates included.
+      points: What was measured: (n, rows that n workers touched together, on average).
+      k, beta: Of Heaps' law.
+      residual: The most by which the fit is off at a point, relative to it.
+    """
+
+    extent: int
+    ids: float
+    points: tuple[tuple[float, float], ...]
+    k: float
+    beta: float
+    residual: float
+
+    def rows(self, n: float) -> float:
+        """Distinct rows that n workers are expected to touch together."""
+        drawn = n * self.ids
+        return min(drawn, distinct(self.extent, self.k * drawn**self.beta))
+
+    def with_ids(self, ids: float) -> Growth:
+        """The same of workers that look up so many ids each."""
+        scale = self.ids / ids
+        return replace(self, ids=ids, points=tuple((n * scale, rows) for n, rows in self.points))
+
+
+def distinct(extent: int, endless: float) -> float:
+    """Distinct rows of V, if in an endless table they would be so many."""
+    return -extent * math.expm1(-endless / extent)
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One part of what a method takes.
+
+    Attributes:
+      name: What it is.
+      seconds: How long it takes.
+      sent: Bytes that each device sends for it.
+      collective: By which collective, as XLA calls it; "" where nothing is sent, or not by XLA.
+      fixed: Whether it is what the method costs however little there is to do.
+    """
+
+    name: str
+    seconds: float
+    sent: int = 0
+    collective: str = ""
+    fixed: bool = False
