@@ -12,10 +12,10 @@ import jax
 import numpy as np
 
 from autopar.backends.devices import Devices
-from autopar.compile import Options
 from autopar.errors import ArgumentsError
 from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis, check_batch_axis
+from autopar.ir.options import Options
 from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine

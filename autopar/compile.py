@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.errors import StrategyError
-from autopar.ir.decisions import Decisions
-from autopar.ir.examples import BatchAxis
-from autopar.ir.plan import Emit, Plan, Sparse, Strategy
+from autopar.ir.options import Options
+from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
 from autopar.ir.program import Program
-from autopar.ir.rowspace import Refusal
-from autopar.ir.sizes import HEADROOM
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
@@ -39,36 +36,11 @@ from autopar.passes.shield import shield
 from autopar.passes.split_stages import split_stages
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user chose for the whole step."""
-
-    strategy: Strategy = "auto"
-    sparse: Sparse = "exact"
-    devices: int = 1
-    batch_axis: BatchAxis = 0
-    emit: Emit = "pjit"
-    #: Tables on hosts are asked for; `devices` are ranks then.
-    hosts: bool = False
-    #: Devices of each rank then.
-    rank_devices: int = 1
-    #: Whether tables that don't fit the devices may leave them for the hosts.
-    may_leave: bool = True
-    #: How much more than the example's load a device may send to another one.
-    headroom: float = HEADROOM
-    #: Steps that deferred rows wait for at most; None: what is cheapest.
-    journal_steps: int | None = None
-    #: State leaves whose rows can't be deferred, and why.
-    undeferred: Mapping[int, Refusal] = field(default_factory=dict)
-    #: Those of an earlier plan, by which the step is to be run.
-    decisions: Decisions | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """What passes go by: the user's options, and what was measured for them."""
 
-    options: Options = Options()
+    options: Options
     measured: Measurements = UNMEASURED
 
 
@@ -119,17 +91,7 @@ def _analyze_batch(program: Program, plan: Plan | None, request: Request) -> tup
 def _choose(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     if request.options.decisions is not None:
         check_facts(program, request.options.decisions, request.options.devices)
-    made, note = choose(
-        program,
-        strategy=request.options.strategy,
-        sparse=request.options.sparse,
-        devices=request.options.devices,
-        measured=request.measured,
-        headroom=request.options.headroom,
-        emit=request.options.emit,
-        journal_steps=request.options.journal_steps,
-        decisions=request.options.decisions,
-    )
+    made, note = choose(program, request.options, request.measured)
     if request.options.decisions is not None:
         check_followed(program, request.options.decisions, made)
     return program, made, note

@@ -20,7 +20,8 @@ from jax import lax
 
 from autopar import jax_compat
 from autopar.backends.emit import emit
-from autopar.compile import PIPELINE, Options, Request
+from autopar.compile import PIPELINE, Request
+from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Output, Program, Var

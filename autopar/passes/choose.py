@@ -9,82 +9,61 @@ from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, state_budget, state_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
-from autopar.ir.decisions import Decisions
 from autopar.ir.layout import RowLayout, even_axis
+from autopar.ir.options import Options
 from autopar.ir.paths import matches
 from autopar.ir.plan import (
     REPLICATED,
     DensePlan,
-    Emit,
     FamilyPlan,
     Plan,
-    Sparse,
     Strategy,
     TablePlan,
     split_method,
 )
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.sizes import HEADROOM
-from autopar.passes.choosing.families import Decision, FamilyOptions, compares, decide_family
+from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 from autopar.passes.choosing.shares import dense_plan, share_dense
 
 
-def choose(
-    program: Program,
-    *,
-    strategy: Strategy = "auto",
-    sparse: Sparse = "exact",
-    devices: int = 1,
-    measured: Measurements = UNMEASURED,
-    headroom: float = HEADROOM,
-    emit: Emit = "pjit",
-    journal_steps: int | None = None,
-    decisions: Decisions | None = None,
-) -> tuple[Plan, str]:
+def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[Plan, str]:
     """Decide for every table of an analysed program.
 
     Args:
       program: An analysed program.
-      strategy, sparse: The user's choice.
-      devices: N.
+      options: What the user chose. With the decisions of an earlier plan `strategy` is theirs.
       measured: What is known of the devices and of an example batch. Where the state takes too much of the devices'
-        memory, tables that are left to "auto" are sharded.
-      headroom: How much more than the example's load a device may send to another one.
-      emit: Whether XLA partitions one program, or each device's own is written.
-      journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
-      decisions: Those of an earlier plan, where the step is to be run by one; `strategy` is theirs then.
+        memory, tables that are left to "auto" are sharded. Without rates the fewest bytes are chosen.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
-    methods, shared, hosts = _methods(program, strategy)
+    methods, shared, hosts = _methods(program, options.strategy)
     has_effects = any(e.effects for e in program.block.equations)
+    decisions = options.decisions
     decided = {} if decisions is None else {k: decisions.of(program.inputs[k].path) for k, _ in program.tables}
-    given = (methods, sparse, devices, measured, headroom, hosts, journal_steps)
-    options = FamilyOptions(*given, repeatable=not has_effects, decided=decided)
-    made = [decide_family(program, space, options) for space in program.rows.spaces]
-    plan = _assemble(program, options, made, shared, emit)
-    if measured.memory is not None and devices > 1 and not hosts:
-        sharded = _too_large(program, plan, made, options, measured.memory)
+    choices = Choices(options, measured, methods, hosts, not has_effects, decided)
+    made = [decide_family(program, space, choices) for space in program.rows.spaces]
+    plan = _assemble(program, options, made, shared)
+    if measured.memory is not None and options.devices > 1 and not options.hosts:
+        sharded = _too_large(program, plan, made, choices, measured.memory)
         for k, reason in sharded.items():
-            made[k] = decide_family(program, program.rows.spaces[k], options, sharded=reason)
-        plan = _assemble(program, options, made, shared, emit) if sharded else plan
+            made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
+        plan = _assemble(program, options, made, shared) if sharded else plan
     tables = sum(len(told) for _, told in made)
     lifted = sum(t.lifted for t in plan.tables)
     return plan, f"{lifted} of {tables} tables run on their touched rows"
 
 
-def compares_methods(program: Program, *, strategy: Strategy, sparse: Sparse, devices: int) -> bool:
+def compares_methods(program: Program, options: Options) -> bool:
     """Whether `choose` compares what methods cost, and so wants rates of the devices."""
-    methods, _, hosts = _methods(program, strategy)
-    options = FamilyOptions(methods, sparse, devices, UNMEASURED, HEADROOM, hosts)
-    return any(compares(program, space, options) for space in program.rows.spaces)
+    methods, _, hosts = _methods(program, options.strategy)
+    choices = Choices(options, UNMEASURED, methods, hosts)
+    return any(compares(program, space, choices) for space in program.rows.spaces)
 
 
-def _assemble(
-    program: Program, options: FamilyOptions, decided: Sequence[Decision], shared: Mapping[int, str], emit: Emit
-) -> Plan:
+def _assemble(program: Program, options: Options, decided: Sequence[Decision], shared: Mapping[int, str]) -> Plan:
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
     families = [chosen for chosen, _ in decided if chosen is not None]
     order = {given.path: k for k, given in enumerate(program.inputs)}
@@ -101,12 +80,12 @@ def _assemble(
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
-    given = (options.sparse, options.devices, placements, layouts, fallback, shares, emit)
+    given = (options.sparse, options.devices, placements, layouts, fallback, shares, options.emit)
     return Plan(tuple(tight), tuple(tables), dense, *given)
 
 
 def _too_large(
-    program: Program, plan: Plan, decided: Sequence[Decision], options: FamilyOptions, memory: int
+    program: Program, plan: Plan, decided: Sequence[Decision], choices: Choices, memory: int
 ) -> Mapping[int, str]:
     """The families of which "auto" put all rows on every device, and that are to be sharded for want of memory.
 
@@ -120,11 +99,11 @@ def _too_large(
     costs: list[Shardable] = []
     for k, (space, (_, (told, *_))) in enumerate(zip(program.rows.spaces, decided, strict=True)):
         # Sizes are known where methods were compared.
-        is_auto = all(options.methods[t][0] == "auto" for t in space.tables)
+        is_auto = all(choices.methods[t][0] == "auto" for t in space.tables)
         if is_auto and told.sizes is not None and told.method in REPLICATED:
             cost = told.seconds or told.sent
             open_.append(k)
-            costs.append(Shardable(_saved(program, space, options.devices), cost["ps"] - cost[told.method]))
+            costs.append(Shardable(_saved(program, space, choices.devices), cost["ps"] - cost[told.method]))
     sharded = sorted(choose_sharded(costs, needed - budget))
     needed -= sum(costs[n].saved for n in sharded)
     found = {}

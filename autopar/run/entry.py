@@ -16,7 +16,8 @@ from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
-from autopar.compile import Compiled, Options
+from autopar.compile import Compiled
+from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM

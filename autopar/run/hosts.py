@@ -17,10 +17,11 @@ from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.rooms import Room, Rooms, Rows
 from autopar.backends.host.stages import OtherRoom, StagedProgram, Step
 from autopar.backends.host.storage import HostRows
-from autopar.compile import Compiled, Options, follow
+from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
+from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.progress import PROGRESS, mark
 from autopar.mpi.room import require_room

@@ -12,10 +12,11 @@ from typing import Any
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
-from autopar.compile import Compiled, Options, analyze_program, compile_program
+from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.cost.measurements import Measurements
 from autopar.cost.memory import leave_devices
 from autopar.errors import StepError
+from autopar.ir.options import Options
 from autopar.ir.plan import Method, without_hosts
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
@@ -169,8 +170,7 @@ def measure(program: Program, options: Options, machine: Machine, example: Seque
     memory = machine.memory_bytes  # here, where all processes are
     if options.devices == 1:
         return Measurements(memory=memory)
-    wants = compares_methods(program, strategy=options.strategy, sparse=options.sparse, devices=options.devices)
-    rates = machine.rates() if wants and machine.rates is not None else None
+    rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
     return Measurements(rates, memory, looked_up(program, example))
 
 

@@ -12,9 +12,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices
-from autopar.compile import Options
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError, warn
 from autopar.interrupts import interruptible, uninterrupted
+from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.launch.progress import mark
 from autopar.mpi.world import world

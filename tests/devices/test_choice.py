@@ -11,10 +11,11 @@ import pytest
 
 import autopar
 from autopar.backends.devices import Devices
-from autopar.compile import Options, analyze_program, compile_program
+from autopar.compile import analyze_program, compile_program
 from autopar.cost import Rates, Sizes, sent_bytes, step_seconds
 from autopar.cost.measurements import Measurements
 from autopar.cost.rates import Curve, RowRate
+from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure import calibrate

@@ -15,7 +15,8 @@ from autopar.cost.measurements import Measurements
 from autopar.cost.model import journal_steps, lifting_pays
 from autopar.errors import StrategyError
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import ROW_METHODS, FamilyPlan, Sparse, TablePlan
+from autopar.ir.options import Options
+from autopar.ir.plan import ROW_METHODS, FamilyPlan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
@@ -38,57 +39,61 @@ Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[TablePlan]]
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyOptions:
-    """What the user, the devices and the example say.
+class Choices:
+    """What the user, the devices, the example and the program say.
 
     Attributes:
-      methods: Table -> (method, whether the strategy names this very table).
-      sparse: "exact", "lazy" or "off".
-      devices: N.
+      options: The user's.
       measured: What is known of the devices and of an example batch.
-      headroom: How much more than the example's load a device may send to another one.
-      hosts: Tables whose rows are to be in the memory of the hosts; `devices` are ranks then.
-      journal_steps: Steps that deferred rows wait for at most; None: what is cheapest.
+      methods: Table -> (method, whether the strategy names this very table).
+      hosts: Tables whose rows are to be in the memory of the hosts; the options' devices are ranks then.
       repeatable: Whether a step may be done again (it has no effects), so that a batch may exceed a capacity.
       decided: Table -> what an earlier plan decides about it.
     """
 
-    methods: Mapping[int, tuple[str, bool]]
-    sparse: Sparse
-    devices: int
+    options: Options
     measured: Measurements
-    headroom: float
+    methods: Mapping[int, tuple[str, bool]]
     hosts: frozenset[int] = frozenset()
-    journal_steps: int | None = None
     repeatable: bool = True
     decided: Mapping[int, TablePlan] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """N."""
+        return self.options.devices
+
+    @property
+    def lazy(self) -> bool:
+        """Whether only touched rows move."""
+        return self.options.sparse == "lazy"
 
     def waits(self, space: RowSpace) -> int:
         """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
         if not space.deferred:
             return 0
         told = self.told(space)
-        return (told.journal if told is not None else self.journal_steps) or journal_steps(space.extent)
+        return (told.journal if told is not None else self.options.journal_steps) or journal_steps(space.extent)
 
     def told(self, space: RowSpace) -> TablePlan | None:
         """What an earlier plan decides about a family."""
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
 
-def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, sharded: str = "") -> Decision:
+def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharded: str = "") -> Decision:
     """Decide for one family.
 
     Args:
       program: An analysed program.
       space: The family's.
-      options: What the user, the devices and the example say.
+      choices: What the user, the devices and the example say.
       sharded: Why "auto" is to shard it, whatever that costs; empty: it takes what costs least.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
     """
     paths = [program.inputs[k].path for k in space.tables]
-    asked = [options.methods[k] for k in space.tables]
+    asked = [choices.methods[k] for k in space.tables]
     method = _method(asked)
     source = _line(space)
 
@@ -96,8 +101,8 @@ def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, 
         said = {"reason": reason, "remedy": remedy, "line": line, **told}
         return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **said)
 
-    hosted = any(k in options.hosts for k in space.tables)
-    space = dataclasses.replace(space, refusal=_refusal(program, space, options))
+    hosted = any(k in choices.hosts for k in space.tables)
+    space = dataclasses.replace(space, refusal=_refusal(program, space, choices))
     if space.refusal is not None:
         named = "hosts" if hosted else next((m for m, by_name in asked if by_name and m in ROW_METHODS[1:]), None)
         if named is not None:
@@ -108,60 +113,58 @@ def decide_family(program: Program, space: RowSpace, options: FamilyOptions, *, 
             )
         where = str(space.refusal.source) if space.refusal.source else source
         return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
-    if options.sparse == "off":
+    if choices.options.sparse == "off":
         return dense("sparse='off'")
     ids: RowIds = program.ids[space.family]
     if method == "allreduce":
-        who = "the strategy" if options.told(space) is None else "the plan"
-        several = options.devices > 1 and not options.hosts
-        sizes = _sizes(program, space, ids, _sharded(program, space, ids, options)[1]) if several else None
+        who = "the strategy" if choices.told(space) is None else "the plan"
+        several = choices.devices > 1 and not choices.hosts
+        sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1]) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
-    if options.hosts and not hosted and method == "auto" and options.devices > 1:  # beside others that are there
+    if choices.hosts and not hosted and method == "auto" and choices.devices > 1:  # beside others that are there
         if not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
     if hosted:
-        family = host_bounds(space, ids, options.sparse == "lazy", options.devices, options.waits(space))
-        sizes = None if options.devices == 1 else _host_sizes(program, space, ids, family, options)
+        family = host_bounds(space, ids, choices.lazy, choices.devices, choices.waits(space))
+        sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, family, choices)
         sent = {} if sizes is None else host_sent_bytes(sizes)
         return (family, family), _lifted(program, space, family, source, sent=sent, sizes=sizes)
-    if options.devices == 1:
+    if choices.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
-        family = bounds(
-            space, ids, "ps" if method == "auto" else method, options.sparse == "lazy", 1, options.waits(space)
-        )
+        family = bounds(space, ids, "ps" if method == "auto" else method, choices.lazy, 1, choices.waits(space))
         return (family, family), _lifted(program, space, family, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
-        safe, tight = _sharded(program, space, ids, options, stored)
+        safe, tight = _sharded(program, space, ids, choices, stored)
         return (safe, tight), _lifted(program, space, tight, source)
-    safe, tight = _sharded(program, space, ids, options)
+    safe, tight = _sharded(program, space, ids, choices)
     sizes = _sizes(program, space, ids, tight)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
-        rates = options.measured.rates
+        rates = choices.measured.rates
         costs["terms"] = {} if rates is None else step_terms(rates, sizes)
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
         if method == "allreduce":
             reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
             # Beside tables on hosts its gradient is reduced with all others.
-            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if options.hosts else sizes})
+            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if choices.hosts else sizes})
     if method != "ps":
-        safe = tight = bounds(space, ids, method, options.sparse == "lazy", options.devices, options.waits(space))
+        safe = tight = bounds(space, ids, method, choices.lazy, choices.devices, choices.waits(space))
     return (safe, tight), _lifted(program, space, tight, source, why=sharded, **costs)
 
 
-def compares(program: Program, space: RowSpace, options: FamilyOptions) -> bool:
+def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
     """Whether the method of a family is left to what each of them costs on several devices."""
-    is_open = _method([options.methods[k] for k in space.tables]) == "auto" and options.sparse != "off"
-    if not is_open or options.devices == 1 or options.hosts:
+    is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and choices.options.sparse != "off"
+    if not is_open or choices.devices == 1 or choices.hosts:
         return False
     is_stored = any(program.inputs[k].layout is not None for k in space.leaves)
-    return not is_stored and _refusal(program, space, options) is None
+    return not is_stored and _refusal(program, space, choices) is None
 
 
 def _method(asked: Sequence[tuple[str, bool]]) -> str:
@@ -169,11 +172,11 @@ def _method(asked: Sequence[tuple[str, bool]]) -> str:
     return next((m for m, _ in asked if m != "auto"), "auto")
 
 
-def _refusal(program: Program, space: RowSpace, options: FamilyOptions) -> Refusal | None:
+def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | None:
     """Why a family can't be lifted; beside tables on hosts it would be there, too."""
     if space.refusal is None and space.extent >= _MOST_ROWS:
         return Refusal(f"it has {space.extent} rows; numbers of rows are int32")
-    return host_refusal(program, space) if options.hosts else space.refusal
+    return host_refusal(program, space) if choices.hosts else space.refusal
 
 
 def _cheapest(cost: Mapping[str, float]) -> str:
@@ -243,35 +246,35 @@ def _told(family: FamilyPlan) -> str:
 
 
 def _sharded(
-    program: Program, space: RowSpace, ids: RowIds, options: FamilyOptions, stored: RowLayout | None = None
+    program: Program, space: RowSpace, ids: RowIds, choices: Choices, stored: RowLayout | None = None
 ) -> tuple[FamilyPlan, FamilyPlan]:
     """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
     What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
     where as many ids are looked up.
     """
-    family = bounds(space, ids, "ps", options.sparse == "lazy", options.devices, options.waits(space))
+    family = bounds(space, ids, "ps", choices.lazy, choices.devices, choices.waits(space))
     assert family.layout is not None, "sharded rows have a layout"
-    told = options.told(space)
+    told = choices.told(space)
     told = told if told is not None and told.method == "ps" and stored is None else None
     if stored is not None:
         family = dataclasses.replace(family, layout=stored)
     elif told is not None:
         dealt = told.dealt or family.layout.dealt
         family = dataclasses.replace(family, layout=dataclasses.replace(family.layout, dealt=dealt))
-    if not options.repeatable or space.depends_on:
+    if not choices.repeatable or space.depends_on:
         return family, family
     if told is not None and told.ids == ids.count:
-        grown = (told.capacity or 1) * options.headroom / HEADROOM
+        grown = (told.capacity or 1) * choices.options.headroom / HEADROOM
         return family, limited(family, grown) if told.tight else family
-    flat = options.measured.ids.get(space.family)
+    flat = choices.measured.ids.get(space.family)
     if flat is None:
         return family, family
-    loads = device_ids(flat, ids.batched, options.devices, space.extent)
+    loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     safe = with_layout(family, loads) if stored is None and told is None else family
     assert safe.layout is not None, "sharded rows have a layout"
     safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
-    return safe, tightened(safe, loads, options.headroom)
+    return safe, tightened(safe, loads, choices.options.headroom)
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Sizes:
@@ -294,15 +297,15 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) 
     )
 
 
-def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, options: FamilyOptions) -> Sizes:
+def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, choices: Choices) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
     sizes = dataclasses.replace(sizes, owned=sizes.asked)  # as many as a rank asks for, on average
-    flat = None if space.depends_on else options.measured.ids.get(space.family)
+    flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
         return sizes
-    loads = device_ids(flat, ids.batched, options.devices, space.extent)
-    limit = tightened(limitless(family), loads, options.headroom).capacity or 0
+    loads = device_ids(flat, ids.batched, choices.devices, space.extent)
+    limit = tightened(limitless(family), loads, choices.options.headroom).capacity or 0
     asked = max(rows.size for rows in loads)
     return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, family), capacity=limit)
 

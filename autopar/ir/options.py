@@ -1,0 +1,37 @@
+"""`Options`: what a whole step is compiled by. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.decisions import Decisions
+from autopar.ir.examples import BatchAxis
+from autopar.ir.plan import Emit, Sparse, Strategy
+from autopar.ir.rowspace import Refusal
+from autopar.ir.sizes import HEADROOM
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user chose for the whole step."""
+
+    strategy: Strategy = "auto"
+    sparse: Sparse = "exact"
+    devices: int = 1
+    batch_axis: BatchAxis = 0
+    emit: Emit = "pjit"
+    #: Tables on hosts are asked for; `devices` are ranks then.
+    hosts: bool = False
+    #: Devices of each rank then.
+    rank_devices: int = 1
+    #: Whether tables that don't fit the devices may leave them for the hosts.
+    may_leave: bool = True
+    #: How much more than the example's load a device may send to another one.
+    headroom: float = HEADROOM
+    #: Steps that deferred rows wait for at most; None: what is cheapest.
+    journal_steps: int | None = None
+    #: State leaves whose rows can't be deferred, and why.
+    undeferred: Mapping[int, Refusal] = field(default_factory=dict)
+    #: Those of an earlier plan, by which the step is to be run.
+    decisions: Decisions | None = None
