@@ -274,7 +274,7 @@ def _run(
         start = time.perf_counter()
         before = None if traced and not records else program.block
         program, plan, note = run(program, plan, request)
-        verify_program(program, before)
+        verify_program(program, before, name)
         records.append(Record(name, program, note, time.perf_counter() - start))
     return program, plan, records
 

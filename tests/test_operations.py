@@ -62,7 +62,7 @@ def test_no_primitive_has_the_name_of_an_operation() -> None:
     found = {item.name for item in gc.get_objects() if isinstance(item, Primitive)}
     assert {"reduce", "scatter-add", "scan"} < found
     assert not {name for name in found if name.startswith(PREFIX)}
-    assert not found & OPERATIONS
+    assert not found & set(OPERATIONS)
 
 
 @pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")])

@@ -1,22 +1,153 @@
-"""The names of the operations that passes add to a program: row space, shards, partial sums (docs/design.md).
+"""The operations that passes add to a program: row space, shards, partial sums (docs/design.md). Their spec.
 
 JAX names its primitives as it likes ("reduce", "copy", ...), and so does a user who defines one. All of ours begin with
-`PREFIX`, so that none can be taken for another. Invariant, checked by `ir.verifier`: an equation's operation is one of
-these, or has JAX's primitive.
+`PREFIX`, so that none can be taken for another. The spec says of each which pass writes it first, and names its
+operands, of which some come in groups. Invariant, checked by `ir.verifier` after every pass: an equation has JAX's
+primitive, or its operation is one of these, written by this pass or by an earlier one, with these operands.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
 PREFIX = "ap."
 
-OPERATIONS = frozenset(
-    PREFIX + name
-    for name in (
-        "row_ids row_range row_iota route pull fetch padding lookup lookup_ids push push_ids aggregate deliver plus "
-        "replicate spread reduce_rows reduce_part reduce_others reduce_table numbered only_rows densify commit sweep "
-        "fill changes catch_up record next flush store whole exceeded any select reduce share once full isolated"
-    ).split()
-)
+#: Passes that write operations, in their order; before them a program is all JAX's.
+PASSES = ("lift_rows", "merge_pushes", "place", "reduce_tables", "localize", "once_per_row", "shield", "split_stages")
+
+#: Parameters of an equation -> how many operands are of a group.
+Count = Callable[[Mapping[str, Any]], int]
+#: All operands that are left.
+REST = -1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What may be written of an operation.
+
+    Attributes:
+      since: The pass that writes it first.
+      groups: Its operands: name -> how many; `REST` for the last one. The one called "route" is a route.
+    """
+
+    since: str
+    groups: Mapping[str, int | Count]
+
+    def split(self, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
+        """Operands (of any kind: atoms, arrays) by group."""
+        found, start = {}, 0
+        for name, count in self.groups.items():
+            size = count(params) if callable(count) else len(operands) - start if count == REST else count
+            found[name] = tuple(operands[start : start + size])
+            assert len(found[name]) == size, f"{size} operands are {name}, and there are {len(found[name])}"
+            start += size
+        assert start == len(operands), f"{len(operands) - start} operands too many"
+        return found
+
+
+def _length(name: str, each: int = 1) -> Count:
+    """As many as a parameter is long, or `each` times that."""
+    return lambda params: each * len(params[name])
+
+
+def _number(name: str) -> Count:
+    return lambda params: params[name]
+
+
+def _if(name: str) -> Count:
+    """One if a parameter says so."""
+    return lambda params: int(bool(params.get(name)))
+
+
+_LEAVES: Count = lambda params: len(params["replay"].leaves)  # noqa: E731
+_RECORDS: Count = lambda params: len(params["replay"].records)  # noqa: E731
+_VALUES: Count = lambda params: len(params["replay"].values)  # noqa: E731
+#: The rows that a step doesn't touch: whether they are to be looked at, leaves, values of the step.
+_OTHERS: Mapping[str, int | Count] = {"needed": 1, "read": _length("read_axes"), "frontier": REST}
+
+
+def _named(names: str) -> Mapping[str, int | Count]:
+    """One operand for each name; any number for one with a star."""
+    return {name.removesuffix("*"): REST if name.endswith("*") else 1 for name in names.split()}
+
+
+_SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
+    "lift_rows": {
+        "row_ids": _named("index"),
+        "row_range": {},
+        "row_iota": _named("route"),
+        "route": _named("ids*"),
+        "pull": _named("leaf route"),
+        "fetch": _named("rows route"),
+        "padding": _named("rows route"),
+        "lookup": _named("fetched route index"),
+        "lookup_ids": _named("fetched route ids"),
+        "push": _named("base route index updates"),
+        "push_ids": _named("base route ids updates"),
+        "reduce_rows": _named("rows route others*"),
+        "densify": _named("rows route first*"),
+        "commit": {**_named("leaf rows route"), "guard": _if("guarded"), "first": REST},
+        "sweep": {"needed": 1, "leaves": _length("axes"), "read": _length("read_axes"), "frontier": REST},
+        "fill": _named("leaf rows route unless*"),
+        "changes": {
+            "old": _length("axes"),
+            "new": _length("axes"),
+            "constant": _length("constants"),
+            "frontier": _number("frontier"),
+            "finite": _number("finite"),
+            "nonzero": _number("nonzero"),
+            "guard": _if("guarded"),
+            "first": REST,
+        },
+        "catch_up": {"leaves": _LEAVES, "stamps": 1, "entries": REST},
+        "record": {"now": 1, "records": _RECORDS, "values": _VALUES, "guard": REST},
+        "flush": {"leaves": _LEAVES, "stamps": 1, "entries": REST},
+        "next": _named("now"),
+        "store": _named("whole"),
+        "whole": _named("stored"),
+        "exceeded": _named("route"),
+        "any": _named("flags*"),
+        "select": _named("exceeded new old"),
+        "full": _named("value"),
+    },
+    "merge_pushes": {
+        "aggregate": _named("base route index updates"),
+        "deliver": _named("sums route base*"),
+        "plus": _named("values*"),
+    },
+    "place": {"replicate": _named("share"), "spread": _named("value")},
+    "reduce_tables": {
+        "reduce_table": {
+            "stored": _length("stored"),
+            "touched": _length("touched", 2),
+            "dense": _length("dense"),
+            "values": REST,
+        },
+        "numbered": _named("numbers"),
+        "only_rows": _named("value numbers"),
+    },
+    "localize": {
+        "reduce": _named("value"),
+        "share": _named("value"),
+        "once": _named("value"),
+        "reduce_part": _named("rows route others*"),
+        "reduce_others": {**_named("part route"), **_OTHERS},
+    },
+    "shield": {"isolated": _named("operands*")},
+}
+
+OPERATIONS: Mapping[str, Operation] = {
+    PREFIX + name: Operation(since, groups) for since, specs in _SPECS.items() for name, groups in specs.items()
+}
+
+
+def split(op: str, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
+    """The operands of one of our operations, by group."""
+    return OPERATIONS[op].split(params, operands)
 
 
 def plain_name(op: str) -> str:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.operations import OPERATIONS, PREFIX
-from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.operations import OPERATIONS, PASSES, PREFIX
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
 
 
-def verify_program(program: Program, verified: Block | None = None) -> None:
+def verify_program(program: Program, verified: Block | None = None, after: str = PASSES[-1]) -> None:
     """Raise AssertionError, naming the equation, unless the program is well formed.
 
     Args:
       program: Any.
       verified: A block that is known to be: a pass that only says something of the program leaves it as it is.
+      after: The pass that has made it, which says what may be written in it.
     """
     block = program.block
     assert len(block.inputs) == len(program.inputs), "every input has a path and a role"
     assert len(block.outputs) == len(program.outputs), "every output has a path"
     if block is not verified:
-        verify_block(block, set(), program.name)
+        written = PASSES[: PASSES.index(after) + 1] if after in PASSES else ()
+        verify_block(block, set(), program.name, frozenset(written))
     for output, atom in zip(program.outputs, block.outputs, strict=True):
         if output.state is not None:
             old = block.inputs[output.state].type
@@ -38,18 +40,27 @@ class _Place:
         return f"{self.outer}, {self.equation.op} ({self.equation.where})"
 
 
-def verify_block(block: Block, defined: set[Var], where: str | _Place) -> None:
-    """Check one block and the blocks nested in it; `defined` collects every variable of the program."""
+def verify_block(
+    block: Block, defined: set[Var], where: str | _Place, written: frozenset[str] = frozenset(PASSES)
+) -> None:
+    """Check one block and the blocks nested in it.
+
+    Args:
+      block: The block.
+      defined: Collects every variable of the program.
+      where: The equations around it.
+      written: Passes whose operations may occur.
+    """
     visible: set[Var] = set()
     for var in block.inputs:
         _define(var, visible, defined, where)
     for equation in block.equations:
         place = _Place(where, equation)
-        _verify_name(equation, place)
+        _verify_operation(equation, place, written)
         for atom in equation.inputs:
             _read(atom, visible, place)
         for body in equation.bodies:
-            verify_block(body, defined, place)
+            verify_block(body, defined, place, written)
         _verify_boundaries(equation, place)
         for var in equation.outputs:
             _define(var, visible, defined, place)
@@ -57,10 +68,23 @@ def verify_block(block: Block, defined: set[Var], where: str | _Place) -> None:
         _read(atom, visible, where)
 
 
-def _verify_name(equation: Equation, where: str | _Place) -> None:
-    ours = equation.op.startswith(PREFIX)
-    known = equation.op in OPERATIONS if ours else equation.primitive is not None or bool(equation.bodies)
-    assert known, f"{where}: {equation.op} is no operation of autopar and has no primitive"
+def _verify_operation(equation: Equation, where: str | _Place, written: frozenset[str]) -> None:
+    """The name, which pass may have written it, and the operands of what is ours."""
+    if not equation.op.startswith(PREFIX):
+        known = equation.primitive is not None or bool(equation.bodies)
+        assert known, f"{where}: {equation.op} is no operation of autopar and has no primitive"
+        return
+    assert equation.op in OPERATIONS, f"{where}: {equation.op} is no operation of autopar and has no primitive"
+    spec = OPERATIONS[equation.op]
+    assert spec.since in written, f"{where}: {equation.op} isn't written before {spec.since}"
+    try:
+        groups = spec.split(equation.params, equation.inputs)
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from None
+    for name, atoms in groups.items():
+        routes = [isinstance(a.type, RouteType) for a in atoms]
+        assert name != "route" or all(routes), f"{where}: no route, but {atoms[0].type}"
+        assert name in ("route", "touched", "operands") or not any(routes), f"{where}: a route for {name}"
 
 
 def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Place) -> None:
