@@ -6,7 +6,6 @@ its source line. What comes out is checked against the program's types: a plan t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others
 from autopar.backends.row_ops import ROW_OPS
 from autopar.backends.single import SingleDevice
+from autopar.ir.operations import split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 Array = Any
@@ -252,30 +252,25 @@ class _Emitter:
         """Whether rows change that the step doesn't touch."""
         p = equation.params
         backend = self._backends.get(p["family"], self._single)
-        counts = (len(p["axes"]), len(p["axes"]), len(p["constants"]), p["frontier"], p["finite"], p["nonzero"])
-        counts = (*counts, 1 if p.get("guarded") else 0)
-        old, new, constant, frontier, finite, nonzero, guard, first = _split(operands, counts)
+        given = split(equation.op, p, operands)
         needed = jnp.zeros((), bool)
-        for a, b, axis in zip(old, new, p["axes"], strict=True):
+        for a, b, axis in zip(given["old"], given["new"], p["axes"], strict=True):
             needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
-        for value, (known, axis) in zip(constant, p["constants"], strict=True):
+        for value, (known, axis) in zip(given["constant"], p["constants"], strict=True):
             needed = needed | ~jnp.all(_is(backend.padding(value, axis), known))
-        for value in (*frontier, *finite):  # where the padding row may hide what they do by a predicate of its own
+        for value in (
+            *given["frontier"],
+            *given["finite"],
+        ):  # where the padding row may hide what they do by a predicate of its own
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
-        for value in nonzero:
+        for value in given["nonzero"]:
             needed = needed | jnp.any(value == 0)
-        for value in first:
+        for value in given["first"]:
             needed = needed | _rarely(value)
-        for exceeded in guard:
+        for exceeded in given["guard"]:
             needed = needed & ~exceeded
         return [needed]
-
-
-def _split(operands: Sequence[Array], counts: Sequence[int]) -> list[Sequence[Array]]:
-    """Operands in groups of these sizes, and what is left."""
-    ends = [0, *itertools.accumulate(counts)]
-    return [operands[a:b] for a, b in itertools.pairwise([*ends, len(operands)])]
 
 
 def _is(value: Array, known: Any) -> Array:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, place_spread
-from autopar.ir.operations import plain_name
+from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
@@ -125,22 +125,22 @@ class _Walk:
 
     def _watch(self, equation: Equation) -> None:
         """What tells whether a sweep is needed, which waits for what reads the rows before it."""
-        p = equation.params
-        kept = 2 * len(p["axes"]) + len(p["constants"]) + p["frontier"] + p["finite"] + p["nonzero"]
-        kept += 1 if p["guarded"] else 0
-        space = next(s for s in self.program.rows.spaces if s.family == p["family"])
-        self._take(self._waiting_for(equation, kept, [self.program.block.inputs[k] for k in space.leaves]))
+        space = next(s for s in self.program.rows.spaces if s.family == equation.params["family"])
+        self._take(self._waiting_for(equation, [self.program.block.inputs[k] for k in space.leaves]))
 
-    def _waiting_for(self, equation: Equation, kept: int, leaves: Sequence[Var]) -> Equation:
-        """An equation whose operands from `kept` on say what it waits for: with the reductions of some tables."""
+    def _waiting_for(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
+        """An equation that waits for some values (its group `first`): now for the reductions of some tables, too."""
+        given = split(equation.op, equation.params, equation.inputs)
         first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
-        rest = [a for a in equation.inputs[kept:] if a not in self.rows and a not in first]
-        return dataclasses.replace(equation, inputs=(*equation.inputs[:kept], *rest, *first))
+        rest = [a for a in given.pop("first") if a not in self.rows and a not in first]
+        kept = (a for atoms in given.values() for a in atoms)
+        return dataclasses.replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
         """An update in place, which waits for what reads the rows before it."""
-        leaves, kept = self._written_leaves(equation)
-        fixed = equation if kept is None else self._waiting_for(equation, kept, leaves)
+        leaves = self._written_leaves(equation)
+        waits = "first" in OPERATIONS[equation.op].groups  # of a sweep, its condition does
+        fixed = self._waiting_for(equation, leaves) if waits and leaves else equation
         if equation.op == "ap.densify":
             self.equations.append(fixed)
             rows, axis = equation.inputs[0], equation.params["axis"]
@@ -154,20 +154,16 @@ class _Walk:
             self.sources[out] = Source((out,), leaf)
             self.written.add(leaf)
 
-    def _written_leaves(self, equation: Equation) -> tuple[list[Var], int | None]:
-        """The stored tables that an equation writes to, and how many operands it has beside what it waits for; None if
-        it waits for none itself (a sweep's condition does)."""
+    def _written_leaves(self, equation: Equation) -> list[Var]:
+        """The stored tables that an equation writes to."""
         if equation.op == "ap.densify":
             leaf = self.updates.get(equation.outputs[0])
-            return ([leaf] if leaf is not None and leaf in self.sources else []), 2
-        if equation.op == "ap.commit":
-            stored, kept = equation.inputs[:1], 3 + (1 if equation.params["guarded"] else 0)
-        else:
-            start = 1 if equation.op == "ap.sweep" else 0
-            stored, kept = equation.inputs[start : start + len(equation.outputs)], None
+            return [leaf] if leaf is not None and leaf in self.sources else []
+        given = split(equation.op, equation.params, equation.inputs)
+        stored = given["leaves"] if equation.op == "ap.sweep" else given["leaf"]
         found = [self.sources[a].leaf for a in stored if a in self.sources]
         leaves = [leaf for leaf in found if leaf is not None]
-        return (leaves, kept) if len(leaves) == len(stored) else ([], None)  # not on hosts
+        return leaves if len(leaves) == len(stored) else []  # not on hosts
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
         """All rows from the touched ones: stored if it is a leaf's new value."""

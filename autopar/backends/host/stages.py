@@ -26,7 +26,7 @@ from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
-from autopar.ir.operations import plain_name
+from autopar.ir.operations import plain_name, split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
 from autopar.ir.stages import Exchange, Segment
@@ -300,9 +300,8 @@ class StagedProgram:
         """Deferred rows, where the journal is full."""
         for equation in equations:
             journaling = self._journalings[equation]
-            m = len(journaling.replay.leaves)
-            operands = [self._value(step, a) for a in equation.inputs]
-            leaves, (stamps, *entries) = operands[:m], operands[m:]
+            given = split(equation.op, equation.params, [self._value(step, a) for a in equation.inputs])
+            leaves, (stamps,), entries = (given[name] for name in ("leaves", "stamps", "entries"))
             entries = [np.asarray(self._ranks.own(x)) for x in entries]
             ends = [*entries[:2], *entries[2 + len(journaling.replay.records) :]]
             if int(entries[0]) >= journaling.replay.length:

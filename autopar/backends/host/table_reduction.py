@@ -15,6 +15,7 @@ from autopar.backends.emit import emit
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.ir.layout import RowLayout
+from autopar.ir.operations import split
 from autopar.ir.program import Equation
 
 #: How the results of two blocks are combined. NaN stays NaN.
@@ -46,12 +47,11 @@ class TableReduction:
         """
         p, rank = self._params, self._ranks.exchange.rank
         layout: RowLayout = p["layout"]
-        n, m = len(p["stored"]), len(p["stored"]) + 2 * len(p["touched"])
-        k = m + len(p["dense"])
-        stored, touched = operands[:n], _pairs(operands[n:m])
-        pairs = zip(operands[m:k], p["dense"], strict=True)
+        given = split("ap.reduce_table", p, operands)
+        stored, touched = given["stored"], _pairs(given["touched"])
+        pairs = zip(given["dense"], p["dense"], strict=True)
         dense = [_by_rows(self._own(x), axis, factor, layout.extent) for x, (axis, factor) in pairs]
-        others = [self._ranks.for_owner(x) for x in operands[k:]]
+        others = [self._ranks.for_owner(x) for x in given["values"]]
         count, size = int(layout.rows_on(np.int64(rank))), p["rows"]
         total: np.ndarray | None = None
         for start in range(0, max(count, 1), size):  # one block, too, where a rank has no row

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
+from autopar.ir.operations import split
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import Atom, Block, Equation, RouteType, Var
 from autopar.passes.localizing.local_forms import Forms
@@ -233,15 +234,15 @@ def _changes(walk: Forms, equation: Equation) -> None:
     p = equation.params
     family = walk.shared.plan.family(p["family"])
     assert family is not None, "untouched rows belong to a family of the plan"
+    given = split(equation.op, p, equation.inputs)
     axes = (*p["axes"], *p["axes"], *(axis for _, axis in p["constants"]))
     states: list[State] = [None if family.layout is None else Spread(axis, owner=True) for axis in axes]
-    inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, states, strict=False)]
-    end = len(axes) + p["frontier"]
-    watched = end + p["finite"] + p["nonzero"]
-    inputs += [walk.whole(a, equation) for a in equation.inputs[len(axes) : end]]
-    for atom in equation.inputs[end:watched]:  # a sum may be 0 where no device's part of it is, and the other way round
+    rows = (*given["old"], *given["new"], *given["constant"])
+    inputs = [walk.as_state(a, s, equation) for a, s in zip(rows, states, strict=True)]
+    inputs += [walk.whole(a, equation) for a in given["frontier"]]
+    for atom in (*given["finite"], *given["nonzero"]):  # a sum may be 0 where no device's part of it is, and conversely
         inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
-    _write(walk, equation, [*inputs, *map(walk.read, equation.inputs[watched:])], None)
+    _write(walk, equation, [*inputs, *map(walk.read, (*given["guard"], *given["first"]))], None)
 
 
 def _sweep(walk: Forms, equation: Equation) -> None:
