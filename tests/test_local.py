@@ -40,7 +40,7 @@ def local_program(
 ) -> tuple[Walk, Block, list[State]]:
     """The walk through a function, its local block with results as they come, and what each device has of those."""
     block = block_of(jax.make_jaxpr(fun)(*args))
-    walk = Walk(Shared(Plan((), (), "exact", devices=N), True))
+    walk = Walk(Shared(Plan((), (), (), "exact", devices=N), True))
     inputs = tuple(walk.define(v, s) for v, s in zip(block.inputs, given, strict=True))
     for equation in block.equations:
         walk.add(equation)
