@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -101,6 +102,42 @@ def test_what_is_refused(name: str) -> None:
     planned = autopar.parallelize(step_of(form), strategy={"t": HOSTS})
     with pytest.raises(autopar.StrategyError, match=rf"read at once, of t: .*{told}.*host_reads\.py:\d+\)\. \w+ .*or "):
         autopar.explain(planned, start(), batch(0))
+
+
+#: Table, gradient, new table -> the new value of a slot that can't be on hosts.
+SLOTS: dict[str, Any] = {
+    "last gradient": lambda t, g, n: g,
+    "previous table": lambda t, g, n: t,
+    "the new table again": lambda t, g, n: n,
+    "sums of rows, as Adafactor's": lambda t, g, n: jnp.broadcast_to((g**2).sum(1)[:, None], g.shape),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_that_need_all_rows(name: str) -> None:
+    """Nobody can reduce an optimizer's state: the error says how to leave its table on the devices, which works."""
+
+    def step(state: Any, given: Any) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            return ((params["a"][given["ids"]] * params["b"][given["ids"]]) ** 2).mean()
+
+        params, slots = state
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        new = {k: params[k] - 0.1 * grads[k] for k in params}
+        return (new, {k: SLOTS[name](params[k], grads[k], new[k]) for k in slots}), loss
+
+    tables = {"a": start()["t"], "b": 1 + start()["t"]}
+    state = tables, jax.tree.map(jnp.zeros_like, tables)
+    remedy = "leave 0/a and 0/b on the devices, with all slots: strategy=(.*)$"
+    told = rf"of 0/.: the new value of 1/a needs them \(.*test_host_reads\.py:\d+\)\. {remedy}"
+    with pytest.raises(autopar.StrategyError, match=f"(?i){told}") as refused:
+        autopar.explain(autopar.parallelize(step, strategy=HOSTS), state, batch(0))
+    assert "Reduce them" not in str(refused.value)
+    strategy = ast.literal_eval(str(refused.value).rpartition("strategy=")[2])
+    planned = autopar.parallelize(step, strategy=strategy, donate=False)
+    pairs = zip(jax.tree.leaves(planned(state, batch(0))), jax.tree.leaves(jax.jit(step)(state, batch(0))), strict=True)
+    for mine, theirs in pairs:
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-5, atol=1e-6)
 
 
 def test_deferred_tables_that_are_read_whole() -> None:

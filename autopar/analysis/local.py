@@ -39,13 +39,20 @@ State = Spread | Partial | None
 
 
 class NotLocal(Exception):
-    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it."""
+    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it.
 
-    def __init__(self, reason: str, source: Source | None = None, remedy: str = "") -> None:
+    Attributes:
+      tables: The paths of the tables that it is about, if it is about some.
+    """
+
+    def __init__(
+        self, reason: str, source: Source | None = None, remedy: str = "", tables: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.source = source
         self.remedy = remedy
+        self.tables = tables
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason

@@ -91,6 +91,16 @@ def test_masks_over_the_rows_of_a_table() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), told, wanted)
 
 
+def test_what_needs_all_rows_is_refused_with_its_line() -> None:
+    def step(table: jax.Array, ids: jax.Array) -> Any:
+        loss, grad = jax.value_and_grad(lambda t: (t[ids] ** 3).sum())(table)
+        return table - 0.1 * grad, (loss, jnp.sort(table.ravel())[:3])
+
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), emit="pmap")
+    with pytest.raises(autopar.StrategyError, match=r"all rows of a table are read at once \(.*test_pmap\.py:\d+\)"):
+        planned(jnp.ones((37, 4)), jnp.arange(8))
+
+
 def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
     """The other branch has ids of its own, so that every device asks for all."""
 
