@@ -14,7 +14,6 @@ import pytest
 
 import autopar
 from autopar.passes.reducing import table_body
-from autopar.passes.reducing.table_body import neutral
 from tests.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
 
 
@@ -178,27 +177,3 @@ def test_typed_keys() -> None:
     assert isinstance(state["t"], autopar.HostTable) and isinstance(state["k"], jax.Array)
     np.testing.assert_array_equal(*(jax.random.key_data(s["k"]) for s in (state, theirs)))
     assert re.search(r"k: all rows: k holds typed PRNG keys", str(autopar.explain(planned)))
-
-
-_DTYPES = [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, np.int8, np.uint32, np.bool_]
-
-
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize(
-    ("op", "combine"), [("sum", np.add), ("prod", np.multiply), ("max", np.maximum), ("min", np.minimum)]
-)
-def test_what_masked_rows_are(op: str, combine: Any, dtype: Any) -> None:
-    """They change no result."""
-    check_neutral(op, combine, dtype)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES[3:])
-@pytest.mark.parametrize(("op", "combine"), [("and", np.bitwise_and), ("or", np.bitwise_or)])
-def test_what_masked_bits_are(op: str, combine: Any, dtype: Any) -> None:
-    check_neutral(op, combine, dtype)
-
-
-def check_neutral(op: str, combine: Any, dtype: Any) -> None:
-    values = np.array([0, 1] if dtype is np.bool_ else [1, 3, 100], np.float32).astype(dtype)
-    found = combine(values, neutral(op, dtype))
-    np.testing.assert_array_equal(found.astype(np.float32), values.astype(np.float32))

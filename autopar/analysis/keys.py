@@ -219,10 +219,12 @@ def _inside(equation: Equation, words: dict[Atom, Words], count: int, uses: set[
     """The same of an equation's bodies; what they return is added to `words`."""
     for body, operands, (first, carried) in zip(equation.bodies, _operands(equation), _carries(equation), strict=True):
         inner: dict[Atom, Words] = {}
-        given = {v: _fitted(words[a], v.shape) for v, a in zip(body.inputs, operands, strict=True) if a in words}
+        given: dict[Atom, Words] = {
+            v: _fitted(words[a], v.shape) for v, a in zip(body.inputs, operands, strict=True) if a in words
+        }
         grown = True
         while grown:  # a loop's carry may take in words of other carries
-            inner = dict(given)
+            inner = {**given}
             _follow(body, inner, count, uses)
             grown = False
             for var, made in zip(body.inputs[first : first + carried], body.outputs, strict=False):

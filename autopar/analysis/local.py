@@ -18,6 +18,7 @@ from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED, partners, place
 from autopar.analysis.rules import ALIGNED, RESIZE
 from autopar.ir.program import Equation, Source, Var
+from autopar.ir.reductions import PRIMITIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +294,7 @@ def _widens(equation: Equation) -> bool:
 
 
 #: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
-REDUCES: Mapping[str, str] = {f"reduce_{op}": op for op in ("sum", "max", "min", "and", "or", "prod")} | {
+REDUCES: Mapping[str, str] = {**PRIMITIVES} | {
     "dot_general": "sum",
     "conv_general_dilated": "sum",
     "scatter-add": "sum",

@@ -189,7 +189,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     else:
         operands = (*inputs, *given)
         walk.emit(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
+    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation), None
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
