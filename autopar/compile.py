@@ -171,6 +171,10 @@ def _obstacle(program: Program) -> str | None:
 def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
     if any(given.role == "state" for given in program.inputs):
         what, elsewhere = "trained", "leave them on the devices"
+        if error.tables:
+            there = ", ".join(f"{path!r}: 'auto'" for path in error.tables)
+            names = " and ".join(error.tables)
+            elsewhere = f"leave {names} on the devices, with all slots: strategy={{{there}, '**': ('ps', 'hosts')}}"
     else:
         what, elsewhere = "run", "give it ordinary arrays (autopar.materialize)"
     remedy = f"{error.remedy}, or {elsewhere}" if error.remedy else f"{elsewhere[:1].upper()}{elsewhere[1:]}"

@@ -17,7 +17,7 @@ HOSTS = ("ps", "hosts")
 #: Gradient, old table, new table -> what a step returns of them.
 Form = Callable[[Any, Any, Any], Any]
 
-_MASK = np.random.default_rng(1).normal(size=(V,)).astype(np.float32)
+MASK = np.random.default_rng(1).normal(size=(V,)).astype(np.float32)
 _GROUPS = (np.arange(V) * 7 % 5).astype(np.int32)
 
 
@@ -46,7 +46,8 @@ REDUCED: Mapping[str, Form] = {
     "gram": lambda g, t, n: t.T @ t,
     "logsumexp": lambda g, t, n: jax.nn.logsumexp(t, axis=0),
     "softmax": lambda g, t, n: jax.nn.softmax(n, axis=0).max(),
-    "mask": lambda g, t, n: ((t * _MASK[:, None]).sum(), _MASK @ n),
+    "mask": lambda g, t, n: ((t * MASK[:, None]).sum(), MASK @ n),
+    "masked gradient": lambda g, t, n: (g * MASK[:, None]).sum(0),
     "numbers of rows": lambda g, t, n: (t * jnp.arange(V)[:, None]).sum(0),
     "groups of rows": lambda g, t, n: jax.ops.segment_sum(t, _GROUPS, 5),
     "flat": lambda g, t, n: jnp.abs(t.reshape(-1)[None]).max(),

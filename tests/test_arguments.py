@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.analysis.keys import is_key
+from autopar.analysis.keys import use_as_key
 from autopar.ir.trace import block_of
 
 TX = optax.adagrad(0.1)
@@ -290,16 +290,46 @@ def _split_in_a_loop(key: Any) -> Any:
     return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jax.random.split(c[1])[0]), (0, key))[1]
 
 
+def _swapped_in_a_loop(key: Any) -> Any:
+    def body(_: Any, carry: Any) -> Any:
+        return carry[1], carry[0]
+
+    return jax.random.bits(jnp.stack(jax.lax.fori_loop(0, 3, body, (key[0], key[1]))))
+
+
+def _put_together(x: Any) -> Any:
+    """Of two examples two keys: the first word of each is its own."""
+    return jax.vmap(lambda seed: jax.random.bits(jnp.stack([seed, jnp.uint32(7)])))(x)
+
+
+OTHER = jax.random.PRNGKey(8)
 #: What is done with a uint32[2], and whether it is a key's words.
 USES = {
-    "split": (jax.random.split, True),
-    "of a batch of one": (lambda key: jax.vmap(jax.random.bits)(key[None]), True),
-    "in a scan": (lambda key: jax.lax.scan(lambda k, _: (jax.random.split(k)[0], None), key, None, 3)[0], True),
-    "in a loop": (_split_in_a_loop, True),
-    "in a branch": (lambda key: jax.lax.cond(key[0] > 3, jax.random.bits, lambda k: k[0], key), True),
-    "numbers": (lambda x: x * 2 + x[0], False),
-    "seeds": (lambda x: jax.vmap(lambda seed: jax.random.bits(jax.random.key(seed)))(x), False),
-    "ids": (lambda x: jnp.arange(10)[x], False),
+    "split": (jax.random.split, "key"),
+    "of a batch of one": (lambda key: jax.vmap(jax.random.bits)(key[None]), "key"),
+    "in a scan": (lambda key: jax.lax.scan(lambda k, _: (jax.random.split(k)[0], None), key, None, 3)[0], "key"),
+    "in a loop": (_split_in_a_loop, "key"),
+    "in a branch": (lambda key: jax.lax.cond(key[0] > 3, jax.random.bits, lambda k: k[0], key), "key"),
+    "selected": (lambda key: jax.random.bits(jnp.where(key[0] > 3, key, OTHER)), "key"),
+    "of a branch": (lambda key: jax.random.bits(jax.lax.cond(True, lambda k: k, lambda k: k + 1, key)), "key"),
+    "taken apart": (lambda key: jax.random.bits(jnp.stack([key[0] + 1, key[1]])), "key"),
+    "unpacked": (lambda key: (lambda a, b: jax.random.bits(jnp.concatenate([b[None], a[None]])))(*key), "key"),
+    "split in two": (lambda key: jax.random.bits(jnp.concatenate(jnp.split(key, 2))), "key"),
+    "xor": (lambda key: jax.random.bits(key ^ jnp.uint32(7)), "key"),
+    "as int32": (lambda key: jax.random.bits(jax.lax.bitcast_convert_type(key.view(jnp.int32) + 1, "uint32")), "key"),
+    "reversed": (lambda key: jax.random.bits(key[::-1]), "key"),
+    "added in place": (lambda key: jax.random.bits(key.at[1].add(3)), "key"),
+    "row of keys": (lambda key: jax.random.bits(jnp.stack([key, OTHER])[jnp.argmax(OTHER)]), "key"),
+    "swapped in a loop": (_swapped_in_a_loop, "unclear"),
+    "one word": (lambda x: jax.random.bits(OTHER ^ x[0]), "unclear"),
+    "sum": (lambda x: jax.random.bits(OTHER + x.sum()), "unclear"),
+    "two examples' keys": (_put_together, "unclear"),
+    "numbers": (lambda x: x * 2 + x[0], "never"),
+    "seeds": (lambda x: jax.vmap(lambda seed: jax.random.bits(jax.random.key(seed)))(x), "never"),
+    "folded in": (lambda x: jax.random.bits(jax.random.fold_in(OTHER, x.sum())), "never"),
+    "ids": (lambda x: jnp.arange(10)[x], "never"),
+    "number of a key": (lambda x: jax.random.bits(jnp.stack([OTHER, OTHER])[x[0]]), "never"),
+    "condition": (lambda x: jax.random.bits(jnp.where(x[0] > 3, OTHER, OTHER + 1)), "never"),
 }
 
 
@@ -307,4 +337,4 @@ USES = {
 def test_keys_are_told_by_their_use(name: str) -> None:
     use, expected = USES[name]
     block = block_of(jax.make_jaxpr(use)(jax.random.PRNGKey(0)))
-    assert is_key(block, block.inputs[0]) is expected
+    assert use_as_key(block, block.inputs[0]) == expected

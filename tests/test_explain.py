@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -164,3 +165,17 @@ def test_outputs_that_need_all_rows_are_said() -> None:
     _, grad = planned(table, IDS % 200)
     np.testing.assert_allclose(grad, step(table, IDS % 200)[1])
     assert "all rows" in str(autopar.explain(planned)) and planned.plan is not None and planned.plan.lifts
+
+
+def test_broadcasts_that_are_written_down_are_no_dead_equations() -> None:
+    """`rows * scale` with a scale for each row: JAX leaves the broadcast unsaid, `normalize` adds it. One is dead."""
+
+    def step(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = jnp.sum(ids, 1, keepdims=True)
+        loss, grad = jax.value_and_grad(lambda t: jnp.sum(t[ids[:, 0]] * scale))(table)
+        jnp.sin(loss)
+        return table - 0.1 * grad, loss
+
+    told = str(autopar.explain(autopar.parallelize(step), jnp.ones((ROWS, 4)), IDS))
+    (dead,) = re.findall(r"normalize .* equations; (-?\d+) dead", told)
+    assert int(dead) >= 1, told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 
 import autopar
 from autopar.passes.reducing import table_body
-from autopar.passes.reducing.table_body import neutral
 from tests.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
 
 
@@ -103,6 +103,42 @@ def test_what_is_refused(name: str) -> None:
         autopar.explain(planned, start(), batch(0))
 
 
+#: Table, gradient, new table -> the new value of a slot that can't be on hosts.
+SLOTS: dict[str, Any] = {
+    "last gradient": lambda t, g, n: g,
+    "previous table": lambda t, g, n: t,
+    "the new table again": lambda t, g, n: n,
+    "sums of rows, as Adafactor's": lambda t, g, n: jnp.broadcast_to((g**2).sum(1)[:, None], g.shape),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_slots_that_need_all_rows(name: str) -> None:
+    """Nobody can reduce an optimizer's state: the error says how to leave its table on the devices, which works."""
+
+    def step(state: Any, given: Any) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            return ((params["a"][given["ids"]] * params["b"][given["ids"]]) ** 2).mean()
+
+        params, slots = state
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        new = {k: params[k] - 0.1 * grads[k] for k in params}
+        return (new, {k: SLOTS[name](params[k], grads[k], new[k]) for k in slots}), loss
+
+    tables = {"a": start()["t"], "b": 1 + start()["t"]}
+    state = tables, jax.tree.map(jnp.zeros_like, tables)
+    remedy = "leave 0/a and 0/b on the devices, with all slots: strategy=(.*)$"
+    told = rf"of 0/.: the new value of 1/a needs them \(.*test_host_reads\.py:\d+\)\. {remedy}"
+    with pytest.raises(autopar.StrategyError, match=f"(?i){told}") as refused:
+        autopar.explain(autopar.parallelize(step, strategy=HOSTS), state, batch(0))
+    assert "Reduce them" not in str(refused.value)
+    strategy = ast.literal_eval(str(refused.value).rpartition("strategy=")[2])
+    planned = autopar.parallelize(step, strategy=strategy, donate=False)
+    pairs = zip(jax.tree.leaves(planned(state, batch(0))), jax.tree.leaves(jax.jit(step)(state, batch(0))), strict=True)
+    for mine, theirs in pairs:
+        np.testing.assert_allclose(np.asarray(mine), np.asarray(theirs), rtol=1e-5, atol=1e-6)
+
+
 def test_deferred_tables_that_are_read_whole() -> None:
     """Their untouched rows aren't up to date: that is said when planning."""
     tx = optax.adam(0.1)
@@ -141,27 +177,3 @@ def test_typed_keys() -> None:
     assert isinstance(state["t"], autopar.HostTable) and isinstance(state["k"], jax.Array)
     np.testing.assert_array_equal(*(jax.random.key_data(s["k"]) for s in (state, theirs)))
     assert re.search(r"k: all rows: k holds typed PRNG keys", str(autopar.explain(planned)))
-
-
-_DTYPES = [np.float32, jnp.bfloat16, jnp.float8_e4m3fn, np.int8, np.uint32, np.bool_]
-
-
-@pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize(
-    ("op", "combine"), [("sum", np.add), ("prod", np.multiply), ("max", np.maximum), ("min", np.minimum)]
-)
-def test_what_masked_rows_are(op: str, combine: Any, dtype: Any) -> None:
-    """They change no result."""
-    check_neutral(op, combine, dtype)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES[3:])
-@pytest.mark.parametrize(("op", "combine"), [("and", np.bitwise_and), ("or", np.bitwise_or)])
-def test_what_masked_bits_are(op: str, combine: Any, dtype: Any) -> None:
-    check_neutral(op, combine, dtype)
-
-
-def check_neutral(op: str, combine: Any, dtype: Any) -> None:
-    values = np.array([0, 1] if dtype is np.bool_ else [1, 3, 100], np.float32).astype(dtype)
-    found = combine(values, neutral(op, dtype))
-    np.testing.assert_array_equal(found.astype(np.float32), values.astype(np.float32))

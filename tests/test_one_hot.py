@@ -23,6 +23,9 @@ SPOILT = {
     "one row, opposite": [(0, 1, np.inf), (7, 1, -np.inf)],
     "two rows": [(0, 1, np.inf), (3, 1, np.inf), (2, 2, -np.inf)],
     "nan": [(2, 0, np.nan)],
+    "an overflow": [(1, 1, 3e38), (2, 1, 3e38)],
+    "an overflow beside one": [(0, 1, np.inf), (1, 1, 3e38), (2, 1, 3e38)],
+    "an overflow beside no row": [(1, 1, 3e38), (2, 1, 3e38), (3, 1, np.inf), (3, None, -1)],
     "no row": [(3, 2, np.inf), (3, None, ROWS + 5)],
     "a negative id": [(3, 2, np.inf), (3, None, -1)],
 }

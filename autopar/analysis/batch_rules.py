@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import Equation
+from autopar.ir.reductions import PRIMITIVES
 
 #: The place of an axis that is reduced or contracted away.
 SUMMED = -1
@@ -196,7 +197,7 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "unstack": _unstack,
     **{op: _windowed for op in _WINDOWED},
     "fft": _transform,
-    **{f"reduce_{op}": _reduce for op in ("sum", "max", "min", "prod", "and", "or")},
+    **dict.fromkeys(PRIMITIVES, _reduce),
     **{op: _reduce for op in ("argmax", "argmin")},
     **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},
     **{op: _kept for op in ("slice", "dynamic_slice", "dynamic_update_slice", "pad", *_WORKS_ALONG)},

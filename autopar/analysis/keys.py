@@ -1,24 +1,34 @@
 """Which inputs of a program hold the words of single PRNG keys: `jax.random.PRNGKey` is an ordinary uint32[2].
 
-Such an array has no axis for examples, though it has an axis. It is told by its use: its words, moved and selected at
-most, are made a key (`random_wrap`), which is the first thing that every function of `jax.random` does with it.
+Such an array has no axis for examples, though it has an axis. It is told by its use: its words are made a key
+(`random_wrap`), which is the first thing that every function of `jax.random` does with it. Before that they may be
+selected, added to, taken apart and stacked again. So each value carries, for each position of its last axis, the words
+that it depends on there. A key is made of values that hold each word at a position of its own; where words reach a key
+otherwise, it isn't known whether they are those of one key or the data of as many examples, and somebody must say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal as Named
 
 import numpy as np
 
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
+from autopar import jax_compat
+from autopar.analysis.rules.elementwise import ELEMENTWISE
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
 #: How many words a key has: threefry's two; rbg's four.
 _WORDS = (2, 4)
-#: What leaves the words of each key together along the last axis, if its size stays the same.
-_MOVES = frozenset(
-    "reshape squeeze expand_dims broadcast_in_dim slice dynamic_slice gather copy copy_p stop_gradient "
-    "convert_element_type optimization_barrier".split()
-)
+#: What makes a key, and how many of its operands hold words.
+_SINKS = {"random_wrap": 1, "rng_bit_generator": 1, "threefry2x32": 2}
+#: Operations of which some operands say only which element is taken, and where the others begin and end.
+_DATA = {"gather": (0, 1), "dynamic_slice": (0, 1), "dynamic_update_slice": (0, 2), "select_n": (1, None)}
+#: Up to this size a reshape is followed element by element.
+_SMALL = 4096
+
+#: For each position of a value's last axis (one position if it has no axis) the words that it depends on, as bits.
+Words = tuple[int, ...]
 
 
 def may_be_words(type_: ArrayType, axis: int | None) -> bool:
@@ -28,35 +38,204 @@ def may_be_words(type_: ArrayType, axis: int | None) -> bool:
     return axis == len(type_.shape) - 1 and type_.shape[axis] in _WORDS
 
 
-def is_key(block: Block, var: Var) -> bool:
-    """Whether the last axis of an input is that of a key's words."""
-    return _reaches(block, {var})
+def use_as_key(block: Block, var: Var) -> Named["never", "key", "unclear"]:
+    """Whether the last axis of an input is that of a key's words.
+
+    Returns:
+      "unclear" if what is made of the input becomes part of a key, but not so that each of its words can be told.
+    """
+    if not var.shape or var.shape[-1] not in _WORDS:
+        return "never"
+    uses: set[bool] = set()
+    _follow(block, {var: tuple(1 << k for k in range(var.shape[-1]))}, var.shape[-1], uses)
+    return "key" if True in uses else "unclear" if uses else "never"
 
 
-def _reaches(block: Block, words: set[Atom]) -> bool:
+def _follow(block: Block, words: dict[Atom, Words], count: int, uses: set[bool]) -> None:
+    """Adds the values of a block to `words`, and to `uses`, for each key that is made of them, whether it is clear.
+
+    Args:
+      block: Any block.
+      words: Of its inputs; filled in.
+      count: The number of words.
+      uses: Filled in.
+    """
     for equation in block.equations:
-        if not words.intersection(equation.inputs):
+        if not any(a in words for a in equation.inputs):
             continue
-        if equation.op == "random_wrap":
-            return True
+        if equation.op in _SINKS:
+            made = [words.get(a, (0,)) for a in equation.inputs[: _SINKS[equation.op]]]
+            if any(map(any, made)):
+                # Two operands are the two words, an element of each for one key.
+                held = made[0] if len(made) == 1 else tuple(_all(m) for m in made)
+                uses.add(sorted(held) == [1 << k for k in range(count)])
         if equation.bodies:
-            if _inside(equation, words):
-                return True
-        elif equation.op in _MOVES:
-            size = next(a.shape[-1] for a in equation.inputs if a in words)
-            pairs = zip(equation.inputs, equation.outputs, strict=False)  # a barrier has several; indices say nothing
-            words.update(v for a, v in pairs if a in words and v.shape and v.shape[-1] == size)
-    return False
+            _inside(equation, words, count, uses)
+        else:
+            for k, var in enumerate(equation.outputs):
+                found = _through(equation, k, words)
+                if any(found) and not jax_compat.is_key(var.dtype):
+                    words[var] = found
 
 
-def _inside(equation: Equation, words: set[Atom]) -> bool:
+def _through(equation: Equation, output: int, words: Mapping[Atom, Words]) -> Words:
+    """What a result depends on."""
+    start, stop = _DATA.get(equation.op, (0, None))
+    if equation.op == "optimization_barrier":
+        start, stop = output, output + 1
+    elif equation.op.startswith("scatter"):
+        indices = equation.inputs[1:2]
+        atoms = [a for a in equation.inputs if a not in indices]
+        return _joined([_fitted(words.get(a, ()), equation.outputs[output].shape) for a in atoms])
+    atoms = equation.inputs[start:stop]
+    shape = equation.outputs[output].shape
+    rule = _RULES.get(equation.op)
+    given = [words.get(a, (0,) * _positions(a.shape)) for a in atoms]
+    found = rule(equation, output, given) if rule is not None else None
+    if found is not None:
+        return found
+    if equation.op in ELEMENTWISE or equation.op in ("optimization_barrier", "dynamic_update_slice"):
+        return _joined([_fitted(g, shape) for g in given])
+    return (_all(_joined(given)),) * _positions(shape)
+
+
+# --- operations that move words ---
+
+
+def _reshaped(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    old, new = given[0], equation.outputs[output]
+    size = int(np.prod(new.shape, dtype=np.int64))
+    positions = _positions(new.shape)
+    if positions == len(old):
+        return old
+    if size > _SMALL:
+        return None
+    found = [0] * positions
+    for k in range(size):
+        found[k % positions] |= old[k % len(old)]
+    return tuple(found)
+
+
+def _broadcast(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    shape, dims = equation.outputs[output].shape, equation.params["broadcast_dimensions"]
+    last = bool(dims) and dims[-1] == len(shape) - 1
+    return _fitted(given[0], shape) if last else None
+
+
+def _sliced(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    start, limit = equation.params["start_indices"][-1], equation.params["limit_indices"][-1]
+    return given[0][start : limit : (equation.params["strides"] or (1,))[-1]]
+
+
+def _sliced_at(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    size, start = equation.params["slice_sizes"][-1], equation.inputs[-1]
+    if size == len(given[0]):
+        return given[0]
+    if not isinstance(start, Literal):
+        return None
+    first = min(max(int(start.value), 0), len(given[0]) - size)
+    return given[0][first : first + size]
+
+
+def _gathered(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    """Whole rows."""
+    numbers, shape = equation.params["dimension_numbers"], equation.outputs[output].shape
+    whole = equation.params["slice_sizes"][-1] == len(given[0]) == _positions(shape)
+    return given[0] if whole and len(shape) - 1 in numbers.offset_dims else None
+
+
+def _split(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    sizes = [int(s) for s in equation.params["sizes"]]
+    if equation.params["axis"] != len(equation.inputs[0].shape) - 1:
+        return given[0]
+    return given[0][sum(sizes[:output]) : sum(sizes[: output + 1])]
+
+
+def _concatenated(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    if equation.params["dimension"] == len(equation.outputs[output].shape) - 1:
+        return tuple(bits for g in given for bits in g)
+    return _joined(given)
+
+
+def _stacked(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    if equation.params["axis"] == len(equation.outputs[output].shape) - 1:
+        return tuple(map(_all, given))
+    return _joined(given) if equation.inputs[0].shape else None
+
+
+def _reversed(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    return given[0][::-1] if len(equation.outputs[output].shape) - 1 in equation.params["dimensions"] else given[0]
+
+
+def _transposed(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    axes = equation.params["permutation"]
+    return given[0] if not axes or axes[-1] == len(axes) - 1 else None
+
+
+_RULES: Mapping[str, Callable[[Equation, int, Sequence[Words]], Words | None]] = {
+    "reshape": _reshaped,
+    "squeeze": _reshaped,
+    "expand_dims": _reshaped,
+    "broadcast_in_dim": _broadcast,
+    "slice": _sliced,
+    "dynamic_slice": _sliced_at,
+    "gather": _gathered,
+    "split": _split,
+    "concatenate": _concatenated,
+    "stack": _stacked,
+    "rev": _reversed,
+    "transpose": _transposed,
+}
+
+
+def _positions(shape: Sequence[int]) -> int:
+    return shape[-1] if shape else 1
+
+
+def _all(words: Words) -> int:
+    total = 0
+    for bits in words:
+        total |= bits
+    return total
+
+
+def _joined(given: Sequence[Words]) -> Words:
+    """Position by position; those of arrays without that many positions in each."""
+    size = max(map(len, given), default=0)
+    fitted = [g if len(g) == size else (_all(g),) * size for g in given]
+    return tuple(_all(bits) for bits in zip(*fitted, strict=True))
+
+
+def _fitted(words: Words, shape: Sequence[int]) -> Words:
+    """The same for an array of another shape: position by position if it has as many, else each depends on all."""
+    size = _positions(shape)
+    return words if len(words) == size else (_all(words),) * size
+
+
+# --- nested programs ---
+
+
+def _inside(equation: Equation, words: dict[Atom, Words], count: int, uses: set[bool]) -> None:
     """The same of an equation's bodies; what they return is added to `words`."""
-    for body, operands in zip(equation.bodies, _operands(equation), strict=True):
-        words.update(v for v, a in zip(body.inputs, operands, strict=True) if a in words)
-        if _reaches(body, words):
-            return True
-        words.update(v for v, a in zip(equation.outputs, body.outputs, strict=False) if a in words)
-    return False
+    for body, operands, (first, carried) in zip(equation.bodies, _operands(equation), _carries(equation), strict=True):
+        inner: dict[Atom, Words] = {}
+        given: dict[Atom, Words] = {
+            v: _fitted(words[a], v.shape) for v, a in zip(body.inputs, operands, strict=True) if a in words
+        }
+        grown = True
+        while grown:  # a loop's carry may take in words of other carries
+            inner = {**given}
+            _follow(body, inner, count, uses)
+            grown = False
+            for var, made in zip(body.inputs[first : first + carried], body.outputs, strict=False):
+                both = _joined([given.get(var, ()), _fitted(inner.get(made, ()), var.shape)])
+                if any(both) and both != given.get(var):
+                    given[var], grown = both, True
+        if equation.op == "while" and body is equation.bodies[0]:
+            continue  # the condition returns none of the loop's values
+        for var, made in zip(equation.outputs, body.outputs, strict=False):
+            if any(inner.get(made, ())):
+                words[var] = _joined([words.get(var, ()), _fitted(inner[made], var.shape)])
 
 
 def _operands(equation: Equation) -> list[Sequence[Atom]]:
@@ -66,3 +245,12 @@ def _operands(equation: Equation) -> list[Sequence[Atom]]:
         return [inputs[len(inputs) - len(body.inputs) :] for body in equation.bodies]
     n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     return [(*inputs[:n], *inputs[n + m :]), inputs[n:]]
+
+
+def _carries(equation: Equation) -> list[tuple[int, int]]:
+    """For each body the first of its inputs that are what it returned in the iteration before, and how many."""
+    if equation.op == "scan":
+        return [(equation.params["num_consts"], equation.params["num_carry"])]
+    if equation.op == "while":
+        return [(0, 0), (equation.params["body_nconsts"], len(equation.outputs))]
+    return [(0, 0)] * len(equation.bodies)

@@ -18,6 +18,7 @@ from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED, partners, place
 from autopar.analysis.rules import ALIGNED, RESIZE
 from autopar.ir.program import Equation, Source, Var
+from autopar.ir.reductions import PRIMITIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,20 @@ State = Spread | Partial | None
 
 
 class NotLocal(Exception):
-    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it."""
+    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it.
 
-    def __init__(self, reason: str, source: Source | None = None, remedy: str = "") -> None:
+    Attributes:
+      tables: The paths of the tables that it is about, if it is about some.
+    """
+
+    def __init__(
+        self, reason: str, source: Source | None = None, remedy: str = "", tables: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.source = source
         self.remedy = remedy
+        self.tables = tables
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason
@@ -286,7 +294,7 @@ def _widens(equation: Equation) -> bool:
 
 
 #: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
-REDUCES: Mapping[str, str] = {f"reduce_{op}": op for op in ("sum", "max", "min", "and", "or", "prod")} | {
+REDUCES: Mapping[str, str] = {**PRIMITIVES} | {
     "dot_general": "sum",
     "conv_general_dilated": "sum",
     "scatter-add": "sum",

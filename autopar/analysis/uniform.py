@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from autopar.analysis.batch_rules import SUMMED, place
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.reductions import PRIMITIVES
 
 _ELEMENTWISE = frozenset(ALIGNED - {"concatenate", "sort"})
 #: Of one operand, constant along what is constant in it.
 _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice", "split", "unstack"})
-_REDUCES = frozenset(f"reduce_{op}" for op in ("sum", "max", "min", "prod", "and", "or"))
 
 
 def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
@@ -74,7 +74,7 @@ def _plain(equation: Equation, found: Mapping[Var, int]) -> int:
         return _placed(equation, found, 0) | _placed(equation, found, 1)
     if op == "reshape" and _read(found, equation.inputs[0]) == _all(equation.inputs[0]):
         return _all(out)
-    return _placed(equation, found, 0) if op in _SHAPED or op in _REDUCES else 0
+    return _placed(equation, found, 0) if op in _SHAPED or op in PRIMITIVES else 0
 
 
 def _broadcast(equation: Equation, found: Mapping[Var, int]) -> int:

@@ -142,4 +142,4 @@ class Mapped(OwnPart):
 
     def reduce(self, value: Array, op: str) -> Array:
         """Reduced over the devices."""
-        return reduce_across(f"reduce_{op}", value, self.axis)
+        return reduce_across(op, value, self.axis)

@@ -17,7 +17,7 @@ from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.isolated import isolated
-from autopar.backends.layouts import store, whole
+from autopar.backends.layouts import own_rows, store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others
 from autopar.backends.row_ops import ROW_OPS
@@ -160,6 +160,8 @@ class _Emitter:
 
     def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "layouts are for several devices"
+        if isinstance(self._devices, OwnPart):
+            return [own_rows(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
         return [store(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
 
     def _whole(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:

@@ -38,7 +38,7 @@ def isolated(
 
     def inside(*shares: Array) -> tuple[Array, ...]:
         results = tuple(map(jnp.asarray, run(*shares)))
-        return results if reduction is None else tuple(reduce_across(f"reduce_{reduction}", x, names) for x in results)
+        return results if reduction is None else tuple(reduce_across(reduction, x, names) for x in results)
 
     def spec(along: int | None) -> P:
         return P() if along is None else P(*[None] * along, names)

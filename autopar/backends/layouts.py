@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.across import is_global
-from autopar.backends.devices import Devices
+from autopar.backends.devices import Devices, OwnPart
 from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
@@ -34,6 +34,12 @@ _PART = 1 << 26
 def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """Rows as they are stored, [..., V, ...] -> [..., N share, ...]; spare ones are copies of the last row."""
     return arrange(even_shares(rows, layout, axis, devices), layout, axis, devices)
+
+
+def own_rows(rows: Array, layout: RowLayout, axis: int, devices: OwnPart) -> Array:
+    """A device's share, as it is stored, of rows that every device has: [..., V, ...] -> [..., share, ...]."""
+    places = devices.position() * layout.share + jnp.arange(layout.share, dtype=jnp.int32)
+    return jnp.take(rows, jnp.minimum(layout.row(places), layout.extent - 1), axis)
 
 
 def even_shares(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:

@@ -8,47 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar import jax_compat
+from autopar.ir.reductions import REDUCERS, neutral
 
 Array = Any
-
-#: The untouched rows folded in: (reduction of the routed rows, of the padding row, count of untouched rows).
-_FINISH: Mapping[str, Callable[[Array, Array, Array], Array]] = {
-    "reduce_max": lambda part, other, count: jnp.maximum(part, other),
-    "reduce_min": lambda part, other, count: jnp.minimum(part, other),
-    "reduce_and": lambda part, other, count: part & other,
-    "reduce_or": lambda part, other, count: part | other,
-    # The count may overflow a small float, and zeros need none.
-    "reduce_sum": lambda part, other, count: part + jnp.where(other == 0, other, other * count.astype(part.dtype)),
-    "reduce_prod": lambda part, other, count: part * other ** count.astype(part.dtype),
-}
-
-#: Two results joined.
-_JOIN: Mapping[str, Callable[[Array, Array], Array]] = {
-    "reduce_max": jnp.maximum,
-    "reduce_min": jnp.minimum,
-    "reduce_and": lambda a, b: a & b,
-    "reduce_or": lambda a, b: a | b,
-    "reduce_sum": lambda a, b: a + b,
-    "reduce_prod": lambda a, b: a * b,
-}
-
-_REDUCE: Mapping[str, Callable[[Array, Any], Array]] = {
-    "reduce_sum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
-    "reduce_prod": lambda x, axes: jnp.prod(x, axes, dtype=x.dtype),
-    "reduce_max": jnp.max,
-    "reduce_min": jnp.min,
-    "reduce_and": jax.lax.reduce_and,
-    "reduce_or": jax.lax.reduce_or,
-}
-
-_ACROSS: Mapping[str, Callable[[Array, Any], Array]] = {
-    "reduce_sum": jax.lax.psum,
-    "reduce_max": jax.lax.pmax,
-    "reduce_min": jax.lax.pmin,
-}
 
 
 @dataclass(frozen=True)
@@ -78,7 +42,7 @@ def join_blocks(op: str, part: Array, others: Others, blocks: int, reduced: Call
     """
 
     def step(k: Array, total: Array) -> Array:
-        return _JOIN[op](total, reduced(k).astype(total.dtype))
+        return REDUCERS[op].join(total, reduced(k).astype(total.dtype))
 
     return jax.lax.fori_loop(0, jnp.where(others.needed, blocks, 0), step, part)
 
@@ -88,8 +52,7 @@ def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
     op, axis = params["op"], params["axis"]
     shape = [1] * rows.ndim
     shape[axis] = rows.shape[axis]
-    neutral = jnp.asarray(_neutral(op, rows.dtype), rows.dtype)
-    return _REDUCE[op](jnp.where(which.reshape(shape), rows, neutral), params["axes"])
+    return REDUCERS[op].reduce(jnp.where(which.reshape(shape), rows, neutral(op, rows.dtype)), params["axes"])
 
 
 def reduce_routed(
@@ -104,33 +67,21 @@ def reduce_routed(
       extent: Rows that the routed ones are of.
       alone: Whether the others are left out.
     """
-    op, axes, axis = params["op"], params["axes"], params["axis"]
-    reduce = _REDUCE[op]
+    kind, axes, axis = REDUCERS[params["op"]], params["axes"], params["axis"]
     part = reduce_some(params, rows, is_row)
     padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
     untouched = jnp.where(alone, 0, extent - jnp.sum(is_row, dtype=jnp.int32))
-    return jnp.where(untouched > 0, _FINISH[op](part, reduce(padding, axes), untouched), part)
+    others = kind.repeated(kind.reduce(padding, axes), untouched)
+    return jnp.where(untouched > 0, kind.join(part, others), part)
 
 
 def reduce_across(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
     """The devices' results reduced over axes of the mesh, in `shard_map`."""
-    if op in _ACROSS and part.dtype != jnp.bool_:
-        found = _ACROSS[op](part, name)
-        if op == "reduce_sum" or not jax_compat.is_float(part.dtype):
+    kind = REDUCERS[op]
+    if kind.across is not None and part.dtype != jnp.bool_:
+        found = kind.across(part, name)
+        if op == "sum" or not jax_compat.is_float(part.dtype):
             return found
         is_nan = jax.lax.pmax(jnp.isnan(part).astype(jnp.int32), name)  # the collectives may lose a NaN
         return jnp.where(is_nan > 0, jnp.asarray(jnp.nan, part.dtype), found)
-    return _REDUCE[op](jax.lax.all_gather(part, name), (0,))
-
-
-def _neutral(op: str, dtype: Any) -> Any:
-    if np.dtype(dtype) == np.bool_:
-        return op in ("reduce_and", "reduce_min")
-    if op in ("reduce_sum", "reduce_or"):
-        return 0
-    if op in ("reduce_prod", "reduce_and"):
-        return 1 if op == "reduce_prod" else -1
-    limits = jnp.finfo(dtype) if jax_compat.is_float(dtype) else jnp.iinfo(dtype)
-    if jax_compat.is_float(dtype):
-        return -jnp.inf if op == "reduce_max" else jnp.inf
-    return limits.min if op == "reduce_max" else limits.max
+    return kind.reduce(jax.lax.all_gather(part, name), (0,))

@@ -110,6 +110,26 @@ def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
     return kept[::-1]
 
 
+def nearest_line(block: Block, atom: Atom) -> Equation | None:
+    """The nearest equation behind a value that comes from a line of the user's; of an input the first made of it."""
+    made: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
+    waiting, seen = [atom], set[Atom]()
+    while waiting:
+        equation = made.get(waiting.pop(0))
+        if equation is not None and equation.source is not None:
+            return equation
+        if equation is not None:
+            waiting += [a for a in equation.inputs if a not in seen]
+            seen.update(equation.inputs)
+    reached = {atom}
+    for equation in block.equations:
+        if reached.intersection(equation.inputs):
+            if equation.source is not None:
+                return equation
+            reached.update(equation.outputs)
+    return None
+
+
 def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, tuple[bool, ...]]:
     """Compute a value that is defined inside loops and remats outside of them, and nothing else that they do.
 

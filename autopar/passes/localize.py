@@ -29,7 +29,7 @@ from autopar.analysis.local import (
 )
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.slicing import eliminate_dead
+from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localizing.local_forms import Forms, Shared
 from autopar.passes.localizing.local_rows import ROW_OPS
 
@@ -56,13 +56,13 @@ def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Pr
         inputs.append(walk.define(var, state))
     given = [walk.state(v) for v in program.block.inputs]
     for equation in program.block.equations:
-        walk.add(equation)
+        _add_with_line(walk, program.block, equation)
     outputs, states = [], []
     for atom, out in zip(program.block.outputs, program.outputs, strict=True):
         state = walk.state(atom)
         if out.state is not None:
             along = given[out.state]
-            outputs.append(walk.as_state(atom, along))
+            outputs.append(walk.as_state(atom, along, nearest_line(program.block, atom)))
             states.append(along)
         else:
             state = None if isinstance(state, Partial) else state
@@ -73,6 +73,17 @@ def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Pr
     facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), shared.inside)
     count = len(shared.reductions)
     return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {plan.devices} devices"
+
+
+def _add_with_line(walk: Walk, block: Block, equation: Equation) -> None:
+    """Rewrite an equation; what is wrong with an operation of ours is said with the nearest line of the user's."""
+    try:
+        walk.add(equation)
+    except NotLocal as error:
+        if error.source is None and equation.outputs:
+            near = nearest_line(block, equation.outputs[0])
+            error.source = None if near is None else near.source
+        raise
 
 
 def _is_owned(program: Program, plan: Plan, k: int) -> bool:

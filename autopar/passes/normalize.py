@@ -22,8 +22,9 @@ def normalize(program: Program) -> tuple[Program, str]:
     """The same program without dead and repeated equations; notes say how many went."""
     program, sums = sink_sums(program)
     program, lookups = recognise_lookups(program)
-    before = count_equations(program.block)
-    block, _ = eliminate_dead(expand_broadcasts(program.block))
+    block = expand_broadcasts(program.block)
+    before = count_equations(block)
+    block, _ = eliminate_dead(block)
     live = count_equations(block)
     block = merge_equal(block)
     after = count_equations(block)

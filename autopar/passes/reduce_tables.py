@@ -20,8 +20,8 @@ from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, place_spread
 from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.plan import Plan
-from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.slicing import eliminate_dead
+from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
+from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.reducing.table_body import Body, Rows, Source
 
 #: Equations that update tables in place.
@@ -83,18 +83,37 @@ class _Walk:
         Raises:
           NotLocal: such an output.
         """
-        made: dict[Atom, Equation] = {v: e for e in self.program.block.equations for v in e.outputs}
-        found = []
-        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
+        block = self.program.block
+        found, refused = [], list[NotLocal]()
+        for atom, output in zip(block.outputs, self.program.outputs, strict=True):
             source = self.sources.get(atom)
-            if atom in self.rows and (source is None or source.leaf is None):
-                raise self.refusal(self.rows[atom], f"the output {output.path} needs them", _traced(atom, made))
+            what = self._reads_whole(atom, output)
+            if what:
+                remedy = _REMEDY if output.state is None else ""
+                refused.append(self.refusal(self.rows[atom], what, nearest_line(block, atom), remedy))
             found.append(atom if source is None else source.atoms[0])
+        if refused:
+            first = refused[0]
+            tables = tuple(dict.fromkeys(path for error in refused for path in error.tables))
+            raise NotLocal(first.reason, first.source, first.remedy, tables)
         return tuple(found)
+
+    def _reads_whole(self, atom: Atom, output: Output) -> str:
+        """What needs all rows of a table for an output; nothing where tables are returned as they are stored."""
+        source = self.sources.get(atom)
+        is_stored = source is not None and source.leaf is not None
+        if atom not in self.rows:
+            return ""
+        if output.state is None:
+            return "" if is_stored else f"the output {output.path} needs them"
+        if is_stored and self.program.block.inputs[output.state] in self.sources:
+            return ""
+        return f"the new value of {self.program.inputs[output.state].path} needs them"
 
     def refusal(self, rows: Rows, what: str, equation: Equation | None, remedy: str = _REMEDY) -> NotLocal:
         where = None if equation is None else equation.source
-        return NotLocal(f"all rows of a table are read at once, of {rows.path}: {what}", where, remedy)
+        reason = f"all rows of a table are read at once, of {rows.path}: {what}"
+        return NotLocal(reason, where, remedy, (rows.path,))
 
     # --- equations ---
 
@@ -247,17 +266,3 @@ class _Walk:
                 what = f"{equation.op} needs them as they were before the update, and the update as well"
                 remedy = "Tables are updated in place: reduce the old and the new one by themselves, or the gradient"
                 raise self.refusal(self.rows[source.atoms[0]], what, equation, remedy)
-
-
-def _traced(atom: Atom, made: Mapping[Atom, Equation]) -> Equation | None:
-    """The nearest equation behind a value that comes from a line of the user's."""
-    waiting, seen = [atom], set[Atom]()
-    while waiting:
-        equation = made.get(waiting.pop(0))
-        if equation is None or equation.source is not None:
-            if equation is not None:
-                return equation
-            continue
-        waiting += [a for a in equation.inputs if a not in seen]
-        seen.update(equation.inputs)
-    return None

@@ -17,18 +17,18 @@ be, and is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.keys import is_key, may_be_words
+from autopar.analysis.keys import may_be_words, use_as_key
 from autopar.analysis.own_sums import own_sums
 from autopar.errors import ArgumentsError, StateError, StepError
 from autopar.ir.examples import BatchAxis, example_axes
-from autopar.ir.paths import path_name
+from autopar.ir.paths import matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
 from autopar.run.arguments import Call, States, describe
@@ -171,17 +171,49 @@ class CallOfOne:
         except Exception:
             if not may_be:
                 raise
-            return self._looked(self._example_axes(named, ()))
+            return self._shared_all(named, may_be)
         keys = found[2]
         return found if keys == may_be else self._looked(self._example_axes(named, keys))
 
+    def _shared_all(self, states: States, may_be: Collection[int]) -> tuple[States, Block, frozenset[int]]:
+        """The first look with the devices' shares of all leaves, also of those that may be keys."""
+        try:
+            return self._looked(self._example_axes(states, ()))
+        except Exception as error:
+            paths = [given.path for given in describe(self.call, states, None)[0]]
+            names = [paths[k] for k in sorted(may_be)]
+            error.add_note(
+                f"autopar gave each of {self.device.count} devices its part of {', '.join(names)}. If one is a single "
+                f"key, every device needs all of it: batch_axis={{{names[0]!r}: None}}"
+            )
+            raise
+
+    def _is_key(self, path: str, block: Block, k: int) -> bool:
+        """Whether a leaf is used as a single key.
+
+        Raises:
+          ArgumentsError: it can't be told.
+        """
+        use = use_as_key(block, block.inputs[k])
+        if use == "unclear":
+            raise ArgumentsError(
+                f"{path} is uint32{list(block.inputs[k].shape)} and becomes part of a PRNG key in {self.name} in a way "
+                "that autopar doesn't follow: are these numbers the words of one key, which every device has, or those "
+                f"of examples, which devices share? Say which: batch_axis={{{path!r}: None}} for a key, "
+                f"batch_axis={{{path!r}: {len(block.inputs[k].shape) - 1}}} for examples"
+            )
+        return use == "key"
+
     def _may_be_keys(self, states: States) -> list[int]:
-        """Leaves whose axis for the examples may be one of a key's words."""
+        """Leaves whose axis for the examples may be one of a key's words: uint32, and no axis was given by name."""
         inputs, _ = describe(self.call, states, None)
         types = [t for a in self.call.arguments for t in a.types]
         examples = [k for k, given in enumerate(inputs) if given.role != "state"]
         axes = example_axes(self.device.batch_axis, [(inputs[k].path, types[k].shape) for k in examples])
-        return [k for k, axis in zip(examples, axes, strict=True) if may_be_words(types[k], axis)]
+        given = self.device.batch_axis
+        named = [p for p in given if p not in ("*", "**")] if isinstance(given, Mapping) else []
+        may_be = [k for k, axis in zip(examples, axes, strict=True) if may_be_words(types[k], axis)]
+        return [k for k in may_be if not any(matches(p, inputs[k].path) for p in named)]
 
     def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
         """The same with a device's share along some axes; None: with all on each device."""
@@ -214,7 +246,8 @@ class CallOfOne:
             raise
         block = block_of(jaxpr)
         states = match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums)
-        keys = frozenset(k for k in self._may_be_keys(states) if is_key(block, block.inputs[k]))
+        paths = [given.path for given in describe(self.call, states, None)[0]]
+        keys = frozenset(k for k in self._may_be_keys(states) if self._is_key(paths[k], block, k))
         return states, block, keys
 
 

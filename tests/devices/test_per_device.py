@@ -363,3 +363,48 @@ def test_a_key_is_no_batch_of_its_words(devices: int, state_argnums: Any) -> Non
     assert "key is a key: every device has the same" in str(
         autopar.explain(planned, make_state(), make_batch(), key, flags)
     )
+
+
+def _with_noise(make: Any) -> Any:
+    def step(table: jax.Array, ids: jax.Array, key: jax.Array) -> Any:
+        noise = jax.random.normal(make(key, ids), (4,))
+        loss, grads = jax.value_and_grad(lambda t: jnp.mean(jnp.sin(t[ids] + noise) ** 2))(table)
+        return table - 0.1 * lax.pmean(grads, AXIS), lax.pmean(loss, AXIS)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "axis"),
+    [
+        (lambda key, ids: jnp.where(ids[0] >= 0, key, key + 1), 0),
+        (lambda key, ids: jnp.stack([key[0] + 1, key[1]]), 0),
+        (lambda key, ids: key ^ key[0], {"key": None}),
+        (lambda key, ids: jnp.stack([key[0], jnp.uint32(5)]), {"key": 0}),
+    ],
+    ids=["selected", "taken apart", "unclear, a key", "unclear, examples"],
+)
+def test_words_of_a_key_are_followed_or_asked_for(make: Any, axis: Any) -> None:
+    step, key, ids = _with_noise(make), jax.random.PRNGKey(3), jnp.arange(16)
+    options: Any = {"mesh": mesh_of(2), "axis_name": AXIS}
+    if axis != 0:
+        with pytest.raises(autopar.ArgumentsError, match=r"key is uint32.*batch_axis=\{'key': None\} for a key"):
+            autopar.parallelize(step, **options)(jnp.ones((24, 4)), ids, key)
+    _, loss = autopar.parallelize(step, batch_axis=axis, **options)(jnp.ones((24, 4)), ids, key)
+    shares, along = (key.reshape(2, 1), 0) if axis == {"key": 0} else (key, None)
+    plain = jax.vmap(step, (None, 0, along), axis_name=AXIS)(jnp.ones((24, 4)), ids.reshape(2, -1), shares)[1]
+    np.testing.assert_allclose(loss, plain[0], rtol=1e-6)
+
+
+def test_a_trace_that_fails_names_what_may_be_a_key() -> None:
+    """A share that must be one, and a key beside it that can't be halved."""
+
+    def step(table: jax.Array, ids: jax.Array, own: jax.Array, key: jax.Array) -> Any:
+        assert own.shape == (1,)
+        return _with_noise(lambda key, _: key)(table, ids, key)
+
+    planned = autopar.parallelize(step, mesh=mesh_of(2), axis_name=AXIS, state_argnums=0)
+    with pytest.raises(TypeError) as failed:
+        planned(jnp.ones((24, 4)), jnp.arange(16), jnp.arange(2, dtype=jnp.uint32), jax.random.PRNGKey(3))
+    notes = " ".join(failed.value.__notes__)
+    assert "batch_axis={'own': None}" in notes and "its part of own, key" in notes

@@ -73,6 +73,34 @@ def test_rows_that_every_device_looks_up_in_a_loop() -> None:
     np.testing.assert_allclose(np.asarray(mine["t"]), theirs["t"], rtol=1e-4, atol=1e-6)
 
 
+def test_masks_over_the_rows_of_a_table() -> None:
+    """Each owner takes its rows: of a constant, of an argument, of what is computed from it; 37 rows on 2 devices."""
+    constant = np.arange(37) % 3 / np.float32(2)
+
+    def step(table: jax.Array, batch: Any) -> Any:
+        value, grad = jax.value_and_grad(lambda t: (t[batch["ids"]] ** 3).sum())(table)
+        masks = constant * batch["mask"] * jnp.roll(batch["mask"], 1)
+        return table - 0.1 * grad * masks[:, None], (value, (grad * constant[:, None]).sum(0))
+
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(37, 4)), jnp.float32)
+    batch = {"ids": rng.integers(0, 37, (8, 3)).astype(np.int32), "mask": rng.normal(size=37).astype(np.float32)}
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), donate=False, emit="pmap")
+    (mine, told), (theirs, wanted) = planned(table, batch), jax.jit(step)(table, batch)
+    np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-4, atol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), told, wanted)
+
+
+def test_what_needs_all_rows_is_refused_with_its_line() -> None:
+    def step(table: jax.Array, ids: jax.Array) -> Any:
+        loss, grad = jax.value_and_grad(lambda t: (t[ids] ** 3).sum())(table)
+        return table - 0.1 * grad, (loss, jnp.sort(table.ravel())[:3])
+
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), emit="pmap")
+    with pytest.raises(autopar.StrategyError, match=r"all rows of a table are read at once \(.*test_pmap\.py:\d+\)"):
+        planned(jnp.ones((37, 4)), jnp.arange(8))
+
+
 def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
     """The other branch has ids of its own, so that every device asks for all."""
 

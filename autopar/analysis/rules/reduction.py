@@ -12,10 +12,9 @@ import numpy as np
 
 from autopar.analysis.rules.table import RULES, Analysis, Mixes
 from autopar.ir.program import Equation
+from autopar.ir.reductions import PRIMITIVES
 from autopar.ir.rowspace import UNKNOWN, Const, Off, Row, Value
 
-#: Reductions that can be finished from a partial result and the constant of the untouched rows.
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 #: What would change a sum over all rows.
 SUM_REMEDY = (
     "compute it apart from the step (a metric), or of looked-up rows alone, or accept that the table stays dense"
@@ -51,5 +50,5 @@ def _reduced_off(equation: Equation, off: Off) -> Off:
     return off
 
 
-for _op in REDUCTIONS | _ARG:
+for _op in PRIMITIVES.keys() | _ARG:
     RULES[_op] = reduce

@@ -14,11 +14,11 @@ import numpy as np
 from autopar.backends.emit import emit
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
-from autopar.backends.host.table_reduction import COMBINED
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.backends.reductions import reduce_some
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block, Equation
+from autopar.ir.reductions import REDUCERS
 
 #: First and last row of a block, and the operands of its program.
 _Taken = tuple[int, int, tuple[Any, ...]]
@@ -66,7 +66,7 @@ class OtherRows:
             first, last = np.searchsorted(touched, (start, end))
             which[touched[first:last] - start] = False
             (found,) = self._run(which, *taken)
-            part = COMBINED[self._params["op"].removeprefix("reduce_")](part, np.asarray(found))
+            part = REDUCERS[self._params["op"]].join(part, np.asarray(found))
         return part
 
     def _blocks(self, operands: Sequence[Any], count: int) -> Iterator[_Taken]:

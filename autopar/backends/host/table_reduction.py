@@ -6,7 +6,7 @@ a rank has only as room (spare ones, the rest of the last block) are masked ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,7 @@ from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import split
 from autopar.ir.program import Equation
-
-#: How the results of two blocks are combined. NaN stays NaN.
-COMBINED: Mapping[str, Callable[..., Any]] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-}
+from autopar.ir.reductions import REDUCERS
 
 
 class TableReduction:
@@ -65,7 +56,7 @@ class TableReduction:
             blocks += [_dense(rows, numbers, end - start, axis) for rows, (axis, _) in pairs]
             (part,) = self._program(numbers, *blocks, *others)
             part = np.asarray(part)  # from here on tables may be written to
-            total = part if total is None else COMBINED[p["op"]](total, part)
+            total = part if total is None else REDUCERS[p["op"]].join(total, part)
         assert total is not None, "there is one block at least"
         return total
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.analysis.rules import elementwise
 from autopar.ir.program import Atom, Equation
+from autopar.ir.reductions import PRIMITIVES
 
 Params = Mapping[str, Any]
 
@@ -158,7 +159,7 @@ _RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, Params] | Non
     "squeeze": _squeeze,
     "transpose": _transpose,
     "slice": _slice,
-    **{f"reduce_{op}": _reduce for op in ("sum", "max", "min", "prod", "and", "or")},
+    **dict.fromkeys(PRIMITIVES, _reduce),
     **{op: _reduce for op in ("argmax", "argmin")},
     **{op: _cumulative for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
 }

@@ -11,6 +11,7 @@ import numpy as np
 from autopar.analysis.row_ids import id_params, ids_equation, index_atoms
 from autopar.analysis.rules import ALIGNED, resized
 from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
+from autopar.ir.reductions import PRIMITIVES
 from autopar.ir.rowspace import Access, Free, Row
 from autopar.passes.lifting.scope import Scope
 
@@ -150,7 +151,7 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
     rows = scope.at_rows(equation.inputs[0], row.axis, row.family)
     out, extent = equation.outputs[0], scope.lifting.extents[row.family]
     axes = tuple(equation.params["axes"])
-    params = {"op": equation.op, "axes": axes, "axis": row.axis, "extent": extent, "dtype": out.dtype}
+    params = {"op": PRIMITIVES[equation.op], "axes": axes, "axis": row.axis, "extent": extent, "dtype": out.dtype}
     others = None if scope.untouched is None else scope.untouched.reduced(scope, equation.inputs[0], rows, row)
     operands, bodies = (rows, scope.route(row.family)), ()
     if others is not None:

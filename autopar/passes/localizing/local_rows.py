@@ -190,7 +190,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     else:
         operands = (*inputs, *given)
         walk.emit(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"].removeprefix("reduce_"), equation), None
+    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation), None
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
@@ -340,8 +340,14 @@ def _spread(walk: Forms, equation: Equation) -> None:
     walk.env[equation.outputs[0]] = walk.as_state(atom, state, equation), state
 
 
-def _unsupported(walk: Forms, equation: Equation) -> None:
-    raise NotLocal("a table in a layout is read or written as a whole", equation.source)
+def _store(walk: Forms, equation: Equation) -> None:
+    """An array with as many rows as a table that is none, such as a mask: each owner takes its rows of it."""
+    (atom,) = equation.inputs
+    _write(walk, equation, [walk.whole(atom, equation)], Spread(equation.params["axis"], owner=True))
+
+
+def _whole_table(walk: Forms, equation: Equation) -> None:
+    raise NotLocal("all rows of a table are read at once", equation.source)
 
 
 def _plus(walk: Forms, equation: Equation) -> None:
@@ -385,6 +391,6 @@ ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.select": _select,
     "ap.replicate": _replicate,
     "ap.spread": _spread,
-    "ap.store": _unsupported,
-    "ap.whole": _unsupported,
+    "ap.store": _store,
+    "ap.whole": _whole_table,
 }

@@ -197,7 +197,7 @@ def _push(equation: Equation, producers: Mapping[Var, Equation], extents: set[in
             rows = jax.lax.scatter_add(
                 jnp.zeros((extent, *(grad.shape[d] for d in rest)), wide),
                 ids[..., None],
-                updates,
+                jnp.where(jnp.isinf(updates), jnp.nan, updates),
                 jax.lax.ScatterDimensionNumbers(tuple(window), (0,), (0,)),
                 mode=_FILL,
             )
@@ -211,10 +211,11 @@ def _push(equation: Equation, producers: Mapping[Var, Equation], extents: set[in
 def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
     """Sums of rows with the NaN of a product: an infinite or NaN element of one id, times 0, is NaN in all other rows.
 
-    Where one id alone has all such elements of a column, its own row keeps what they add up to.
+    Where one id alone has all such elements of a column, its own row is what they add up to. All other rows are NaN,
+    also one whose own sum overflows: so that the two differ, infinite elements are added up as NaN.
 
     Args:
-      rows: [V, ...], the sums.
+      rows: [V, ...], the sums, with NaN for infinite elements.
       ids: [...], out of range for no row.
       updates: [*ids, ...], what was added up.
       extent: V.
@@ -224,11 +225,12 @@ def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
     of_rows = jax.lax.broadcast_in_dim(jnp.where((ids >= 0) & (ids < extent), ids, extent), updates.shape, axes)
     first = jnp.where(bad, of_rows, extent).min(axes)
     last = jnp.where(bad, of_rows, -1).max(axes)
-    one_id = (first >= last) & (last < extent)
+    total = jnp.where(bad, updates, 0).sum(axes)
+    none, one_id = last < 0, (first == last) & (last < extent)
     # 0 times 1 or NaN: what lifts the table counts on 0, and watches that it is 0.
-    factor = jnp.where(last < 0, 1.0, jnp.nan).astype(rows.dtype)
-    kept = jnp.isinf(rows) & one_id
-    return jnp.where(kept, rows, rows + (rows * 0) * factor)
+    factor = jnp.where(none, 1.0, jnp.nan).astype(rows.dtype)
+    spread = jnp.where(jnp.isnan(rows) & one_id, total, rows + (rows * 0) * factor)
+    return jnp.where(jnp.isinf(rows) & none, rows, spread)
 
 
 # --- one-hot arrays ---

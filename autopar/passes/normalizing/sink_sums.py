@@ -14,7 +14,6 @@ axis, `pmax` and `pmin` likewise; they become the reductions that they are.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,13 +24,10 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.expand import expand
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.reductions import REDUCERS
 
-_REDUCTIONS: Mapping[str, Callable[..., Any]] = {
-    "psum": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
-    "psum_invariant": lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
-    "pmax": lambda x, axes: jax.lax.reduce_max(x, axes),
-    "pmin": lambda x, axes: jax.lax.reduce_min(x, axes),
-}
+#: Collectives that a step for one device calls -> which reduction.
+_REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
 
 
 def sink_sums(program: Program) -> tuple[Program, int]:
@@ -65,12 +61,12 @@ def _sink(block: Block) -> tuple[Block, int]:
 
 def _reduction(equation: Equation) -> list[Equation]:
     """A collective over numbered axes as reductions; anything else as it is."""
-    reduce, axes = _REDUCTIONS.get(equation.op), equation.params.get("axes", ())
-    if reduce is None or equation.params.get("axis_index_groups") or not all(isinstance(a, int) for a in axes):
+    name, axes = _REDUCTIONS.get(equation.op), equation.params.get("axes", ())
+    if name is None or equation.params.get("axis_index_groups") or not all(isinstance(a, int) for a in axes):
         return [equation]
     pairs = zip(equation.inputs, equation.outputs, strict=True)
-    of_one = functools.partial(reduce, axes=axes)
-    return [e for a, out in pairs for e in expand(of_one, equation, (a,), out)]
+    reduce = REDUCERS[name].reduce
+    return [e for a, out in pairs for e in expand(lambda x: reduce(x, axes), equation, (a,), out)]
 
 
 class _Sinking:

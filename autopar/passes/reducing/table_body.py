@@ -9,16 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
 from autopar.analysis.local import REDUCES, NotLocal, resized_params
 from autopar.analysis.rules import ALIGNED, resized
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.reductions import neutral
 
 #: Elements of the widest value that a block of rows may have: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
@@ -220,19 +219,3 @@ class Body:
         params = {"axis": rows.axis, "factor": rows.factor, "fill": neutral(REDUCES[op], value.dtype)}
         self._made.append(Equation("ap.only_rows", (value, self._numbers), (out,), params))
         return out
-
-
-def neutral(op: str, dtype: Any) -> np.ndarray:
-    """What a reduction ("sum", "max", ...) of elements of a dtype leaves as it is."""
-    kind = np.dtype(dtype)
-    if op in ("max", "min"):
-        if kind == np.bool_:
-            return np.asarray(op == "min")
-        if jax_compat.is_float(kind):
-            found = np.asarray(-np.inf if op == "max" else np.inf, kind)
-            return found if np.isinf(found) else getattr(jnp.finfo(kind), "min" if op == "max" else "max")
-        limits = np.iinfo(kind)
-        return np.asarray(limits.min if op == "max" else limits.max, kind)
-    if op == "and":
-        return np.invert(np.zeros((), kind))
-    return np.asarray(op == "prod", kind)

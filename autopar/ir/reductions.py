@@ -1,0 +1,98 @@
+"""The reductions that passes and backends know by name ("sum", "max", ...), in one table.
+
+A name is the `op` of the equations of ours that reduce (`ap.reduce`, `ap.reduce_rows`, `ap.reduce_table`, ...), and of
+what the ranks reduce by MPI. JAX's primitive of the same meaning has the prefix `reduce_` (`PRIMITIVES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+
+Array = Any
+
+
+def _once(value: Array, count: Array) -> Array:
+    return value
+
+
+def _times(value: Array, count: Array) -> Array:
+    """The count may overflow a small float, and zeros need none."""
+    return jnp.where(value == 0, value, value * count.astype(value.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """What reduces, and how its parts are put together.
+
+    Attributes:
+      joined: The name of the function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
+      reduce: An array and axes -> the array without them, in its own dtype.
+      repeated: A result and a count -> that many such results joined.
+      neutral: Of a dtype what changes no result, as an array without axes.
+      across: JAX's collective over axes of a mesh, which may lose a NaN unless it adds; None if there is none.
+    """
+
+    joined: str
+    reduce: Callable[[Array, Any], Array]
+    neutral: Callable[[np.dtype], np.ndarray]
+    repeated: Callable[[Array, Array], Array] = _once
+    across: Callable[[Array, Any], Array] | None = None
+
+    def join(self, a: Array, b: Array) -> Array:
+        """Two results joined: of NumPy arrays in NumPy."""
+        module = np if isinstance(a, np.ndarray | np.generic) and isinstance(b, np.ndarray | np.generic) else jnp
+        return getattr(module, self.joined)(a, b)
+
+
+def _limit(kind: np.dtype, *, largest: bool) -> np.ndarray:
+    """The largest or the smallest number of a dtype: an infinity, if it has one."""
+    if kind == np.bool_:
+        return np.asarray(largest)
+    if jax_compat.is_float(kind):
+        found = np.asarray(np.inf if largest else -np.inf, kind)
+        return found if np.isinf(found) else np.asarray(getattr(jnp.finfo(kind), "max" if largest else "min"), kind)
+    limits = jnp.iinfo(kind)
+    return np.asarray(limits.max if largest else limits.min, kind)
+
+
+def _ones(kind: np.dtype) -> np.ndarray:
+    """All bits set: -1, of an unsigned type its largest number."""
+    is_signed = kind != np.bool_ and jnp.iinfo(kind).min < 0
+    return np.asarray(-1, kind) if is_signed else _limit(kind, largest=True)
+
+
+REDUCERS: Mapping[str, Reducer] = {
+    "sum": Reducer(
+        joined="add",
+        reduce=lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
+        neutral=lambda kind: np.zeros((), kind),
+        repeated=_times,
+        across=jax.lax.psum,
+    ),
+    "prod": Reducer(
+        joined="multiply",
+        reduce=lambda x, axes: jnp.prod(x, axes, dtype=x.dtype),
+        neutral=lambda kind: np.ones((), kind),
+        repeated=lambda value, count: value ** count.astype(value.dtype),
+    ),
+    "max": Reducer("maximum", jnp.max, lambda kind: _limit(kind, largest=False), across=jax.lax.pmax),
+    "min": Reducer("minimum", jnp.min, lambda kind: _limit(kind, largest=True), across=jax.lax.pmin),
+    "and": Reducer("bitwise_and", jax.lax.reduce_and, _ones),
+    "or": Reducer("bitwise_or", jax.lax.reduce_or, lambda kind: np.zeros((), kind)),
+}
+
+#: JAX's primitive -> the reduction's name.
+PRIMITIVES: Mapping[str, str] = {f"reduce_{name}": name for name in REDUCERS}
+
+
+def neutral(name: str, dtype: Any) -> np.ndarray:
+    """What a reduction of elements of a dtype leaves as it is, in that dtype and without axes."""
+    return REDUCERS[name].neutral(np.dtype(dtype))
