@@ -315,6 +315,7 @@ USES = {
     "taken apart": (lambda key: jax.random.bits(jnp.stack([key[0] + 1, key[1]])), "key"),
     "unpacked": (lambda key: (lambda a, b: jax.random.bits(jnp.concatenate([b[None], a[None]])))(*key), "key"),
     "split in two": (lambda key: jax.random.bits(jnp.concatenate(jnp.split(key, 2))), "key"),
+    "unstacked": (lambda key: jax.random.bits(jnp.stack(jnp.unstack(key)[::-1])), "key"),
     "xor": (lambda key: jax.random.bits(key ^ jnp.uint32(7)), "key"),
     "as int32": (lambda key: jax.random.bits(jax.lax.bitcast_convert_type(key.view(jnp.int32) + 1, "uint32")), "key"),
     "reversed": (lambda key: jax.random.bits(key[::-1]), "key"),

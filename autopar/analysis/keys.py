@@ -163,6 +163,11 @@ def _stacked(equation: Equation, output: int, given: Sequence[Words]) -> Words |
     return _joined(given) if equation.inputs[0].shape else None
 
 
+def _unstacked(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+    is_last = equation.params["axis"] == len(equation.inputs[0].shape) - 1
+    return _fitted((given[0][output],), equation.outputs[output].shape) if is_last else given[0]
+
+
 def _reversed(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
     return given[0][::-1] if len(equation.outputs[output].shape) - 1 in equation.params["dimensions"] else given[0]
 
@@ -183,6 +188,7 @@ _RULES: Mapping[str, Callable[[Equation, int, Sequence[Words]], Words | None]] =
     "split": _split,
     "concatenate": _concatenated,
     "stack": _stacked,
+    "unstack": _unstacked,
     "rev": _reversed,
     "transpose": _transposed,
 }
