@@ -81,7 +81,9 @@ class Families:
             if tables and any(a.is_lookup for a in accesses) and self._is_worth_lifting(leaves):
                 axes = tuple(self.flow.candidates[k] for k in leaves)
                 space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
-                found.append(dataclasses.replace(space, depends_on=self._id_families(space), notes=self._notes(space)))
+                is_read_whole = any(self.flow.find(f) == family for f, _ in self.flow.dense_reads)
+                space = dataclasses.replace(space, depends_on=self._id_families(space), is_read_whole=is_read_whole)
+                found.append(dataclasses.replace(space, notes=self._notes(space)))
         return _closed(found)
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:

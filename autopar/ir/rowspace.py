@@ -146,6 +146,7 @@ class RowSpace:
       accesses: All equations that read or write its rows by ids.
       refusal: Why it can't be lifted, None if it can.
       notes: What is to be said of it although it lifts.
+      is_read_whole: Whether an equation reads all rows of a leaf at once.
       depends_on: Families whose rows the ids of this one depend on.
       deferred: Whether a step moves rows that it doesn't touch, by a function of the row that can be replayed later.
     """
@@ -158,6 +159,7 @@ class RowSpace:
     accesses: tuple[Access, ...]
     refusal: Refusal | None = None
     notes: tuple[str, ...] = ()
+    is_read_whole: bool = False
     depends_on: tuple[int, ...] = ()
     deferred: bool = False
 

@@ -22,6 +22,7 @@ from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_bud
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
+from autopar.ir.examples import example_axes
 from autopar.ir.plan import DensePlan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
@@ -237,8 +238,19 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
     there = () if cluster is None or plan.devices == 1 else (_predicted(plan_of(entry, name, leaves, cluster)),)
     there += _isolated(entry, 1 if cluster is not None else jax.local_device_count())
-    there += tuple(f"All devices do the same: {note}." for _, note, _ in passes if note.startswith("nothing is spread"))
+    if _is_undivided(entry):
+        there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
     return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
+
+
+def _is_undivided(entry: Entry) -> bool:
+    """Whether the batch has examples, and several devices don't divide them."""
+    program, options = entry.compiled.analysed, entry.options
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    batch = [(v, given.path) for v, given in pairs if given.role == "batch"]
+    axes = example_axes(options.batch_axis, [(path, v.shape) for v, path in batch])
+    has_examples = any(axis is not None for axis in axes) and entry.compiled.plan.devices > 1
+    return has_examples and not any(v in program.batch for v, _ in batch)
 
 
 def _isolated(entry: Entry, devices: int) -> tuple[str, ...]:

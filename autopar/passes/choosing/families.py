@@ -204,7 +204,7 @@ def _lifted(
     if family.journal:
         reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
-    if family.on_hosts and any(note.startswith("read whole") for note in space.notes):
+    if family.on_hosts and space.is_read_whole:
         reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
     bounds = {"capacity": family.capacity, "tight": family.tight, "journal": family.journal}
     dealt = family.layout is not None and family.layout.dealt
