@@ -7,6 +7,7 @@ Its slots go with it: the leaves that its update reads element by element.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 from autopar.analysis.rules import ALIGNED
@@ -61,7 +62,11 @@ def dense_plan(program: Program, k: int, *, shared: bool) -> DensePlan:
     """The plan of a leaf that isn't looked up by rows."""
     type_ = program.block.inputs[k].type
     size = getattr(type_, "nbytes", 0)
-    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), str(type_.dtype), size, shared)
+    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, shared)
+
+
+#: NumPy takes a while to say what a dtype is called, and a state has thousands of leaves of few dtypes.
+_text = functools.cache(str)
 
 
 def _with_slots(program: Program, leaf: int) -> frozenset[int]:
