@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 #: Says what is measured next.
 Advance = Callable[[str], None]
@@ -31,6 +30,8 @@ def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True)
         console.print(line, soft_wrap=True, highlight=False, markup=False)
         yield lambda part: None
     else:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # takes long, and is rarely needed
+
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as bar:
             console.print(line, highlight=False, markup=False)
