@@ -94,8 +94,15 @@ def test_docstring_examples() -> None:
         assert found.attempted >= examples and found.failed == 0
 
 
-def test_readme_is_valid_python_and_names_real_options() -> None:
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+PAGES = ["README.md", "docs/options.md", "docs/devices.md", "docs/accuracy.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((Path(__file__).parents[1] / "README.md").read_text().splitlines()) <= 150
+
+
+def test_pages_are_valid_python_and_name_real_options() -> None:
+    text = "\n".join((Path(__file__).parents[1] / page).read_text() for page in PAGES)
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert blocks
     for block in blocks:
