@@ -114,6 +114,19 @@ def test_pages_are_valid_python_and_name_real_options() -> None:
         assert hasattr(autopar, name)
 
 
+def test_the_api_reference_has_every_public_name() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r":: autopar\.(\w+)", page)) == sorted(autopar.__all__)
+
+
+def test_pages_name_modules_that_exist() -> None:
+    root = Path(__file__).parents[1]
+    for page in (*(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"):
+        for module in re.findall(r"`([a-z_/]+\.py)\b", page.read_text()):
+            known = module == "train.py" or (root / module).exists() or (root / "autopar" / module).exists()
+            assert known, f"{page.name} names {module}, which isn't there"
+
+
 def test_the_collector_is_paused() -> None:
     """By whom it was paused, it is resumed; who has turned it off himself has it off."""
     seen = []
