@@ -6,6 +6,7 @@
 #   make test-all        the same and those that take minutes: many more random programs
 #   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
 #   make bench           the benchmarks
+#   make docs            the site, in docs/_build/html
 #   make lint            ruff, basedpyright, import-linter
 
 SHELL  := /bin/bash
@@ -15,7 +16,7 @@ ARGS   ?=
 RANKS  ?= 4
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-mpi test test-all test-versions bench lint clean
+.PHONY: demo demo-mpi test test-all test-versions bench docs lint clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
@@ -34,6 +35,9 @@ test-all:
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)
 
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html $(ARGS) docs docs/_build/html
+
 lint: $(VENV)/.installed-lint $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -44,7 +48,7 @@ test-versions:
 	.ci/test-versions $(ARGS)
 
 clean:
-	rm -rf .venv .venv-3.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf docs/_build .venv .venv-3.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 # One stamp an extra, so that `make demo` fetches nothing that only the linters need.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python

@@ -1,4 +1,4 @@
-"""The contract (DESIGN 1): models x optimizers, 20 steps, against the float64 oracle, leaf by leaf.
+"""The contract (docs/accuracy.md): models x optimizers, 20 steps, against the float64 oracle, leaf by leaf.
 
 `make test` runs every pair of a model and a named optimizer, and Adam and others with some models; `make bench` the
 product.

@@ -273,7 +273,7 @@ def test_one_hot_products_poison_columns(name: str) -> None:
 
 
 def test_a_row_that_is_not_finite_by_itself_is_left_alone() -> None:
-    """The exception of the README: plain JAX multiplies it by 0, and so its gradient is NaN."""
+    """The exception of docs/accuracy.md: plain JAX multiplies it by 0, and so its gradient is NaN."""
 
     def step(state: Any, ids: jax.Array) -> tuple[Any, Any]:
         params, opt = state

@@ -17,7 +17,7 @@ Route = Any
 
 
 class RowBackend(Protocol):
-    """See DESIGN, 'Row-space operations'; shapes with U routed rows, F fetched ones, V rows in the table.
+    """See docs/design.md, 'Row space'; shapes with U routed rows, F fetched ones, V rows in the table.
 
     Attributes:
       is_spread: Whether rows are spread over the devices; else each device has all.

@@ -1,6 +1,6 @@
 """What a step's work on one table costs, by method: the bytes that each device sends, and the time that it takes.
 
-Source of the bytes: DESIGN 6 (ring AllReduce, AllGather, a parameter server on each device; padding included). The
+Bytes: docs/design.md (ring AllReduce, AllGather, a parameter server on each device; padding included). The
 time is made of measured parts: collectives, routing, rows moved and updated. What all methods have in common (the
 model itself, the lookup and the sum of a device's own gradients) is left out of it.
 """

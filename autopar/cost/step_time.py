@@ -1,7 +1,7 @@
 """How long a whole step takes, by part: the model's products, its tables, its dense parameters, the call itself.
 
-DESIGN 6. Every function is pure; seconds come from `Rates`, which are measured (`measure.calibrate`) or follow from a
-cluster's figures (`cost.planned_rates`).
+See docs/design.md. Every function is pure; seconds come from `Rates`, which are measured (`measure.calibrate`) or
+follow from a cluster's figures (`cost.planned_rates`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deferred rows: what a step leaves undone on the rows that it doesn't touch, and how it is done later (DESIGN 4).
+"""Deferred rows: what a step leaves undone on the rows that it doesn't touch, and how it is done later.
 
 An optimizer with momentum or decay moves every row in every step. On rows that a step doesn't touch the move is a
 function of the row itself, *phi*, and of a few values of the step that are the same for all rows. So a step writes down

@@ -1,4 +1,4 @@
-"""Row space: the facts that let a step run on the touched rows only (DESIGN: lifting).
+"""Row space: the facts that let a step run on the touched rows only (docs/design.md).
 
 A *family* is a set of state leaves with the same number of rows V (a table, its optimizer slots) that are tied by
 row-parallel equations. A value is *in row space* if each of its rows depends on that row of the family alone. What it

@@ -2,7 +2,7 @@
 
 A `Segment` is a straight-line program of one side, the devices' (examples, dense parameters) or the owner's (its rows
 of tables in host memory). An `Exchange` is what the runtime does between segments: a route, rows pulled, fetched and
-delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; DESIGN 7.
+delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; docs/hosts.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Under XLA's partitioner a program is global, and reductions appear where XLA nee
 Values of the batch's extent that don't come from the batch (random bits, constants) are computed whole and then
 shared, so that a dropout mask is that of one device. Sums over the examples stay addends as long as linear equations
 read them, and are reduced where another one does: gradients after the last loop and not in it. What can't be followed
-is refused with its line; XLA then does the work. Sources: DESIGN 7; Parallax, section 4.3 (local aggregation).
+is refused with its line; XLA then does the work. Sources: docs/hosts.md; Parallax, section 4.3 (local aggregation).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every equation is evaluated twice side by side: as it is, and with its floats promoted to float64. What is no float
 (ids, random bits, predicates, counters) is taken from the first evaluation, so that both make the same choices. The
-two states are carried from step to step, so errors accumulate as they do in training. Source: DESIGN 1.
+two states are carried from step to step, so errors accumulate as they do in training. See docs/accuracy.md.
 """
 
 from __future__ import annotations

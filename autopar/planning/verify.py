@@ -3,7 +3,7 @@
 What is measured is the *change* of each state leaf over the steps, against the float64 oracle: the planned step may
 err by 1e-5 of the largest change, or by 4 times what plain float32 errs itself, whichever is more. A tolerance on
 values would let a gradient pass that is wrong by 1%. Integers must be equal. Other outputs (metrics) are compared by
-value with the same measure. Source: DESIGN 1.
+value with the same measure. See docs/accuracy.md.
 """
 
 from __future__ import annotations

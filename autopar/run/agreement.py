@@ -2,8 +2,8 @@
 
 Before a step is planned, in this order: JAX's version, the options, the arguments' shapes, the traced program, and the
 contents of plain arrays (which mean the global batch or state, so they are the same everywhere). Every process sees all
-answers, so all raise the same error, and none is left waiting. After it is planned: the plan. Source: DESIGN 7 ("every
-rank compiles the same plan").
+answers, so all raise the same error, and none is left waiting. After it is planned: the plan.
+Every rank compiles the same plan.
 """
 
 from __future__ import annotations

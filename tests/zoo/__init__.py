@@ -1,4 +1,4 @@
-"""The zoo: ordinary single-device training steps on which autopar's contract (DESIGN.md 1) is tested.
+"""The zoo: ordinary single-device training steps on which autopar's contract (docs/accuracy.md) is tested.
 
 Nothing here knows autopar. Three axes, each a dict by name:
 

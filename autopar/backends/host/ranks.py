@@ -1,6 +1,6 @@
 """Who takes part in a step with tables on hosts, and how values get to compiled programs and back.
 
-Two roads (DESIGN 7). "mpi": a rank's device programs are its own, on its own devices and its own examples; what is
+Two reduction backends. "mpi": a rank's device programs are its own, on its own devices and its own examples; what is
 reduced travels between programs. "xla": they are global programs over all ranks' devices, and XLA reduces; rows that
 ranks fetched are global arrays of which each rank has its part. The owner's programs are always its own.
 """

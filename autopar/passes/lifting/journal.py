@@ -2,7 +2,7 @@
 
     stamps, now, volume, records, volumes -> catch_up (before anything reads the rows) ... commit -> record -> flush
 
-What each is, `backends.deferred` says. Source: DESIGN 4, "Deferred".
+What each is, `backends.deferred` says. See docs/deferred.md.
 """
 
 from __future__ import annotations
