@@ -80,6 +80,8 @@ def test_static_arguments() -> None:
     same(step(params, TX.init(params), IDS, "loss"), plain(params, TX.init(params), IDS, "loss"))
     with pytest.warns(autopar.RecompileWarning, match="static argument"):
         same(step(params, TX.init(params), IDS, "double"), plain(params, TX.init(params), IDS, "double"))
+    with pytest.raises(autopar.ArgumentsError, match="static argument kind is a ndarray, which can't be hashed"):
+        step(params, TX.init(params), IDS, np.zeros(2))  # nor compared with the last one
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])

@@ -55,7 +55,7 @@ class OneDeviceRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments."""
-        if self._is_new:  # XLA on CPUs doesn't always say that buffers are shared
+        if self._is_new:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = self._separated(leaves), False
         try:
             return self._results(self._run(*leaves))

@@ -126,14 +126,14 @@ class ParallelStep:
             statics = None
         leaves, tree = jax.tree.flatten((args, kwargs))
         try:
-            key = tree, jax_compat.type_keys(leaves, _table_key), statics, jax_compat.uses_x64()
+            hash(statics)  # what can't be hashed may not be comparable, either
+            return leaves, (tree, jax_compat.type_keys(leaves, _table_key), statics, jax_compat.uses_x64())
         except TypeError:  # shapes, or what planning has an error for
             return leaves, None
-        return leaves, key
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any], key: Any) -> _Ready:
         """The plan for a call and who runs it, made if there is none yet."""
-        known = self._known(key)
+        known = self._ready.get(key)
         if known is not None:
             self._last, self.latest = known, known.entry
             return known
@@ -146,12 +146,6 @@ class ParallelStep:
         if key is not None:
             self._ready[key] = self._last = ready
         return ready
-
-    def _known(self, key: Any) -> _Ready | None:
-        try:
-            return self._ready.get(key)
-        except TypeError:  # a static argument that can't be hashed, which planning has an error for
-            return None
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
@@ -216,7 +210,7 @@ class ParallelStep:
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
         leaves, key = self._read(args, kwargs)
-        ready = self._known(key)
+        ready = self._ready.get(key)
         statics = frozenset(self.static_argnums)
         entry = self._planned_for(read_call(self.fun, args, kwargs, statics)) if ready is None else ready.entry
         drifted = watch.look(entry, leaves)
