@@ -17,7 +17,7 @@ import autopar
 from autopar import HostTable
 from autopar.backends.host.program_io import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
-from autopar.ir.stages import Exchange, Segment
+from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.planning.verify import compare
 
 from .settings import set_machine
@@ -73,9 +73,9 @@ def test_two_programs() -> None:
         "sweep",
         "commit",
     ]
-    first = next(i for i in items if isinstance(i, Segment))
+    first = next(i for i in items if isinstance(i, ProgramStage))
     assert all(e.op != "dot_general" for e in first.block.equations)
-    commit = next(i for i in items if isinstance(i, Exchange) and i.op == "ap.commit")
+    commit = next(i for i in items if isinstance(i, ExchangeStage) and i.op == "ap.commit")
     assert len(commit.equations) == 2  # the table and Adagrad's sum
 
 
@@ -117,10 +117,10 @@ def test_memory_of_fetched_rows_is_used_again_where_the_step_waits() -> None:
     """JAX takes NumPy's memory as it is: it mustn't change under a program that still runs."""
     rows, sums = (Var(ArrayType((4, 2), np.dtype(np.float32))) for _ in range(2))
     fetch = Equation("ap.fetch", (), (rows,), {"axis": 0})
-    first = Exchange("ap.fetch", 2, (fetch,))
-    backward = Segment("device", 3, Block((rows,), (), (sums,)))
-    deliver = Exchange("ap.deliver", 3, (Equation("ap.deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
-    metrics = Segment("device", 5, Block((rows,), (), ()))
+    first = ExchangeStage("ap.fetch", 2, (fetch,))
+    backward = ProgramStage("device", 3, Block((rows,), (), (sums,)))
+    deliver = ExchangeStage("ap.deliver", 3, (Equation("ap.deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
+    metrics = ProgramStage("device", 5, Block((rows,), (), ()))
     assert awaited_fetches([first, backward, deliver]) == {fetch}
     assert not awaited_fetches([first, backward])  # an evaluation
     assert not awaited_fetches([first, backward, deliver, metrics])

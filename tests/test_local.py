@@ -19,7 +19,7 @@ from autopar.backends.emit import emit
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
-from autopar.passes.localize import Walk
+from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 
 N = 2
@@ -37,10 +37,10 @@ class _Devices(Mapped):
 
 def local_program(
     fun: Callable[..., Any], given: Sequence[State], args: Sequence[Any]
-) -> tuple[Walk, Block, list[State]]:
+) -> tuple[Localizer, Block, list[State]]:
     """The walk through a function, its local block with results as they come, and what each device has of those."""
     block = block_of(jax.make_jaxpr(fun)(*args))
-    walk = Walk(Shared(Plan((), (), (), "exact", devices=N), True))
+    walk = Localizer(Shared(Plan((), (), (), "exact", devices=N), True))
     inputs = tuple(walk.define(v, s) for v, s in zip(block.inputs, given, strict=True))
     for equation in block.equations:
         walk.add(equation)

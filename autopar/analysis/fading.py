@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.settling import Walk
+from autopar.analysis.settling import SettlingWalk
 from autopar.analysis.settling_rules import Number, Scaled, Sign, Value, Zero
 from autopar.ir.deferred import FLOORS, Fading, Settled
 from autopar.ir.program import Block, Equation
@@ -45,7 +45,7 @@ class Near:
 
 
 @dataclass(eq=False)
-class FadingWalk(Walk):
+class FadingWalk(SettlingWalk):
     """The walk of `analysis.settling`, with what is near.
 
     Attributes:
@@ -248,7 +248,7 @@ def _near(
 def _own(body: Block, changed: int, read: int, settled: Settled, values: Sequence[Any], xp: Any) -> list[Any] | None:
     """What leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
     alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in settled.zero)))
-    walk = Walk(xp)
+    walk = SettlingWalk(xp)
     mine = [Scaled(k, 1, np.zeros((), v.dtype)) for k, v in enumerate(body.inputs[:changed])]
     outputs = walk.run(alone, [*mine, *[None] * read, *map(Number, values)])
     if not walk.not_negative <= set(settled.not_negative):

@@ -17,7 +17,7 @@ from autopar.analysis.batch import follow_batch
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 
 
-class Kind(enum.IntEnum):
+class SumKind(enum.IntEnum):
     """How a value differs from device to device."""
 
     SAME = 0
@@ -45,7 +45,7 @@ class _Flow:
     axis: str
     count: int
     axes: Mapping[Var, int]
-    kinds: dict[Var, Kind] = field(default_factory=dict)
+    kinds: dict[Var, SumKind] = field(default_factory=dict)
     used: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
 
@@ -56,15 +56,15 @@ class _Flow:
             if equation.bodies:
                 found = self._nested(equation, kinds)
             elif equation.op in _REDUCES_DEVICES:
-                found = [Kind.SAME] * len(equation.outputs)
-                if equation.op.startswith("psum") and equation not in means and Kind.OWN in kinds:
+                found = [SumKind.SAME] * len(equation.outputs)
+                if equation.op.startswith("psum") and equation not in means and SumKind.OWN in kinds:
                     self.added.append(equation.where)
             else:
                 found = [self._plain(equation, kinds)] * len(equation.outputs)
             self.kinds.update(zip(equation.outputs, found, strict=True))
 
-    def kind(self, atom: Atom) -> Kind:
-        return Kind.SAME if isinstance(atom, Literal) else self.kinds.get(atom, Kind.SAME)
+    def kind(self, atom: Atom) -> SumKind:
+        return SumKind.SAME if isinstance(atom, Literal) else self.kinds.get(atom, SumKind.SAME)
 
     def _means(self, block: Block) -> set[Equation]:
         """Sums over devices that are divided by their number, before or after (as derivatives of means are)."""
@@ -90,33 +90,35 @@ class _Flow:
 
         return {e for e in block.equations if e.op.startswith("psum") and is_mean(e)}
 
-    def _plain(self, equation: Equation, kinds: Sequence[Kind]) -> Kind:
-        if all(k is Kind.SAME for k in kinds):
-            return Kind.SAME
-        if Kind.OWN not in kinds:
+    def _plain(self, equation: Equation, kinds: Sequence[SumKind]) -> SumKind:
+        if all(k is SumKind.SAME for k in kinds):
+            return SumKind.SAME
+        if SumKind.OWN not in kinds:
             along = any(v in self.axes for v in equation.outputs)
-            return Kind.OWN if equation.op in _REDUCES and not along else Kind.EXAMPLES
-        others = [k for k in kinds if k is not Kind.OWN]
-        linear = Kind.EXAMPLES not in others and (
+            return SumKind.OWN if equation.op in _REDUCES and not along else SumKind.EXAMPLES
+        others = [k for k in kinds if k is not SumKind.OWN]
+        linear = SumKind.EXAMPLES not in others and (
             equation.op in _LINEAR
             or (equation.op in _BILINEAR and len(others) == 1)
-            or (equation.op == "div" and kinds[1] is Kind.SAME)
-            or (equation.op == "select_n" and kinds[0] is Kind.SAME)
+            or (equation.op == "div" and kinds[1] is SumKind.SAME)
+            or (equation.op == "select_n" and kinds[0] is SumKind.SAME)
         )
         if linear:
-            return Kind.OWN
+            return SumKind.OWN
         self.used.append(equation.where)
-        return Kind.EXAMPLES
+        return SumKind.EXAMPLES
 
-    def _nested(self, equation: Equation, kinds: Sequence[Kind]) -> list[Kind]:
+    def _nested(self, equation: Equation, kinds: Sequence[SumKind]) -> list[SumKind]:
         """Bodies of branches and loops; a carry is of the highest kind that it ever is."""
         body_inputs = len(equation.bodies[0].inputs)
-        given = list(kinds[len(kinds) - body_inputs :]) if len(kinds) >= body_inputs else [Kind.EXAMPLES] * body_inputs
+        given = (
+            list(kinds[len(kinds) - body_inputs :]) if len(kinds) >= body_inputs else [SumKind.EXAMPLES] * body_inputs
+        )
         first, carried = 0, 0
         if equation.op == "scan":
             first, carried = equation.params["num_consts"], equation.params["num_carry"]
         while True:
-            results: list[Kind] = [Kind.SAME] * len(equation.outputs)
+            results: list[SumKind] = [SumKind.SAME] * len(equation.outputs)
             for body in equation.bodies:
                 if len(body.inputs) != body_inputs:
                     return [max(kinds)] * len(equation.outputs)
@@ -143,7 +145,7 @@ def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) ->
     known = {var: along for var, along in zip(block.inputs, axes, strict=True) if along is not None}
     followed = dict(known)
     follow_batch(block.equations, followed, devices=1)
-    flow = _Flow(axis, count, followed, dict.fromkeys(known, Kind.EXAMPLES))
+    flow = _Flow(axis, count, followed, dict.fromkeys(known, SumKind.EXAMPLES))
     flow.follow(block)
     told = []
     if flow.used:

@@ -22,7 +22,7 @@ from autopar.ir.program import Atom, Block, Equation, Literal
 
 
 @dataclass(eq=False)
-class Walk(Granted):
+class SettlingWalk(Granted):
     """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
 
     def run(self, body: Block, inputs: Sequence[Any]) -> list[Any]:
@@ -42,9 +42,9 @@ class Walk(Granted):
                 env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
         return [read(a) for a in body.outputs]
 
-    def branch(self) -> Walk:
+    def branch(self) -> SettlingWalk:
         """A walk of one branch."""
-        return Walk(self.xp)
+        return SettlingWalk(self.xp)
 
     def of(self, value: Value) -> Any:
         """What is kept of a value that no leaf entered."""
@@ -98,7 +98,7 @@ def find_settled(body: Block, changed: int, read: int) -> Settled | None:
 
 
 def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Settled | None:
-    walk = Walk(np)
+    walk = SettlingWalk(np)
     numbers: list[Value] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
         outputs = walk.run(body, [*_leaves(body, changed, read, zero), *numbers])
@@ -114,7 +114,7 @@ def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Set
 
 def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequence[Any], xp: Any) -> list[Any]:
     """A step's factors (less one where they are near it), in the order of `settled.scaled`, and whether they hold."""
-    walk = Walk(xp)
+    walk = SettlingWalk(xp)
     numbers: list[Value] = [Number(v) for v in values]
     outputs = walk.run(body, [*_leaves(body, changed, read, settled.zero), *numbers])
     found = []

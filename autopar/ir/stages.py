@@ -1,8 +1,8 @@
 """A step cut into stages: compiled programs, and what ranks exchange between them.
 
-A `Segment` is a straight-line program of one side, the devices' (examples, dense parameters) or the owner's (its rows
-of tables in host memory). An `Exchange` is what the runtime does between segments: a route, rows pulled, fetched and
-delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; docs/hosts.md.
+A `ProgramStage` is a straight-line program of one side, the devices' (examples, dense parameters) or the owner's (its
+rows of tables in host memory). An `ExchangeStage` is what the runtime does between them: a route, rows pulled, fetched
+and delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; docs/hosts.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Side = Literal["device", "owner"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
+class ProgramStage:
     """A program that is compiled by itself.
 
     Attributes:
@@ -35,7 +35,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
+class ExchangeStage:
     """Equations of one kind that are carried out together, between compiled programs."""
 
     op: str
@@ -50,9 +50,9 @@ class Exchange:
 class Stages:
     """A whole step in the order in which it runs."""
 
-    items: tuple[Segment | Exchange, ...]
+    items: tuple[ProgramStage | ExchangeStage, ...]
 
     @property
     def programs(self) -> int:
         """Number of compiled programs."""
-        return sum(isinstance(item, Segment) for item in self.items)
+        return sum(isinstance(item, ProgramStage) for item in self.items)

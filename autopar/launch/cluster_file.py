@@ -22,7 +22,7 @@ from typing import Any
 
 from autopar.errors import LaunchError
 from autopar.launch.hardware import SECTIONS, TOP, read_hardware
-from autopar.launch.toml_file import Table, parse_toml
+from autopar.launch.toml_file import TomlTable, parse_toml
 
 _KEYS = ("name", "address", "processes", "devices")
 
@@ -109,7 +109,7 @@ def _read_toml(path: Path, text: str) -> tuple[list[Host], dict[str, Any]]:
     return [_host(table) for table in tables], hardware
 
 
-def _host(table: Table) -> Host:
+def _host(table: TomlTable) -> Host:
     for key in table.values:
         if key not in _KEYS:
             placed = " (it is written above all tables)" if key in TOP else ""

@@ -37,7 +37,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopar.launch.toml_file import Table
+from autopar.launch.toml_file import TomlTable
 
 #: At the top of the file, beside [[host]] tables.
 TOP = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
@@ -77,7 +77,7 @@ _DEVICE: Mapping[str, _Check] = {
 _LINK: Mapping[str, _Check] = {"latency_s": _LATENCY, "bytes_s": _POSITIVE, "source": _TEXT}
 
 
-def read_hardware(top: Table) -> dict[str, Any]:
+def read_hardware(top: TomlTable) -> dict[str, Any]:
     """What a file says of its machines, checked: the keys and sections above that are there, as nested mappings.
 
     Raises:
@@ -97,12 +97,12 @@ def read_hardware(top: Table) -> dict[str, Any]:
     return found
 
 
-def _levels(table: Table, known: tuple[str, ...] = LEVELS) -> dict[str, Any]:
+def _levels(table: TomlTable, known: tuple[str, ...] = LEVELS) -> dict[str, Any]:
     _check_keys(table, known, f"in [{table.name}]")
     return {level: _section(table.table(level), _LINK) for level in table.values}
 
 
-def _section(table: Table, checks: Mapping[str, _Check]) -> dict[str, Any]:
+def _section(table: TomlTable, checks: Mapping[str, _Check]) -> dict[str, Any]:
     """A section, of which all but `source` is needed."""
     _check_keys(table, tuple(checks), f"in [{table.name}]")
     missing = [key for key in checks if key != "source" and key not in table.values]
@@ -113,13 +113,13 @@ def _section(table: Table, checks: Mapping[str, _Check]) -> dict[str, Any]:
     return dict(table.values)
 
 
-def _check_keys(table: Table, known: tuple[str, ...], of: str) -> None:
+def _check_keys(table: TomlTable, known: tuple[str, ...], of: str) -> None:
     for key in table.values:
         if key not in known:
             table.fail(key, f"there is no {key!r} {of}; there are {', '.join(known)}")
 
 
-def _check(table: Table, key: str, value: Any, check: _Check) -> None:
+def _check(table: TomlTable, key: str, value: Any, check: _Check) -> None:
     is_right, what = check
     if not is_right(value):
         table.fail(key, f"{key} is {what}, not {value!r}")

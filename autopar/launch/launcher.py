@@ -51,7 +51,7 @@ class Mpirun:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroup:
     """Ranks that follow each other and are started alike."""
 
     count: int
@@ -111,11 +111,11 @@ def _flavor(path: str) -> Flavor:
 
 def plan_ranks(
     count: int | None, devices: int | None, cluster: HostFile | None, watchdog: str | None = None
-) -> list[Ranks]:
+) -> list[RankGroup]:
     """Which ranks there are, and with which variables.
 
     Args:
-      count: Ranks; None with a cluster.
+      count: RankGroup; None with a cluster.
       devices: CPU devices a rank.
       cluster: The machines, which say both.
       watchdog: What the launcher was told: seconds or "off".
@@ -127,20 +127,20 @@ def plan_ranks(
     if cluster is None:
         if count is None:
             raise LaunchError("how many processes? -n 4, or --cluster cluster.toml")
-        return [Ranks(count, (*_devices(devices), *common))]
+        return [RankGroup(count, (*_devices(devices), *common))]
     if count not in (None, cluster.processes):
         raise LaunchError(f"-n {count}, but the cluster file has {cluster.processes} processes; leave -n out")
     if devices is not None:
         raise LaunchError("--devices: the cluster file says how many devices each host has; leave --devices out")
     each = [
-        Ranks(1, (*_devices(host.devices), *_accelerators(host, i), *common))
+        RankGroup(1, (*_devices(host.devices), *_accelerators(host, i), *common))
         for host in cluster.hosts
         for i in range(host.processes)
     ]
     merged = each[:1]
     for ranks in each[1:]:
         if ranks.variables == merged[-1].variables:
-            merged[-1] = Ranks(merged[-1].count + 1, ranks.variables)
+            merged[-1] = RankGroup(merged[-1].count + 1, ranks.variables)
         else:
             merged.append(ranks)
     return merged
@@ -167,7 +167,12 @@ def _fills_cores(count: int | None, devices: int | None) -> bool:
 
 
 def mpirun_command(
-    mpirun: Mpirun, ranks: Sequence[Ranks], cluster: HostFile | None, script: Sequence[str], *, is_bound: bool = False
+    mpirun: Mpirun,
+    ranks: Sequence[RankGroup],
+    cluster: HostFile | None,
+    script: Sequence[str],
+    *,
+    is_bound: bool = False,
 ) -> list[str]:
     """The command that starts all ranks.
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from autopar.errors import LaunchError
 
 
-class Table:
+class TomlTable:
     """A table of a TOML file, and where its keys are.
 
     Attributes:
@@ -48,20 +48,20 @@ class Table:
         """Raise a LaunchError about a key, or about the table."""
         raise LaunchError(f"{self.where(key)}: {message}")
 
-    def table(self, name: str) -> Table:
+    def table(self, name: str) -> TomlTable:
         """A table in this one."""
         path = f"{self.name}.{name}" if self.name else name
         values = self.values[name]
         if not isinstance(values, Mapping):
             self.fail(name, f"{path} is a table: write [{path}], and its keys below")
-        return Table(self._path, self._lines, values, path)
+        return TomlTable(self._path, self._lines, values, path)
 
-    def tables(self, name: str) -> list[Table]:
+    def tables(self, name: str) -> list[TomlTable]:
         """The tables of an array of them; empty if there is none."""
         found = self.values.get(name, [])
         if not isinstance(found, list) or not all(isinstance(values, Mapping) for values in found):
             self.fail(name, f"{name} is written as [[{name}]], once for each")
-        return [Table(self._path, self._lines, values, name, k) for k, values in enumerate(found)]
+        return [TomlTable(self._path, self._lines, values, name, k) for k, values in enumerate(found)]
 
 
 def _heads(lines: Sequence[str], name: str) -> list[int]:
@@ -75,7 +75,7 @@ def _quoted(key: str) -> str:
     return rf"""["']?{re.escape(key)}["']?"""
 
 
-def parse_toml(path: Path, text: str) -> Table:
+def parse_toml(path: Path, text: str) -> TomlTable:
     """The top of a TOML file.
 
     Raises:
@@ -87,7 +87,7 @@ def parse_toml(path: Path, text: str) -> Table:
         at = re.search(r"\s*\(at line (\d+), column \d+\)", str(error))
         line, message = (f":{at[1]}", str(error)[: at.start()]) if at else ("", str(error))
         raise LaunchError(f"{path}{line}: {message}") from error
-    return Table(path, text.splitlines(), parsed)
+    return TomlTable(path, text.splitlines(), parsed)
 
 
 def format_toml(values: Mapping[str, Any], name: str = "") -> str:

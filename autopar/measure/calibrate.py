@@ -32,7 +32,7 @@ from autopar.measure.probe import Step, probe
 from autopar.measure.progress import Advance, measuring
 
 Array = Any
-Planner = Callable[[Step, str], Step]
+StepPlanner = Callable[[Step, str], Step]
 
 #: Of the result of a collective on one device, in bytes.
 _BYTES = (1 << 10, 1 << 17, 1 << 22)
@@ -55,7 +55,7 @@ _VERSION = 9
 _known: dict[Devices, Rates] = {}
 
 
-def rates_of(devices: Devices, plan: Planner) -> Rates:
+def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
     """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
 
     Where the devices are of several processes, these measure together, and take the first one's figures.
@@ -125,7 +125,7 @@ def write_file(file: Path, text: str) -> None:
         return
 
 
-def calibrate(devices: Devices, plan: Planner, advance: Advance = lambda part: None) -> Rates:
+def calibrate(devices: Devices, plan: StepPlanner, advance: Advance = lambda part: None) -> Rates:
     """Measure now; arguments as for `rates_of`. `advance` is told what is measured next, `PARTS` times."""
     count = devices.count
 

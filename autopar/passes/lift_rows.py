@@ -27,7 +27,7 @@ from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
 from autopar.passes.lifting.deferral import read_phi
-from autopar.passes.lifting.journal import Journal
+from autopar.passes.lifting.journal import StepJournal
 from autopar.passes.lifting.off_rows import off_scope
 from autopar.passes.lifting.scope import Lifting, Scope
 from autopar.passes.lifting.sweeping import Exact, sweep
@@ -69,7 +69,7 @@ class _Lift:
     #: Whether the batch exceeds a measured capacity; new values that are the old ones of a leaf then, and the leaf.
     exceeded: Var | None = None
     guarded: set[tuple[Atom, int]] = field(default_factory=set)
-    journals: dict[int, Journal] = field(default_factory=dict)
+    journals: dict[int, StepJournal] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, plan: Plan) -> _Lift:
@@ -126,7 +126,7 @@ class _Lift:
 
     # --- measured capacities ---
 
-    def in_order(self) -> list[Journal]:
+    def in_order(self) -> list[StepJournal]:
         """The journals by family: a step and what does it again in its place begin their families in any order."""
         return [self.journals[family] for family in sorted(self.journals)]
 
@@ -202,7 +202,7 @@ class _Lift:
         params = {"extent": space.extent, "rows": type_.rows, "asked": asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
         if self.plan.families[self._position(family)].journal:
-            self.journals[family] = Journal.begin(self.scope, space, self._kept(space), self.inputs)
+            self.journals[family] = StepJournal.begin(self.scope, space, self._kept(space), self.inputs)
 
     def _ahead(self, equations: list[Equation]) -> None:
         """Emit what ids depend on. A loop that is needed in part only is copied in part."""
@@ -287,7 +287,7 @@ class _Lift:
             return [k for k, _ in self._updates(space)]
         return [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
 
-    def _defer(self, space: RowSpace, journal: Journal, kept: list[int]) -> None:
+    def _defer(self, space: RowSpace, journal: StepJournal, kept: list[int]) -> None:
         """Write down what the step does to the other rows."""
         scope, inputs = self.scope, self.inputs
         off, inner = off_scope(scope, space, self.inputs, space.leaves)

@@ -45,7 +45,7 @@ def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Pr
     Raises:
       NotLocal: an equation that can't be run on a part of its operands.
     """
-    walk = Walk(Shared(plan, examples))
+    walk = Localizer(Shared(plan, examples))
     inputs = []
     entries = [given.entry_axis for given in program.inputs[len(plan.placements) :]]
     placements = (*plan.placements, *entries)
@@ -75,7 +75,7 @@ def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Pr
     return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {plan.devices} devices"
 
 
-def _add_with_line(walk: Walk, block: Block, equation: Equation) -> None:
+def _add_with_line(walk: Localizer, block: Block, equation: Equation) -> None:
     """Rewrite an equation; what is wrong with an operation of ours is said with the nearest line of the user's."""
     try:
         walk.add(equation)
@@ -95,7 +95,7 @@ def _is_owned(program: Program, plan: Plan, k: int) -> bool:
 
 
 @dataclass(eq=False)
-class Walk(Forms):
+class Localizer(Forms):
     """One block being rewritten."""
 
     # --- equations ---
@@ -241,9 +241,9 @@ class Walk(Forms):
                 self.make_whole(atom, equation)
             self.copy(equation)
 
-    def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Walk, list[Var]]:
+    def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Localizer, list[Var]]:
         """A nested block rewritten, and its new inputs."""
-        inner = Walk(self.shared, True)
+        inner = Localizer(self.shared, True)
         inputs = [inner.define(v, s) for v, s in zip(body.inputs, states, strict=True)]
         inner.reduced.update(v for v, a in zip(body.inputs, operands, strict=True) if a in self.reduced)
         for equation in body.equations:

@@ -22,7 +22,7 @@ from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.reducing.table_body import Body, Rows, Source
+from autopar.passes.reducing.table_body import Body, RowSource, TableRows
 
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
@@ -45,7 +45,7 @@ def reduce_tables(program: Program, plan: Plan) -> tuple[Program, str]:
         if space.family in layouts:
             for k, axis in zip(space.leaves, space.axes, strict=True):
                 path = program.inputs[k].path
-                walk.store(program.block.inputs[k], Rows(axis, 1, layouts[space.family], path))
+                walk.store(program.block.inputs[k], TableRows(axis, 1, layouts[space.family], path))
     for equation in program.block.equations:
         walk.add(equation)
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(walk.equations), walk.outputs()))
@@ -58,8 +58,8 @@ class _Walk:
 
     program: Program
     equations: list[Equation] = field(default_factory=list)
-    rows: dict[Atom, Rows] = field(default_factory=dict)
-    sources: dict[Atom, Source] = field(default_factory=dict)
+    rows: dict[Atom, TableRows] = field(default_factory=dict)
+    sources: dict[Atom, RowSource] = field(default_factory=dict)
     #: Row by row from whole tables -> operands that are taken by rows, and along which axis.
     waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
     #: Stored table (an input) -> reductions of it so far.
@@ -72,10 +72,10 @@ class _Walk:
         #: New values of state leaves -> the leaf.
         self.updates = {block.outputs[out]: block.inputs[k] for k, out in new.items()}
 
-    def store(self, var: Var, rows: Rows) -> None:
+    def store(self, var: Var, rows: TableRows) -> None:
         """A stored table, as it comes."""
         self.rows[var] = rows
-        self.sources[var] = Source((var,), var, is_old=True)
+        self.sources[var] = RowSource((var,), var, is_old=True)
 
     def outputs(self) -> tuple[Atom, ...]:
         """The block's. Tables are returned as they are stored; what is computed from all of their rows isn't.
@@ -110,7 +110,7 @@ class _Walk:
             return ""
         return f"the new value of {self.program.inputs[output.state].path} needs them"
 
-    def refusal(self, rows: Rows, what: str, equation: Equation | None, remedy: str = _REMEDY) -> NotLocal:
+    def refusal(self, rows: TableRows, what: str, equation: Equation | None, remedy: str = _REMEDY) -> NotLocal:
         where = None if equation is None else equation.source
         reason = f"all rows of a table are read at once, of {rows.path}: {what}"
         return NotLocal(reason, where, remedy, (rows.path,))
@@ -170,7 +170,7 @@ class _Walk:
             return
         for leaf, out in zip(leaves, equation.outputs, strict=True):
             self.rows[out] = self.rows[leaf]
-            self.sources[out] = Source((out,), leaf)
+            self.sources[out] = RowSource((out,), leaf)
             self.written.add(leaf)
 
     def _written_leaves(self, equation: Equation) -> list[Var]:
@@ -192,12 +192,12 @@ class _Walk:
             return
         self.rows[out] = dataclasses.replace(like, axis=axis)
         if leaves:
-            self.sources[out] = Source((out,), leaves[0])
+            self.sources[out] = RowSource((out,), leaves[0])
             self.written.add(leaves[0])
         else:
-            self.sources[out] = Source((rows, equation.inputs[1]))
+            self.sources[out] = RowSource((rows, equation.inputs[1]))
 
-    def _family(self, equation: Equation) -> Rows | None:
+    def _family(self, equation: Equation) -> TableRows | None:
         """The rows of a family's first table on hosts."""
         family = equation.inputs[1].type.family
         leaves = next(s.tables for s in self.program.rows.spaces if s.family == family)
@@ -245,7 +245,7 @@ class _Walk:
 
     # --- reductions ---
 
-    def _reduce(self, equation: Equation, by_rows: Mapping[int, int], like: Rows) -> None:
+    def _reduce(self, equation: Equation, by_rows: Mapping[int, int], like: TableRows) -> None:
         body = Body(self, like)
         (out,) = equation.outputs
         base = equation.inputs[0] if equation.op == "scatter-add" else None

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.analysis.local import NotLocal
 from autopar.ir.program import Atom, Block, Equation, Program, RouteType, Var
-from autopar.ir.stages import Exchange, Segment, Side, Stages
+from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
 EXCHANGES = (
@@ -74,7 +74,7 @@ class _Split:
             self._place(equation)
         last = max([0, *self.stage.values()])
         self._sink(max([0, *(stage for e, stage in self.stage.items() if e not in self.exchanged)]))
-        items: list[Segment | Exchange] = []
+        items: list[ProgramStage | ExchangeStage] = []
         for level in range(last + 1):
             for side in self.sides:
                 segment = self._segment(level, side)
@@ -84,7 +84,7 @@ class _Split:
                 mine = (e for e in self.block.equations if e.op == op and e in self.exchanged)
                 found = tuple(e for e in mine if self.stage.get(e) == level)
                 if found:
-                    items.append(Exchange(op, level, found))
+                    items.append(ExchangeStage(op, level, found))
         return Stages(_with_last_uses(items, set(self.block.outputs)))
 
     def _place(self, equation: Equation) -> None:
@@ -126,7 +126,7 @@ class _Split:
             for atom in equation.inputs:
                 first[atom] = min(first.get(atom, stage), stage)
 
-    def _segment(self, level: int, side: Side) -> Segment | None:
+    def _segment(self, level: int, side: Side) -> ProgramStage | None:
         mine = [
             e for e, stage in self.stage.items() if stage == level and e not in self.exchanged and self._side(e) == side
         ]
@@ -141,7 +141,7 @@ class _Split:
             if equation not in inside and equation not in self.free:
                 elsewhere.update(equation.inputs)
         kept = tuple(v for e in mine for v in e.outputs if v in elsewhere)
-        return Segment(side, level, Block(tuple(read), (*constants, *mine), kept))
+        return ProgramStage(side, level, Block(tuple(read), (*constants, *mine), kept))
 
     def _constants(self, equations: Sequence[Equation]) -> list[Equation]:
         """The constants that equations read, in order."""
@@ -171,14 +171,16 @@ def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, No
     return found
 
 
-def _with_last_uses(items: Sequence[Segment | Exchange], outputs: set[Atom]) -> tuple[Segment | Exchange, ...]:
+def _with_last_uses(
+    items: Sequence[ProgramStage | ExchangeStage], outputs: set[Atom]
+) -> tuple[ProgramStage | ExchangeStage, ...]:
     """The segments with the inputs that nothing reads after them."""
     later: set[Atom] = set(outputs)
-    found: list[Segment | Exchange] = []
+    found: list[ProgramStage | ExchangeStage] = []
     for item in reversed(items):
-        if isinstance(item, Segment):
+        if isinstance(item, ProgramStage):
             last = frozenset(v for v in item.block.inputs if v not in later)
-            found.append(Segment(item.side, item.level, item.block, last))
+            found.append(ProgramStage(item.side, item.level, item.block, last))
             later.update(item.block.inputs)
         else:
             found.append(item)

@@ -41,7 +41,7 @@ _WIDE = 130
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExplainedLeaf:
     """One parameter (and, for a table, its optimizer slots).
 
     Attributes:
@@ -88,7 +88,7 @@ class Explanation:
     """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[ExplainedLeaf, ...]
     passes: tuple[tuple[str, str, float], ...]
     trace_s: float
     sparse: str
@@ -222,7 +222,7 @@ def explain(step: AnyStep, *args: Any, cluster: Cluster | None = None, **kwargs:
 def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Cluster | None = None) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
     tables, dense = {t.path: t for t in plan.tables}, {leaf.path: leaf for leaf in plan.dense}
-    rows: list[Row] = []
+    rows: list[ExplainedLeaf] = []
     members: set[int] = set()
     for space in program.rows.spaces:
         for n, table in enumerate(space.tables):
@@ -318,20 +318,20 @@ def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
     return f"{told}.\nStages: {', '.join(plan.stages)}."
 
 
-def _dense_row(entry: Entry, k: int, told: DensePlan) -> Row:
+def _dense_row(entry: Entry, k: int, told: DensePlan) -> ExplainedLeaf:
     """A dense leaf's row: one in shares is updated on its owner."""
     program, plan = entry.compiled.analysed, entry.compiled.plan
     type_, path = program.block.inputs[k].type, program.inputs[k].path
     size = getattr(type_, "nbytes", 0)
     share = size // plan.devices if k in plan.shares else size
     action = "in shares, ps" if k in plan.shares else "as it is"
-    row = Row(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
+    row = ExplainedLeaf(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
     return dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent) if told.reason else row
 
 
 def _table_row(
     entry: Entry, space: RowSpace, table: int, first: bool, told: TablePlan, leaves: Sequence[Any] | None
-) -> Row:
+) -> ExplainedLeaf:
     """A table's row; the family's slots are counted with its first table."""
     program = entry.compiled.analysed
     var = program.block.inputs[table]
@@ -358,7 +358,9 @@ def _table_row(
         action += f", {told.method}"
     details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
     paper = table_3(b=var.type.nbytes, n=devices, alpha=alpha.local_share) if sent and alpha else {}
-    return Row(told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper)
+    return ExplainedLeaf(
+        told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper
+    )
 
 
 def _journal_bytes(entry: Entry, family: int) -> int:
@@ -383,13 +385,13 @@ def _alpha(alpha: Alpha | None) -> str:
     return f"{mark}{alpha.share:.2%}" + (f" ({alpha.local_share:.2%} each)" if several else "")
 
 
-def _traffic(row: Row) -> str:
+def _traffic(row: ExplainedLeaf) -> str:
     if row.planned_bytes == row.dense_bytes:
         return format_bytes(row.dense_bytes)
     return f"{format_bytes(row.dense_bytes)} -> {format_bytes(row.planned_bytes)}"
 
 
-def _reason(row: Row, unit: str) -> Text:
+def _reason(row: ExplainedLeaf, unit: str) -> Text:
     text = Text.assemble(("  " + row.path, "bold"), f": {row.action}: {row.reason}")
     if row.line:
         text.append(f" ({row.line})")

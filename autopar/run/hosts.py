@@ -15,7 +15,7 @@ from autopar.analysis.local import OncePerRow, Spread
 from autopar.backends.host.journal import HostJournal, HostJournaling, common_journal
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.rooms import Room, Rooms, Rows
-from autopar.backends.host.stages import OtherRoom, StagedProgram, Step
+from autopar.backends.host.stages import OtherRoom, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
@@ -115,7 +115,7 @@ class HostRunner:
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         inputs += [x for journal in journals for x in (journal.stamps, *journal.entries)]
         before = {out: _read(tables[k]) for out, k in self._old.items()}
-        step = Step({})
+        step = RunningStep({})
         try:
             results = self._ran(inputs, step)
             results = self._written(results, journals)
@@ -134,7 +134,7 @@ class HostRunner:
         pairs = enumerate(found)
         return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
 
-    def _ran(self, inputs: Sequence[Any], step: Step) -> Sequence[Any]:
+    def _ran(self, inputs: Sequence[Any], step: RunningStep) -> Sequence[Any]:
         """The results of a step in the program for its rows: it begins in the last one's."""
         staged = self._staged or self._compiled_for(self._rooms.least)
         while True:

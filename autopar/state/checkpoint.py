@@ -31,7 +31,7 @@ from autopar.state.files.rows import FOLDER as ROWS
 from autopar.state.files.rows import write_rows
 from autopar.state.files.structure import describe, rebuild
 from autopar.state.init import unbound
-from autopar.state.restoring import Place, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
+from autopar.state.restoring import LeafPlace, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
 from autopar.state.saving import SavedLeaf, check_same, leaves_of
 
 
@@ -188,8 +188,8 @@ def restore(
 
 
 def _planned(
-    step: ParallelStep, template: Any, shapes: list[Any], places: list[Place], batch: Any, call: Any
-) -> list[Place]:
+    step: ParallelStep, template: Any, shapes: list[Any], places: list[LeafPlace], batch: Any, call: Any
+) -> list[LeafPlace]:
     state = jax.tree.unflatten(jax.tree.structure(template), shapes)
     planned = places_of_step(step, state, batch, call)
     return [planned.get(k, place) for k, place in enumerate(places)]

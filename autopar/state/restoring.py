@@ -30,7 +30,7 @@ from autopar.tables.sharded import Table
 
 
 @dataclass(frozen=True)
-class Place:
+class LeafPlace:
     """Where a leaf goes.
 
     Attributes:
@@ -45,26 +45,26 @@ class Place:
     sharding: Any = None
 
 
-def as_saved(record: LeafRecord) -> Place:
+def as_saved(record: LeafRecord) -> LeafPlace:
     """As an ordinary array, of the kind that it was."""
-    return Place("array" if record.type == "jax" else record.type)
+    return LeafPlace("array" if record.type == "jax" else record.type)
 
 
-def place_of(leaf: Any) -> Place:
+def place_of(leaf: Any) -> LeafPlace:
     """As a template's leaf is."""
     leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
     if isinstance(leaf, HostTable):
-        return Place("hosts", leaf.layout, leaf.axis)
+        return LeafPlace("hosts", leaf.layout, leaf.axis)
     if isinstance(leaf, Table):
-        return Place("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
+        return LeafPlace("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
     if isinstance(leaf, jax.Array):
-        return Place("array", sharding=leaf.sharding if leaf.committed else None)
+        return LeafPlace("array", sharding=leaf.sharding if leaf.committed else None)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return Place("array", sharding=leaf.sharding)
-    return Place(type(leaf).__name__ if type(leaf) in NUMBERS.values() else "numpy")
+        return LeafPlace("array", sharding=leaf.sharding)
+    return LeafPlace(type(leaf).__name__ if type(leaf) in NUMBERS.values() else "numpy")
 
 
-def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Mapping[int, Place]:
+def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Mapping[int, LeafPlace]:
     """As a step's plan has them: leaf -> place, for those that it stores otherwise than JAX would.
 
     Args:
@@ -81,7 +81,7 @@ def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Map
         raise StateError(f"nothing in the checkpoint is state of {step.name}: it is of another step")
     hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
     found = {
-        leaf: Place("hosts", hosted[space.family], axis)
+        leaf: LeafPlace("hosts", hosted[space.family], axis)
         for space in program.rows.spaces
         if space.family in hosted
         for leaf, axis in zip(space.leaves, space.axes, strict=True)
@@ -90,7 +90,7 @@ def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Map
         for k, along in enumerate(plan.placements):
             layout, axis = plan.layouts.get(k, (None, 0))
             sharding = step.devices.sharding(along)
-            found[k] = Place("array" if layout is None else "devices", layout, axis, sharding)
+            found[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
     return {number: found[k] for number, k in enumerate(inputs) if k is not None and k in found}
 
 
@@ -164,7 +164,7 @@ def shapes_of(manifest: Manifest) -> list[Any]:
     ]
 
 
-def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[Place], ranks: World) -> list[Any]:
+def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[LeafPlace], ranks: World) -> list[Any]:
     """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
     nothing.
 
@@ -190,7 +190,7 @@ def _key_data(record: LeafRecord) -> Any:
     return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
 
 
-def _read(version: Path, record: LeafRecord, place: Place, array: Any, rank: int) -> Any:
+def _read(version: Path, record: LeafRecord, place: LeafPlace, array: Any, rank: int) -> Any:
     if record.kind == "value":
         return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
     if record.kind == "rows":
@@ -236,7 +236,7 @@ class _Rows(_Whole):
         return np.moveaxis(np.take(self.whole(), numbers, axis), axis, 0)
 
 
-def _placed(source: _Whole, record: LeafRecord, place: Place, rank: int) -> Any:
+def _placed(source: _Whole, record: LeafRecord, place: LeafPlace, rank: int) -> Any:
     layout, axis, dtype = place.layout, place.axis, record.numpy_dtype
     if layout is not None:
         others = (*record.shape[:axis], *record.shape[axis + 1 :])
@@ -257,7 +257,7 @@ def _placed(source: _Whole, record: LeafRecord, place: Place, rank: int) -> Any:
     return _as_jax(source, record, place)
 
 
-def _as_jax(source: _Whole, record: LeafRecord, place: Place) -> jax.Array:
+def _as_jax(source: _Whole, record: LeafRecord, place: LeafPlace) -> jax.Array:
     if jax.dtypes.canonicalize_dtype(record.numpy_dtype) != record.numpy_dtype:
         raise CheckpointError(
             f"{record.path} was saved as {record.dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"

@@ -37,7 +37,7 @@ def cluster_file(folder: Path, text: str, name: str = "cluster.toml") -> str:
     return str(path)
 
 
-def line(mpirun: launcher.Mpirun, ranks: list[launcher.Ranks], cluster: object = None) -> str:
+def line(mpirun: launcher.Mpirun, ranks: list[launcher.RankGroup], cluster: object = None) -> str:
     """The line without the program, which is checked here."""
     command = launcher.mpirun_command(mpirun, ranks, cluster, ["/train.py", "--lr", "1 2"])  # type: ignore[arg-type]
     program = shlex.join(command[-6:])

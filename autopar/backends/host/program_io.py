@@ -8,18 +8,20 @@ from collections.abc import Sequence
 import jax
 
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.stages import Exchange, Segment
+from autopar.ir.stages import ExchangeStage, ProgramStage
 
 
-def returned_by_programs(program: Program) -> tuple[list[Segment | Exchange], tuple[Atom, ...]]:
+def returned_by_programs(program: Program) -> tuple[list[ProgramStage | ExchangeStage], tuple[Atom, ...]]:
     """The stages, and the outputs, with a later program returning what was reduced for the caller (a loss, metrics).
 
     What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
     """
-    items: list[Segment | Exchange] = list(program.stages.items)
+    items: list[ProgramStage | ExchangeStage] = list(program.stages.items)
     outputs = list(program.block.outputs)
-    last = max((k for k, item in enumerate(items) if isinstance(item, Segment) and item.side == "device"), default=-1)
-    before = [item for item in items[: max(last, 0)] if isinstance(item, Exchange) and item.op == "ap.reduce"]
+    last = max(
+        (k for k, item in enumerate(items) if isinstance(item, ProgramStage) and item.side == "device"), default=-1
+    )
+    before = [item for item in items[: max(last, 0)] if isinstance(item, ExchangeStage) and item.op == "ap.reduce"]
     reduced = {v for item in before for e in item.equations for v in e.outputs}
     copies: list[tuple[Var, Var]] = []
     for k in sorted(set(range(len(program.outputs))) - set(program.new_states.values())):
@@ -29,7 +31,7 @@ def returned_by_programs(program: Program) -> tuple[list[Segment | Exchange], tu
             copies.append((atom, new))
     if copies:
         segment = items[last]
-        assert isinstance(segment, Segment), "the last program of the devices"
+        assert isinstance(segment, ProgramStage), "the last program of the devices"
         block = segment.block
         inputs = tuple(dict.fromkeys((*block.inputs, *(old for old, _ in copies))))
         made = tuple(Equation("copy", (old,), (new,), primitive=jax.lax.copy_p) for old, new in copies)
@@ -38,13 +40,15 @@ def returned_by_programs(program: Program) -> tuple[list[Segment | Exchange], tu
     return items, tuple(outputs)
 
 
-def awaited_fetches(items: Sequence[Segment | Exchange]) -> frozenset[Equation]:
+def awaited_fetches(items: Sequence[ProgramStage | ExchangeStage]) -> frozenset[Equation]:
     """Fetches whose rows are read by programs only that the same step waits for: their memory can be used again.
 
     A program reads what it is given until it is done, and JAX may take NumPy's memory as it is. A step waits for the
     program whose sums it delivers; an evaluation waits for none.
     """
-    waits = {item.level for item in items if isinstance(item, Exchange) and item.op == "ap.deliver"}
-    late = {v for item in items if isinstance(item, Segment) and item.level not in waits for v in item.block.inputs}
-    fetches = [e for item in items if isinstance(item, Exchange) and item.op == "ap.fetch" for e in item.equations]
+    waits = {item.level for item in items if isinstance(item, ExchangeStage) and item.op == "ap.deliver"}
+    late = {
+        v for item in items if isinstance(item, ProgramStage) and item.level not in waits for v in item.block.inputs
+    }
+    fetches = [e for item in items if isinstance(item, ExchangeStage) and item.op == "ap.fetch" for e in item.equations]
     return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))

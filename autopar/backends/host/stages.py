@@ -29,7 +29,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name, split
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
-from autopar.ir.stages import Exchange, Segment
+from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Asked
 from autopar.mpi.rows import distinct, number_dtype
@@ -49,7 +49,7 @@ class OtherRoom(Exception):
 
 
 @dataclass(eq=False)
-class Route:
+class HostRoute:
     """The rows of a family in one step."""
 
     asked: Asked
@@ -65,7 +65,7 @@ class Route:
 
 
 @dataclass(eq=False)
-class Step:
+class RunningStep:
     """What one run of the stages knows.
 
     All but `values` outlives a run that is begun again in another room: other ranks need not begin again, so that what
@@ -130,11 +130,11 @@ class StagedProgram:
         self._names: dict[Equation, str] = {}
         self._whole = self._needed_whole(items)
         self._awaited = awaited_fetches(items)
-        routes = [k for k, item in enumerate(items) if isinstance(item, Exchange) and item.op == "ap.route"]
+        routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeStage) and item.op == "ap.route"]
         settled = max(routes, default=-1)  # from there on the run isn't begun again
         self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
 
-    def run(self, inputs: Sequence[Any], step: Step) -> list[Any]:
+    def run(self, inputs: Sequence[Any], step: RunningStep) -> list[Any]:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
 
         Raises:
@@ -145,19 +145,19 @@ class StagedProgram:
             act(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
-    def _action(self, item: Segment | Exchange, *, may_donate: bool) -> Callable[[Step], None]:
-        if isinstance(item, Segment):
+    def _action(self, item: ProgramStage | ExchangeStage, *, may_donate: bool) -> Callable[[RunningStep], None]:
+        if isinstance(item, ProgramStage):
             return self._segment(item, may_donate)
         if item.op == "ap.reduce":
             return lambda step: self._reduce(item.equations, step, item.level)
         run = getattr(self, "_" + plain_name(item.op))
         return lambda step: run(item.equations, step)
 
-    def _needed_whole(self, items: Sequence[Segment | Exchange]) -> set[Atom]:
+    def _needed_whole(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
         """What leaves the device programs: for the caller, for owners, to be reduced."""
         found: set[Atom] = set(self._outputs)
         for item in items:
-            if isinstance(item, Segment):
+            if isinstance(item, ProgramStage):
                 found.update(item.block.inputs if item.side == "owner" else ())
             elif item.op in _READS_WHOLE:
                 found.update(a for e in item.equations for a in e.inputs)
@@ -165,7 +165,7 @@ class StagedProgram:
 
     # --- compiled programs ---
 
-    def _segment(self, segment: Segment, may_donate: bool) -> Callable[[Step], None]:
+    def _segment(self, segment: ProgramStage, may_donate: bool) -> Callable[[RunningStep], None]:
         block = segment.block
         names = block.inputs
         owner = segment.side == "owner"
@@ -182,7 +182,7 @@ class StagedProgram:
         compiled = self._ranks.compile(run, segment.side, donated, [v in self._whole for v in outputs])
         read = self._ranks.for_owner if owner else self._ranks.for_device
 
-        def act(step: Step) -> None:
+        def act(step: RunningStep) -> None:
             values = step.values
             given = [read(_shown(values[v])) for v in names]
             for var, value in zip(outputs, compiled(*given), strict=True):
@@ -192,7 +192,7 @@ class StagedProgram:
 
     # --- exchanges ---
 
-    def _route(self, equations: Sequence[Equation], step: Step) -> None:
+    def _route(self, equations: Sequence[Equation], step: RunningStep) -> None:
         families = [_family(equation) for equation in equations]
         for equation, family in zip(equations, families, strict=True):
             if family not in step.routes:
@@ -210,7 +210,7 @@ class StagedProgram:
             route = _route(asked, places, self._layouts[family], rows, room, self._ranks)
             step.values[equation.outputs[0]] = route
 
-    def _pull(self, equations: Sequence[Equation], step: Step) -> None:
+    def _pull(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             leaf, route = (self._value(step, a) for a in equation.inputs)
             state = equation.params["state"]
@@ -219,7 +219,7 @@ class StagedProgram:
                 leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
             step.values[equation.outputs[0]] = leaf.pull(route.rows, route.count, route.spare, state)
 
-    def _fetch(self, equations: Sequence[Equation], step: Step) -> None:
+    def _fetch(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             rows, route = (step.values[a] for a in equation.inputs)
             axis, room = equation.params["axis"], len(route.view.asked)
@@ -231,7 +231,7 @@ class StagedProgram:
             out[len(fetched) :] = 0
             step.values[equation.outputs[0]] = self._ranks.spread(rows_back(out, axis), axis)
 
-    def _deliver(self, equations: Sequence[Equation], step: Step) -> None:
+    def _deliver(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             sums, route, *base = (self._value(step, a) for a in equation.inputs)
             axis = equation.params["axis"]
@@ -242,7 +242,7 @@ class StagedProgram:
             rows = rows_back(out, axis)
             step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
 
-    def _reduce(self, equations: Sequence[Equation], step: Step, level: int) -> None:
+    def _reduce(self, equations: Sequence[Equation], step: RunningStep, level: int) -> None:
         for op in dict.fromkeys(e.params["op"] for e in equations):
             some = [e for e in equations if e.params["op"] == op]
             if (level, op) not in step.reduced:
@@ -250,14 +250,14 @@ class StagedProgram:
             for equation, value in zip(some, step.reduced[level, op], strict=True):
                 step.values[equation.outputs[0]] = value
 
-    def _reduce_table(self, equations: Sequence[Equation], step: Step) -> None:
+    def _reduce_table(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             if equation not in self._tables:
                 self._tables[equation] = TableReduction(equation, self._ranks)
             operands = [self._value(step, a) for a in equation.inputs]
             step.values[equation.outputs[0]] = self._tables[equation].run(operands)
 
-    def _reduce_others(self, equations: Sequence[Equation], step: Step) -> None:
+    def _reduce_others(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             part, route, needed, *operands = (self._value(step, a) for a in equation.inputs)
             if np.any(needed):
@@ -269,14 +269,14 @@ class StagedProgram:
             self._others[equation] = OtherRows(equation, self._plan, self._ranks)
         return self._others[equation]
 
-    def _commit(self, equations: Sequence[Equation], step: Step) -> None:
+    def _commit(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             leaf, rows, route = (step.values[a] for a in equation.inputs[:3])
             step.has_written = True
             leaf.commit(route.rows, route.count, np.asarray(rows))
             step.values[equation.outputs[0]] = leaf
 
-    def _fill(self, equations: Sequence[Equation], step: Step) -> None:
+    def _fill(self, equations: Sequence[Equation], step: RunningStep) -> None:
         """A leaf that is constant off the rows, unless a sweep has found that it isn't."""
         for equation in equations:
             leaf, rows, _, *unless = (self._value(step, a) for a in equation.inputs)
@@ -285,7 +285,7 @@ class StagedProgram:
                 leaf.spread_last(np.asarray(rows))
             step.values[equation.outputs[0]] = leaf
 
-    def _densify(self, equations: Sequence[Equation], step: Step) -> None:
+    def _densify(self, equations: Sequence[Equation], step: RunningStep) -> None:
         """A leaf that is constant off the rows whatever the step does: written into the leaf that it replaces."""
         for equation in equations:
             rows, route = (step.values[a] for a in equation.inputs[:2])
@@ -296,7 +296,7 @@ class StagedProgram:
             leaf.commit(route.rows, route.count, np.asarray(rows))
             step.values[out] = leaf
 
-    def _flush(self, equations: Sequence[Equation], step: Step) -> None:
+    def _flush(self, equations: Sequence[Equation], step: RunningStep) -> None:
         """Deferred rows, where the journal is full."""
         for equation in equations:
             journaling = self._journalings[equation]
@@ -310,7 +310,7 @@ class StagedProgram:
             results = (*leaves[: journaling.replay.changed], stamps, *ends)
             step.values.update(zip(equation.outputs, results, strict=True))
 
-    def _sweep(self, equations: Sequence[Equation], step: Step) -> None:
+    def _sweep(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             needed, *operands = (self._value(step, a) for a in equation.inputs)
             if np.any(needed):
@@ -322,7 +322,7 @@ class StagedProgram:
         name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")
         return self._ranks.buffer(name, shape, dtype)
 
-    def _value(self, step: Step, atom: Atom) -> Any:
+    def _value(self, step: RunningStep, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
 
 
@@ -334,7 +334,7 @@ def _family(route: Equation) -> int:
 
 def _shown(value: Any) -> Any:
     """What a compiled program is given."""
-    return value.view if isinstance(value, Route) else value
+    return value.view if isinstance(value, HostRoute) else value
 
 
 def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
@@ -344,11 +344,11 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     return distinct(layout.place(flat))
 
 
-def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, room: int, ranks: Ranks) -> Route:
+def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, room: int, ranks: Ranks) -> HostRoute:
     found = asked.rows
     # The first row that the step doesn't touch; some row if it touches all.
     gaps = np.flatnonzero(found != np.arange(found.size, dtype=found.dtype))
     spare = int(gaps[0]) if gaps.size else found.size if found.size < layout.share else 0
     numbers = padded(found, rows, layout.share)
     view = RouteView(numbers, np.array([spare], np.int32), ranks.spread(padded(places, room, layout.stored), 0))
-    return Route(asked, places, view, numbers, spare)
+    return HostRoute(asked, places, view, numbers, spare)

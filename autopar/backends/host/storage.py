@@ -16,7 +16,7 @@ from autopar.ir.layout import RowLayout
 from autopar.mpi.buffers import allocate_table
 
 
-class Journal(Protocol):
+class Settling(Protocol):
     """What the rows of a family still miss (`journal.HostJournal`)."""
 
     def settle(self) -> None: ...
@@ -35,7 +35,7 @@ class HostRows:
       journal: What some rows still miss, if they are deferred.
     """
 
-    journal: Journal | None = None
+    journal: Settling | None = None
 
     def __init__(self, rows: np.ndarray, layout: RowLayout, rank: int, axis: int, path: str) -> None:
         self.rows = rows

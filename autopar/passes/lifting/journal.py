@@ -25,7 +25,7 @@ _INT = np.dtype(np.int32)
 
 
 @dataclass(eq=False)
-class Journal:
+class StepJournal:
     """One family's.
 
     Attributes:
@@ -49,7 +49,7 @@ class Journal:
     rows: list[Atom] = field(default_factory=list)
 
     @staticmethod
-    def begin(scope: Scope, space: RowSpace, changed: Sequence[int], inputs: Sequence[Var]) -> Journal:
+    def begin(scope: Scope, space: RowSpace, changed: Sequence[int], inputs: Sequence[Var]) -> StepJournal:
         """Pull rows and their stamps, and name the rows as they will be once they are up to date.
 
         Args:
@@ -68,7 +68,7 @@ class Journal:
         scope.equations.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
-        return Journal(family, layout, caught, waiting, stamps, stamped, now)
+        return StepJournal(family, layout, caught, waiting, stamps, stamped, now)
 
     def end(self, scope: Scope, phi: Phi, read: Mapping[int, Var], exceeded: Atom | None) -> dict[int, Atom]:
         """Write down the step, and flush the journal if it is full; the leaves after that.

@@ -73,7 +73,7 @@ class Template:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OtherRows:
+class UntouchedRows:
     """The rows that a step doesn't touch, for a reduction over all.
 
     Attributes:
@@ -94,7 +94,7 @@ class Untouched(Protocol):
         """All rows of a value, given those with the padding row for all that the step doesn't touch."""
         ...
 
-    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> OtherRows | None:
+    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> UntouchedRows | None:
         """What a reduction needs beside the routed rows, if it does."""
         ...
 

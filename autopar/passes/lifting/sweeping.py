@@ -17,7 +17,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
 from autopar.ir.rowspace import Const, Off, Row, RowSpace
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.lifting.off_rows import off_scope
-from autopar.passes.lifting.scope import OtherRows, Scope
+from autopar.passes.lifting.scope import Scope, UntouchedRows
 from autopar.passes.lifting.suspects import find_suspects
 
 
@@ -175,13 +175,13 @@ class Exact:
         # The sweep has taken all rows for untouched ones.
         return scope.emit("ap.commit", (out, rows, scope.route(row.family)), found.type, params)
 
-    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> OtherRows | None:
+    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> UntouchedRows | None:
         """The other rows, looked at if need be."""
         form, needed = self._form(scope, atom, rows, row)
         if form is None or needed is None:
             return None
         operands = (needed, *(self.inputs[k] for k in form.leaves), *form.frontier)
-        return OtherRows(operands, self._axes(form, row.family), form.body)
+        return UntouchedRows(operands, self._axes(form, row.family), form.body)
 
     def _axes(self, form: OffForm, family: int) -> tuple[int, ...]:
         """The row axes of the leaves that a form takes."""

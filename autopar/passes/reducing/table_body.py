@@ -25,7 +25,7 @@ _REMADE = frozenset(ALIGNED - {"concatenate", "sort"} | {"broadcast_in_dim"})
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TableRows:
     """A value of all rows, which no rank has: `factor` elements of its axis belong to each row."""
 
     axis: int
@@ -33,14 +33,14 @@ class Rows:
     layout: RowLayout
     path: str
 
-    def at(self, axis: int, size: int) -> Rows | None:
+    def at(self, axis: int, size: int) -> TableRows | None:
         """The same rows along an axis of another value; None if its elements don't belong to rows."""
         factor = size // self.layout.extent
         return None if size % self.layout.extent else dataclasses.replace(self, axis=axis, factor=factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class RowSource:
     """Where rows come from: a stored table, or the rows that a step touches, the others being as the padding row is.
 
     `leaf`: of a stored table its input. `is_old`: it is read before its update.
@@ -57,12 +57,12 @@ class Reads(Protocol):
     @property
     def equations(self) -> Sequence[Equation]: ...
     @property
-    def rows(self) -> Mapping[Atom, Rows]: ...
+    def rows(self) -> Mapping[Atom, TableRows]: ...
     @property
-    def sources(self) -> Mapping[Atom, Source]: ...
+    def sources(self) -> Mapping[Atom, RowSource]: ...
     @property
     def waiting(self) -> Mapping[Equation, Mapping[int, int]]: ...
-    def refusal(self, rows: Rows, what: str, equation: Equation | None) -> NotLocal: ...
+    def refusal(self, rows: TableRows, what: str, equation: Equation | None) -> NotLocal: ...
 
 
 class Body:
@@ -72,13 +72,13 @@ class Body:
     blocks of dense arrays that have all rows, and other dense values.
     """
 
-    def __init__(self, walk: Reads, like: Rows) -> None:
+    def __init__(self, walk: Reads, like: TableRows) -> None:
         self._walk = walk
         self._like = like
         #: Values that are taken by rows, and their axis.
-        self._cut: dict[Atom, Rows] = {}
-        self._kept: list[tuple[Equation, Mapping[int, int], Rows]] = []
-        self.stored: list[Source] = []
+        self._cut: dict[Atom, TableRows] = {}
+        self._kept: list[tuple[Equation, Mapping[int, int], TableRows]] = []
+        self.stored: list[RowSource] = []
 
     def of(self, equation: Equation, by_rows: Mapping[int, int]) -> Equation:
         """The `reduce_table` equation of a reduction."""
@@ -134,7 +134,7 @@ class Body:
             if rows is None or self._cut.setdefault(atom, rows) != rows:
                 raise self._walk.refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
-    def _remade(self, equation: Equation, place: Rows) -> Mapping[int, int] | None:
+    def _remade(self, equation: Equation, place: TableRows) -> Mapping[int, int] | None:
         """What belongs to no table is made anew for rows where it is a broadcast or a number's function: operands."""
         out = equation.outputs[0]
         if equation.op == "iota" and not equation.inputs:
@@ -165,7 +165,7 @@ class Body:
         widest = max(a.type.size // extent for a in self._cut)
         return max(1, min(self._like.layout.share, _BLOCK_ELEMENTS // max(widest, 1)))
 
-    def _type(self, atom: Atom, rows: Rows) -> ArrayType:
+    def _type(self, atom: Atom, rows: TableRows) -> ArrayType:
         """The type of a value for a block of rows."""
         return dataclasses.replace(atom.type, shape=resized(atom.shape, rows.axis, self._size * rows.factor))
 
@@ -179,7 +179,7 @@ class Body:
             raise self._walk.refusal(self._like, f"by {equation.op}", equation)
         return self._whole.setdefault(atom, Var(atom.type))
 
-    def _again(self, equation: Equation, by_rows: Mapping[int, int], place: Rows) -> None:
+    def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:
         """An equation once more, for a block of rows."""
         outputs = tuple(Var(self._type(v, place)) for v in equation.outputs)
         self._env.update(zip(equation.outputs, outputs, strict=True))
@@ -214,7 +214,7 @@ class Body:
         self._made.append(Equation("ap.full", (zero,), (out,), {"shape": atom.shape, "dtype": atom.dtype}))
         return out
 
-    def _only_rows(self, value: Var, rows: Rows, op: str) -> Var:
+    def _only_rows(self, value: Var, rows: TableRows, op: str) -> Var:
         out = Var(value.type)
         params = {"axis": rows.axis, "factor": rows.factor, "fill": neutral(REDUCES[op], value.dtype)}
         self._made.append(Equation("ap.only_rows", (value, self._numbers), (out,), params))
