@@ -16,3 +16,17 @@ RATES = Rates(
     scatter=RowRate(3e-8, 6e-10),
     fixed={"ps": 6e-4, "allgather": 0.0, "allreduce_rows": 1e-4, "allreduce": 2e-4},
 )
+
+
+def rates(**seconds: float) -> Rates:
+    """A second for each byte, row or id, by part; what isn't named costs nothing."""
+
+    def curve(name: str) -> Curve:
+        return Curve(((0.0, 0.0), (1.0, seconds.get(name, 0.0))))
+
+    def rows(name: str) -> RowRate:
+        return RowRate(seconds.get(name + "_row", 0.0), seconds.get(name, 0.0))
+
+    curves = {name: curve(name) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
+    fixed = {"ps": seconds.get("ps", 0.0)}
+    return Rates(**curves, gather=rows("gather"), scatter=rows("scatter"), fixed=fixed)  # type: ignore[arg-type]

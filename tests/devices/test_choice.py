@@ -14,30 +14,16 @@ from autopar.backends.devices import Devices
 from autopar.compile import analyze_program, compile_program
 from autopar.cost import Rates, Sizes, sent_bytes, step_seconds
 from autopar.cost.measurements import Measurements
-from autopar.cost.rates import Curve, RowRate
+from autopar.cost.rates import Curve
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure import calibrate
 
+from ..rates import rates
 from ..settings import set_machine
 from .meshes import mesh_of
 from .test_rows import ids_in, make_state, same, step
-
-
-def rates(**seconds: float) -> Rates:
-    """A second for each byte, row or id, by part; what isn't named costs nothing."""
-
-    def curve(name: str) -> Curve:
-        return Curve(((0.0, 0.0), (1.0, seconds.get(name, 0.0))))
-
-    def rows(name: str) -> RowRate:
-        return RowRate(seconds.get(name + "_row", 0.0), seconds.get(name, 0.0))
-
-    curves = {name: curve(name) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
-    fixed = {"ps": seconds.get("ps", 0.0)}
-    return Rates(**curves, gather=rows("gather"), scatter=rows("scatter"), fixed=fixed)  # type: ignore[arg-type]
-
 
 SIZES = Sizes(
     devices=4, extent=1000, row_bytes=8, family_bytes=16, ids=20, asked=10, routed=81, capacity=5, owned=21, checks=True

@@ -1,0 +1,1 @@
+"""Tests of single parts, laid out as the package is."""

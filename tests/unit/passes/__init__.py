@@ -1,0 +1,1 @@
+"""Passes, on Programs written by hand."""

@@ -1,0 +1,84 @@
+"""What `choose` decides of a program, given options and measurements: nothing else is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar import StrategyError
+from autopar.compile import analyze_program
+from autopar.cost.measurements import Measurements
+from autopar.ir.options import Options
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.passes.choose import choose, compares_methods
+
+from ...programs import ROWS, projected, sgd, tied
+from ...rates import rates
+
+
+def decided(program: Program, measured: Measurements | None = None, **options: Any) -> Plan:
+    given = Options(**options)
+    analysed = analyze_program(program, given).program
+    return choose(analysed, given, measured or Measurements())[0]
+
+
+def test_what_can_be_lifted_is() -> None:
+    (table,) = decided(sgd(), strategy="ps").tables
+    assert (table.path, table.method, table.lifted, table.axis, table.ids) == ("table", "ps", True, 0, 3)
+    (table,) = decided(tied(), strategy="ps").tables
+    assert (table.method, table.lifted, table.refused) == ("allreduce", False, True)
+    assert "over all rows of the table" in table.reason
+
+
+def test_what_is_named_and_cannot_be_is_an_error() -> None:
+    with pytest.raises(StrategyError, match="table can't be trained with 'allgather'"):
+        decided(tied(), strategy={"table": "allgather"}, devices=2)
+    with pytest.raises(StrategyError, match="no method 'nearest'"):
+        decided(sgd(), strategy="nearest")
+
+
+def test_rates_are_wanted_where_methods_are_compared() -> None:
+    program = analyze_program(projected(), Options(devices=2)).program
+    assert compares_methods(program, Options(devices=2))
+    for options in (Options(), Options(devices=2, strategy="ps"), Options(devices=2, sparse="off")):
+        assert not compares_methods(program, options)
+
+
+def test_the_cheapest_method_is_taken() -> None:
+    """By rates, and by bytes where there are none."""
+    replicated = {"allgather", "allreduce_rows", "allreduce"}
+    for name, others in (("all_to_all", replicated), ("all_reduce", {"ps", "allgather"})):
+        (table,) = decided(projected(), Measurements(rates=rates(**{name: 1.0})), devices=2).tables
+        assert table.method in others and set(table.seconds) == {"ps", *replicated}
+    (table,) = decided(projected(), devices=2).tables
+    assert not table.terms and table.sent[table.method] == min(table.sent.values())
+
+
+def test_memory_that_does_not_suffice_shards_a_table() -> None:
+    free = decided(projected(), Measurements(rates=rates(all_to_all=1.0), memory=1 << 20), devices=2)
+    tight = decided(projected(), Measurements(rates=rates(all_to_all=1.0), memory=60), devices=2)
+    assert free.tables[0].method != "ps" == tight.tables[0].method
+    assert "would take" in tight.tables[0].reason
+
+
+def test_an_example_says_how_much_room_there_is() -> None:
+    options = {"devices": 2, "strategy": "ps"}
+    program = projected(ids_count=64)
+    analysed = analyze_program(program, Options(**options)).program
+    family = analysed.rows.spaces[0].family
+    bound = choose(analysed, Options(**options))[0]
+    ids = {family: [np.full((64,), ROWS - 1, np.int32)]}
+    measured = choose(analysed, Options(**options), Measurements(ids=ids))[0]
+    assert bound.tables[0].capacity == 3 and not bound.tables[0].tight, "an owner's rows"
+    assert measured.tables[0].capacity == 3, "capacities are multiples of 8: nothing is saved here"
+    assert measured.families[0].imbalance is not None and bound.families[0].imbalance is None
+
+
+def test_dense_leaves_in_shards() -> None:
+    plan = decided(projected(), strategy={"w": "ps"}, devices=2)
+    (leaf,) = plan.dense
+    assert leaf.shared and leaf.sent and plan.shares == {1: 0}
+    assert [p.path for p in plan.parameters] == ["table", "w"]

@@ -1,0 +1,83 @@
+"""`lift_rows`, `merge_pushes` and `split_stages` on programs written by hand: what they promise of any program."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.compile import analyze_program, compile_program
+from autopar.ir.options import Options
+from autopar.ir.program import ArrayType, Program
+from autopar.ir.stages import ExchangeStage, ProgramStage
+
+from ...programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros
+
+PROGRAMS = {p.__name__: p for p in (sgd, adagrad, scan, projected)}
+
+
+def compiled(program: Program, after: str, **options: object) -> Program:
+    given = Options(**{"strategy": "ps", **options})  # type: ignore[arg-type]
+    made = compile_program(analyze_program(program, given), given)
+    return next(r.program for r in made.records if r.name == after)
+
+
+def ops(program: Program) -> list[str]:
+    return [e.op for e in program.block.walk()]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_rows_are_pulled_first_and_committed_last(name: str) -> None:
+    """So a donated table is updated in place; and nothing else has as many rows."""
+    program = compiled(PROGRAMS[name](), "lift_rows")
+    found = [e.op for e in program.block.equations]
+    commits = [k for k, op in enumerate(found) if op == "ap.commit"]
+    assert commits and found.count("ap.route") == 1
+    assert max(k for k, op in enumerate(found) if op == "ap.pull") < min(commits)
+    written = {"ap.sweep", "ap.commit", "ap.fill"}
+    for equation in program.block.equations:
+        for var in equation.outputs:
+            is_large = isinstance(var.type, ArrayType) and ROWS in var.shape
+            assert not is_large or equation.op in written, f"{equation.op} makes {var.type}"
+
+
+def test_nothing_is_lifted_of_a_dense_plan() -> None:
+    program = compiled(sgd(), "lift_rows", strategy="allreduce")
+    assert not any(op.startswith("ap.") for op in ops(program))
+
+
+def two_lookups() -> Program:
+    """The gradient of two lookups of one table, added up."""
+    b = Builder()
+    table = b.input("table", "state", (ROWS, 2))
+    pushed = b(zeros)
+    for name in ("ids", "others"):
+        ids = b.input(name, "batch", (4, 1), "int32")
+        pushed = b(add_rows, pushed, ids, b(times(2.0), b(lookup, table, ids)))
+    new = b(lambda t, g: t - g, table, pushed)
+    return b.program("two", [(new, "table", 0), (b(total, b(times(1.0), pushed)), "sum", None)])
+
+
+def test_gradients_of_two_lookups_are_delivered_once() -> None:
+    before, after = (compiled(two_lookups(), name, devices=2) for name in ("lift_rows", "merge_pushes"))
+    assert ops(before).count("ap.push") == 2 and "ap.deliver" not in ops(before)
+    assert ops(after).count("ap.aggregate") == 2 and ops(after).count("ap.deliver") == 1 and "ap.push" not in ops(after)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_stages_read_what_earlier_ones_made(devices: int) -> None:
+    options = {"strategy": {"table": ("ps", "hosts")}, "hosts": True, "devices": devices}
+    program = compiled(projected(ids_count=8), "split_stages", **options)
+    made = set(program.block.inputs)
+    seen = []
+    for item in program.stages.items:
+        if isinstance(item, ProgramStage):
+            assert made.issuperset(item.block.inputs)
+            made.update(item.block.outputs)
+        else:
+            assert isinstance(item, ExchangeStage)
+            for equation in item.equations:
+                assert made.issuperset(a for a in equation.inputs if hasattr(a, "type") and not hasattr(a, "value"))
+                made.update(equation.outputs)
+            seen.append(item.op)
+    assert made.issuperset(program.block.outputs)
+    assert seen[:2] == ["ap.route", "ap.pull"] and seen[-1] == "ap.commit"
+    assert ("ap.deliver" in seen) == (devices > 1), "a single rank has what it delivers"

@@ -1,0 +1,26 @@
+"""Row-space operations in the program of one device."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.analysis.local import PARTIAL
+from autopar.ir.plan import FamilyPlan, Plan
+from autopar.ir.program import ArrayType, Equation, Var
+from autopar.passes.localize import Localizer
+from autopar.passes.localizing.local_forms import Shared
+
+
+def test_what_must_be_finite_is_a_whole_sum() -> None:
+    """A device's part may be 0, or infinite, where the sum isn't: the condition of a sweep reads sums."""
+    scalar, bit = ArrayType((), np.dtype(np.float32)), ArrayType((), np.dtype(bool))
+    plan = Plan((FamilyPlan(0, 4, 3, "allreduce_rows", False),), (), (), "exact", devices=2)
+    walk = Localizer(Shared(plan, True))
+    rows, frontier, finite, nonzero = (Var(scalar) for _ in range(4))
+    for var in (rows, frontier, finite, nonzero):
+        walk.define(var, None if var is rows else PARTIAL)
+    params = {"axes": (), "constants": (), "family": 0, "frontier": 1, "finite": 1, "nonzero": 1, "guarded": None}
+    walk.add(Equation("ap.changes", (frontier, finite, nonzero), (Var(bit),), params))
+    *_, changes = walk.equations
+    made = {v: e.op for e in walk.equations for v in e.outputs}
+    assert [made.get(a) for a in changes.inputs] == ["ap.reduce"] * 3
