@@ -111,6 +111,14 @@ def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
     return follow
 
 
+def _lift_rows(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
+    assert plan is not None, "the plan is made before it is followed"
+    try:
+        return _keep(plan, lift_rows(program, plan))
+    except NotLocal as error:
+        raise _not_on_hosts(program, error) from error
+
+
 def _localize(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
     assert plan is not None, "the plan is made before it is followed"
     if plan.on_hosts:
@@ -219,7 +227,7 @@ def _split(program: Program, plan: Plan | None, request: Request) -> tuple[Progr
 
 #: What makes a program of the plan, in this order.
 _FOLLOWED: tuple[tuple[str, Pass], ...] = (
-    ("lift_rows", _following(lift_rows)),
+    ("lift_rows", _lift_rows),
     ("merge_pushes", _following(merge_pushes)),
     ("place", _following(place)),
     ("reduce_tables", _reduce_tables),

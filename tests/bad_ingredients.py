@@ -87,15 +87,33 @@ LOOKUPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "in a vmapped branch": lambda t, i: jax.vmap(lambda k: lax.cond(k > 3, lambda: t[k], lambda: -t[k]))(i),
 }
 
-#: Of the gradient of a table, all of whose rows it reads.
-METRICS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "none": lambda g: jnp.zeros(()),
-    "maximum": jnp.max,
-    "sum of squares": lambda g: jnp.sum(g * g),
-    "how many aren't 0": lambda g: jnp.sum(g != 0),
-    "how many are NaN": lambda g: jnp.sum(jnp.isnan(g)),
-    "whether one is NaN": lambda g: jnp.any(jnp.isnan(g)),
+#: Of the gradient of a table, all of whose rows it reads, and the table.
+Metric = Callable[[jax.Array, jax.Array], jax.Array]
+METRICS: Mapping[str, Metric] = {
+    "none": lambda g, p: jnp.zeros(()),
+    "maximum": lambda g, p: jnp.max(g),
+    "sum of squares": lambda g, p: jnp.sum(g * g),
+    "how many aren't 0": lambda g, p: jnp.sum(g != 0),
+    "how many are NaN": lambda g, p: jnp.sum(jnp.isnan(g)),
+    "whether one is NaN": lambda g, p: jnp.any(jnp.isnan(g)),
+    "product with the table": lambda g, p: jnp.where(jnp.isnan(g), 2.0, g).T @ p,
 }
+#: How a metric is computed, given the batch's number as well.
+WITHIN: Mapping[str, Callable[[Metric, jax.Array, jax.Array, jax.Array], jax.Array]] = {
+    "nothing": lambda metric, g, p, bad: metric(g, p),
+    "a checkpoint": lambda metric, g, p, bad: jax.checkpoint(metric)(g, p),
+    "a branch": lambda metric, g, p, bad: lax.cond(bad > 1e9, metric, lambda g, p: metric(2 * g, p), g, p),
+    "a loop": lambda metric, g, p, bad: lax.scan(lambda c, k: (c, metric(g * k, p)), 0, jnp.arange(1.0, 3.0))[1],
+    "a loop that carries it": lambda metric, g, p, bad: lax.scan(
+        lambda c, k: (c * k, metric(c, p)), g, jnp.stack([bad, bad])
+    )[1],
+}
+
+
+def hidden(g: jax.Array, p: jax.Array, bad: jax.Array) -> jax.Array:
+    """Times the number, but for some rows by their number and others by what they hold."""
+    return jnp.where(_odd_rows(g) | (p > 0.2), g, g * bad)
+
 
 # --- optimizers: (param, grad, slot, step, norm of all grads) -> (param, slot) ---
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import autopar
 
-from .bad_ingredients import CHAIN, LOOKUPS, METRICS, OPTIMIZERS, WHERE
+from .bad_ingredients import CHAIN, LOOKUPS, METRICS, OPTIMIZERS, WHERE, WITHIN
 from .ingredients import AFTER, GRADIENTS, ID_KINDS, LOSSES, PARTS, Tree
 from .recipes import Recipe, make_batch, make_state, make_step
 
@@ -49,6 +49,8 @@ def _drawn(rng: np.random.Generator) -> BadRecipe:
         seed=int(rng.integers(2**16)),
         where=pick(set(WHERE) - {"nowhere"}),
         metric=pick(METRICS),
+        within=pick(WITHIN),
+        hidden=bool(rng.integers(2)),
     )
     return BadRecipe(recipe, float(rng.choice([np.inf, -np.inf, np.nan, 0.0])), parts)
 
@@ -82,9 +84,6 @@ def _one_hot_forward(bad: BadRecipe) -> bool:
 
 #: What is left to differ (docs/design.md, "What isn't finite") -> whether a program at a place is of that kind.
 LIMITS: Mapping[str, Callable[[BadRecipe, str], bool]] = {
-    "pmap: where a partial sum is 0, infinity times it is NaN": (
-        lambda b, at: at == "pmap" and _is_infinite(b) and _is_nested(b)
-    ),
     "a one-hot product spreads a table's infinities to all examples": lambda b, at: _one_hot_forward(b),
 }
 

@@ -34,6 +34,8 @@ class Recipe:
     seed: int
     where: str = "nowhere"
     metric: str = "none"
+    within: str = "nothing"
+    hidden: bool = False
 
 
 PLAIN = Recipe((), (("index", "as they are"),), "nothing", "square", "direct", "sgd", 1, False, 0)
@@ -82,13 +84,18 @@ def make_step(recipe: Recipe) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         for name, p in params.items():
             update = bad.OPTIMIZERS["sgd" if p.ndim == 0 else recipe.optimizer]
             new[name], slots[name] = update(p, grads[name], state["slots"][name], count, norm)
-        metrics = {"loss": value, "norm": norm, "metric": bad.METRICS[recipe.metric](grads["table0"])}
+        metrics = {"loss": value, "norm": norm, "metric": _metric(recipe, grads["table0"], params["table0"], number)}
         return {"params": new, "slots": slots, "count": count + 1}, metrics
 
     def repeated(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         return lax.scan(step, state, jax.tree.map(lambda x: x[:, None], batch))
 
     return repeated if recipe.repeated else step
+
+
+def _metric(recipe: Recipe, g: jax.Array, p: jax.Array, number: jax.Array) -> jax.Array:
+    g = bad.hidden(g, p, number) if recipe.hidden else g
+    return bad.WITHIN[recipe.within](bad.METRICS[recipe.metric], g, p, number)
 
 
 def make_state(recipe: Recipe) -> Tree:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
+from autopar.analysis.fates import Fates
 from autopar.analysis.row_flow import RowFlow
 from autopar.analysis.row_ids import index_atoms
 from autopar.ir.program import Atom, Equation, Program, Source
@@ -109,6 +110,9 @@ class Families:
         for family, refusal in self.flow.refusals:
             if self.flow.find(family) == space.family:
                 return dict.fromkeys(space.leaves, refusal)
+        carried = None if self.lazy else self._carried(space)
+        if carried is not None:
+            return dict.fromkeys(space.leaves, carried)
         changed = {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
         if changed:
             return changed
@@ -123,6 +127,21 @@ class Families:
             reason = Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
             return dict.fromkeys(space.leaves, reason)
         return self._output_causes(space)
+
+    def _carried(self, space: RowSpace) -> Refusal | None:
+        """A reduction over all rows of what a loop carries, where an untouched row may hide what a number that isn't
+        finite does to others: nothing has all rows as they are at a turn."""
+        fates = None
+        for equation in self.flow.reduced_in_loops:
+            rows = [(a, row.axis) for a in equation.inputs if (row := self._row(a, space)) is not None]
+            if not rows or self.flow.roles.get(equation) not in ("reduce", "contract"):
+                continue
+            fates = fates or Fates(self.program.block, self.flow.values, self.flow.roles)
+            fate = fates.of(rows, equation if len(rows) > 1 else None)
+            if fate.may_differ and fate.turns:
+                reason = f"{equation.op} over all rows, in a loop, of what depends on the turns before"
+                return Refusal(reason, equation.source, "compute it after the loop", "sum")
+        return None
 
     def _changes(self, space: RowSpace, leaf: int) -> Refusal | None:
         """Why a leaf's new value isn't known off the touched rows."""

@@ -35,6 +35,8 @@ class RowFlow:
     #: Lookups whose ids depend on the rows they look up: they read all rows.
     reading_whole: set[Equation] = field(default_factory=set)
     entries: dict[int, Equation] = field(default_factory=dict)
+    #: Reductions and contractions over all rows at each turn of a loop, in order.
+    reduced_in_loops: dict[Equation, None] = field(default_factory=dict)
     #: Row values that can be had for all rows -> families whose committed leaves that needs.
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Top-level variables -> families whose committed leaves they depend on.
@@ -81,6 +83,8 @@ class RowFlow:
 
     def role(self, equation: Equation, role: str) -> None:
         self.roles[equation] = role
+        if role in ("reduce", "contract") and any(e.op == "scan" for e in self.path):
+            self.reduced_in_loops[equation] = None
 
     def checkpoint(self) -> tuple:
         return (dict(self.accesses), list(self.refusals), list(self.dense_reads), list(self.mixed_with_dense))

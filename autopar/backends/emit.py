@@ -153,6 +153,12 @@ class _Emitter:
     def _once(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         return [self._own.once(jnp.asarray(operands[0]))]
 
+    def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)
+        by = jnp.asarray(operands[equation.params["by"]])
+        ordinary = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
+        return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
+
     @property
     def _own(self) -> OwnPart:
         assert isinstance(self._devices, OwnPart), "the program is one device's own"
@@ -288,6 +294,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.catch_up": _Emitter._catch_up,
     "ap.record": _Emitter._record,
     "ap.flush": _Emitter._flush,
+    "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
     "ap.reduce_rows": _Emitter._reduce_rows,
     "ap.reduce_part": _Emitter._reduce_part,

@@ -134,6 +134,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "reduce": _named("value"),
         "share": _named("value"),
         "once": _named("value"),
+        "scaled": _named("operands*"),
         "reduce_part": _named("rows route others*"),
         "reduce_others": {**_named("part route"), **_OTHERS},
     },

@@ -13,11 +13,13 @@ Otherwise it does nothing (see `lifting.sweeping`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.analysis.fates import Fates
 from autopar.analysis.row_ids import RowIds
 from autopar.analysis.rules import resized
 from autopar.ir.layout import RowLayout
@@ -37,7 +39,12 @@ _BLOCK_ROWS = 512
 
 
 def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
-    """The program with every family that the plan lifts in row space."""
+    """The program with every family that the plan lifts in row space.
+
+    Raises:
+      NotDeferrable: rows of some leaves can't wait.
+      NotLocal: all rows of a table on hosts are needed where no program has them.
+    """
     if not plan.lifts:
         return program, "nothing is lifted"
     lift = _Lift.of(program, plan)
@@ -77,6 +84,7 @@ class _Lift:
         spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
         block = program.block
         ids: dict[int, RowIds] = {f: program.ids[f] for f in spaces}
+        inputs = [_stored(v, *plan.layouts[k]) if k in plan.layouts else v for k, v in enumerate(block.inputs)]
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},
@@ -86,18 +94,21 @@ class _Lift:
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
             indices={e: index for found in ids.values() for e, index in found.indices.items()},
+            untouched=Exact(
+                {f.family: spaces[f.family] for f in plan.families if not f.lazy},
+                frozenset(f.family for f in plan.families if f.on_hosts),
+                frozenset(f.family for f in plan.families if f.journal),
+                inputs,
+                [given.path for given in program.inputs],
+                functools.cache(lambda: Fates(block, facts.values, facts.roles)),
+            ),
         )
-        inputs = [_stored(v, *plan.layouts[k]) if k in plan.layouts else v for k, v in enumerate(block.inputs)]
         scope = Scope(
             lifting,
             block,
             dense={v: v for v in inputs},
             leaf_atoms={inputs[k] for k in lifting.leaves.values()},
             stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
-        )
-        exact = [f for f in plan.families if not (f.journal or f.lazy)]
-        scope.untouched = Exact(
-            {f.family: spaces[f.family] for f in exact}, frozenset(f.family for f in exact if f.on_hosts), inputs
         )
         return _Lift(program, plan, facts, scope, spaces, ids, tuple(inputs), known=set(block.inputs))
 

@@ -164,12 +164,36 @@ class Localizer(Forms):
         top = not self.nested
         if top and any(a.shape and not self.is_zero(a) for a in rest):  # of gradient + decay the gradient is reduced
             return False
-        if top and equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
-            return False
+        if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
+            if not top and self.shared.plan.emit == "pmap" and not self.shared.plan.on_hosts:
+                self._scaled(equation, partial.index(True))
+            return not top
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
         return True
+
+    def _scaled(self, equation: Equation, k: int) -> None:
+        """In a loop or branch, partial sums (operand `k`) times or by a number of the step: they are summed first, at
+        each turn, only if that number isn't an ordinary one."""
+        (out,) = equation.outputs
+
+        def body(sums_first: bool) -> Block:
+            given = tuple(Var(a.type) for a in equation.inputs)
+            operands, found = list(given), Var(out.type)
+            lines = []
+            if sums_first:
+                operands[k] = Var(given[k].type)
+                lines.append(Equation("ap.reduce", (given[k],), (operands[k],), {"op": "sum"}))
+            lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(found,), original=None))
+            if sums_first:
+                lines.append(Equation("ap.once", (found,), (Var(out.type),)))
+            return Block(given, tuple(lines), lines[-1].outputs)
+
+        inputs = tuple(self.read(a) for a in equation.inputs)
+        params = {"by": 1 - k, "divides": equation.op == "div"}
+        found = self.define(out, PARTIAL)
+        self.emit(Equation("ap.scaled", inputs, (found,), params, (body(False), body(True)), equation.origin))
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
         """Whether partial sums meet a factor of the step: where a device's is 0, infinity times it would be NaN."""

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 
+from ..nested_reductions import NESTINGS, check
 from .meshes import mesh_of
 
 V, D = 11, 3
@@ -68,3 +69,12 @@ def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
     batch = {"ids": batch["ids"], "weights": batch["weights"]}
     _, mine = planned(np.ones((V, D), np.float32), batch)
     assert np.isnan(mine).tolist() == [True, True, True]
+
+
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize("name", ["branch in a loop", "loop in a checkpoint"])
+def test_reductions_in_nestings(name: str, method: str, emit: str) -> None:
+    """Partial sums that meet an infinity in a loop are summed first, too."""
+    options: dict[str, Any] = {"batch_axis": {"batch/ids": 0, "**": None}, "mesh": mesh_of(4)}
+    assert check(NESTINGS[name], strategy=method, emit=emit, **options).plan.lifts

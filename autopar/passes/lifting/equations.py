@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.analysis.row_ids import id_params, ids_equation, index_atoms
 from autopar.analysis.rules import ALIGNED, resized
 from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
 from autopar.ir.reductions import PRIMITIVES
-from autopar.ir.rowspace import Access, Free, Row
-from autopar.passes.lifting.scope import Scope
+from autopar.ir.rowspace import Access, Const, Free, Row
+from autopar.passes.lifting.scope import RowValue, Scope
 
 
 def lift_row_equation(scope: Scope, equation: Equation) -> None:
@@ -148,30 +150,55 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
     """A reduction over all rows, from the routed ones."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a reduction over rows reads rows"
-    rows = scope.at_rows(equation.inputs[0], row.axis, row.family)
-    out, extent = equation.outputs[0], scope.lifting.extents[row.family]
-    axes = tuple(equation.params["axes"])
-    params = {"op": PRIMITIVES[equation.op], "axes": axes, "axis": row.axis, "extent": extent, "dtype": out.dtype}
-    others = None if scope.untouched is None else scope.untouched.reduced(scope, equation.inputs[0], rows, row)
-    operands, bodies = (rows, scope.route(row.family)), ()
+    assert isinstance(row.off, Const), "off the touched rows it is a constant"
+    atom = equation.inputs[0]
+    rows = scope.at_rows(atom, row.axis, row.family)
+    value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation)
+    _reduce(scope, value, equation.outputs[0], PRIMITIVES[equation.op], tuple(equation.params["axes"]))
+
+
+def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, ...]) -> None:
+    extent = scope.lifting.extents[value.family]
+    params = {"op": op, "axes": axes, "axis": value.axis, "extent": extent, "dtype": out.dtype}
+    others = scope.lifting.untouched.reduced(scope, value)
+    operands, bodies = (value.rows, scope.route(value.family)), ()
     if others is not None:
         operands, bodies = (*operands, *others.operands), (others.body,)
-        params |= {"read_axes": others.axes, "rows": scope.lifting.block_rows[row.family]}
+        params |= {"read_axes": others.axes, "rows": scope.lifting.block_rows[value.family]}
     found = Var(out.type)
     scope.equations.append(Equation("ap.reduce_rows", operands, (found,), params, bodies))
     scope.dense[out] = found
 
 
 def _lift_contract(scope: Scope, equation: Equation) -> None:
-    """A product that sums over all rows, one side being zero on the untouched ones."""
-    inputs = []
-    for atom in equation.inputs:
-        row = scope.lifting.row(atom)
-        assert row is not None, "both sides are rows"
-        inputs.append(scope.at_rows(atom, row.axis, row.family))
-    out = Var(equation.outputs[0].type)
-    scope.equations.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(out,)))
-    scope.dense[equation.outputs[0]] = out
+    """A product that sums over all rows, one side being zero on the untouched ones; if it may be something else there,
+    a product for each row, and a sum over the rows."""
+    places = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
+    pairs = list(zip(equation.inputs, places, strict=True))
+    inputs = tuple(scope.at_rows(a, row.axis, row.family) for a, row in pairs)
+    sources = tuple((a, row.axis) for a, row in pairs)
+    if scope.lifting.untouched.keeps_zero(sources, places[0].family):
+        out = Var(equation.outputs[0].type)
+        scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=(out,)))
+        scope.dense[equation.outputs[0]] = out
+        return
+    product, axis = _product_by_row(equation, inputs, [row.axis for row in places])
+    scope.equations.append(product)
+    value = RowValue(product.outputs[0], axis, places[0].family, 0, sources, equation, (product, axis))
+    _reduce(scope, value, equation.outputs[0], "sum", (axis,))
+
+
+def _product_by_row(equation: Equation, inputs: Sequence[Atom], axes: Sequence[int]) -> tuple[Equation, int]:
+    """A contraction over rows, whose axes in the operands these are, as one for each row; where they lie in it."""
+    contract, batch = equation.params["dimension_numbers"]
+    kept = tuple(tuple(d for d in dims if d != axis) for dims, axis in zip(contract, axes, strict=True))
+    batched = tuple((*dims, axis) for dims, axis in zip(batch, axes, strict=True))
+    out, at = equation.outputs[0], len(batch[0])
+    shape = (*out.shape[:at], inputs[0].shape[axes[0]], *out.shape[at:])
+    dtype = jnp.promote_types(out.dtype, np.float32) if jax_compat.is_float(out.dtype) else out.dtype
+    type_ = dataclasses.replace(out.type, shape=shape, dtype=dtype)
+    params = {**equation.params, "dimension_numbers": (kept, batched), "preferred_element_type": dtype}
+    return dataclasses.replace(equation, inputs=tuple(inputs), outputs=(Var(type_),), params=params), at
 
 
 #: How an equation is lifted, by the role that analysis gave it.

@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import Free, Row, RowSpace
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.equations import lift_row_equation, push_base
-from autopar.passes.lifting.scope import Key, Scope, Template
+from autopar.passes.lifting.scope import Scope, Template
 
 
 @dataclass(eq=False)
 class OffScope(Scope):
     """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported.
 
-    `primary` is the first rewriting of the same block.
+    Attributes:
+      primary: The first rewriting of the same block.
+      outer: The second one of the block around it, by which this one's rows are computed; None for a `Template`, which
+        imports them, and for the outermost block.
+      ran: What was rewritten.
     """
 
     primary: Scope | None = None
+    outer: OffScope | None = None
+    ran: list[Equation] = field(default_factory=list)
 
     @property
     def may_import(self) -> bool:
@@ -45,14 +50,24 @@ class OffScope(Scope):
             return atom
         return self.import_(("new", atom))
 
-    def _import_type(self, key: Key) -> Any:
-        return key[1].type if key[0] == "new" else super()._import_type(key)
-
     def rows_of(self, family: int) -> int:
         return self.lifting.block_rows[family]
 
-    def run(self, targets: Sequence[Var], family: int) -> list[Equation]:
-        """Rewrite the row equations that the targets need, in order; those equations."""
+    def _make_rows(self, atom: Atom, axis: int, family: int) -> Atom:
+        if self.outer is not None and isinstance(atom, Var) and atom in self.operands:
+            outside = self.operands[atom]
+            if isinstance(self.lifting.facts.value(atom), (Row, Free)):
+                return self.outer.computed(outside, axis, family)
+        return super()._make_rows(atom, axis, family)
+
+    def computed(self, atom: Atom, axis: int, family: int) -> Atom:
+        """The value at the rows, after what it is made of."""
+        if isinstance(atom, Var) and (atom, axis, family) not in self.rows and self.lifting.row(atom) is not None:
+            self.run([atom], family)
+        return self.at_rows(atom, axis, family)
+
+    def run(self, targets: Sequence[Var], family: int) -> None:
+        """Rewrite the row equations that the targets need, in order."""
         lifting = self.lifting
         needed = set(targets)
         kept = []
@@ -67,7 +82,7 @@ class OffScope(Scope):
             needed.update(a for a in inputs if isinstance(a, Var))
         for equation in reversed(kept):
             self._off(equation, family)
-        return kept[::-1]
+        self.ran += reversed(kept)
 
     def _off(self, equation: Equation, family: int) -> None:
         if self.lifting.facts.roles.get(equation) == "push":
@@ -119,12 +134,17 @@ def off_scope(
     """A scope for a family's off-row form, and the names of leaves in it; its route is its first input.
 
     Args:
-      scope: The outermost block's first rewriting.
+      scope: The first rewriting of a block that is in no loop which carries rows.
       space: The family.
       inputs: The program's inputs as they are stored.
       leaves: Those of the family that the form takes by names of its own.
     """
     family, block = space.family, scope.block
+    if scope.parent is not None:
+        outer, inner = off_scope(scope.parent, space, inputs, leaves)
+        routes = {family: outer.routes[family]}
+        off = OffScope(scope.lifting, block, None, dict(scope.operands), routes=routes, primary=scope, outer=outer)
+        return off, inner
     inner = {k: Var(inputs[k].type) for k in leaves}
     chunk = Var(RouteType(family, space.extent, scope.lifting.block_rows[family]))
     off = OffScope(

@@ -15,12 +15,14 @@ import numpy as np
 from autopar.analysis.row_ids import Index
 from autopar.analysis.rules import RESIZE, resized
 from autopar.ir.layout import RowLayout
+from autopar.ir.operations import plain_name
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
 from autopar.ir.slicing import clone
 
-#: What an import brings into a nested block: a dense value, a value at a family's rows, or a route.
+#: What an import brings into a nested block: a dense value, one that is rewritten ("new"), one at a family's rows, a
+#: route.
 Key = tuple[Any, ...]
 
 
@@ -40,6 +42,8 @@ class Lifting:
     batch_axes: Mapping[Equation, int | None]
     #: Access -> its index operand, computed outside of loops.
     indices: Mapping[Equation, Index]
+    #: What makes untouched rows what they are, where the padding row is not like them.
+    untouched: Untouched
 
     def row(self, atom: Atom) -> Row | None:
         """The value's place in row space if its family is lifted (the family given by its representative)."""
@@ -87,6 +91,36 @@ class UntouchedRows:
     body: Block
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowValue:
+    """What all rows are needed of.
+
+    Attributes:
+      rows: It at the routed rows.
+      axis: Where its rows lie.
+      family: Whose they are.
+      constant: What analysis has found it to be off the touched rows.
+      sources: Values in row space that it is made of, and where their rows lie.
+      equation: The reduction over all rows, or what makes the value.
+      product: Makes it of the sources' rows, and where its rows lie; None where it is the only source.
+      is_reduced: Whether all that is needed is a reduction of it.
+    """
+
+    rows: Atom
+    axis: int
+    family: int
+    constant: Any
+    sources: tuple[tuple[Atom, int], ...]
+    equation: Equation | None
+    product: tuple[Equation, int] | None = None
+    is_reduced: bool = True
+
+    @property
+    def op(self) -> str:
+        """What the user's line does."""
+        return "an equation" if self.equation is None else plain_name(self.equation.op)
+
+
 class Untouched(Protocol):
     """Values that are constant off the touched rows, unless something of the step isn't finite (`sweeping`)."""
 
@@ -94,8 +128,12 @@ class Untouched(Protocol):
         """All rows of a value, given those with the padding row for all that the step doesn't touch."""
         ...
 
-    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> UntouchedRows | None:
+    def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
         """What a reduction needs beside the routed rows, if it does."""
+        ...
+
+    def keeps_zero(self, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
+        """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
         ...
 
 
@@ -119,8 +157,6 @@ class Scope:
     indices: dict[Equation, Atom] = field(default_factory=dict)
     #: Leaves (old and new) that are stored in a layout -> what is stored, and their row axis.
     stored: dict[Atom, tuple[Atom, RowLayout, int]] = field(default_factory=dict)
-    #: Of the outermost block what makes untouched rows what they are, where the padding row is not like them.
-    untouched: Untouched | None = None
 
     def __post_init__(self) -> None:
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
@@ -129,6 +165,11 @@ class Scope:
     def may_import(self) -> bool:
         """Whether there is something around this block."""
         return self.parent is not None
+
+    @property
+    def around(self) -> list[Scope]:
+        """This block and those around it."""
+        return [self, *(() if self.parent is None else self.parent.around)]
 
     # --- values ---
 
@@ -279,8 +320,7 @@ class Scope:
             return self.dense[var]
         rows = self.at_rows(var, row.axis, row.family)
         found = self.densify(rows, var.type, row.axis, row.family)
-        if self.untouched is not None:
-            found = self.untouched.densified(self, var, found, row)
+        found = self.lifting.untouched.densified(self, var, found, row)
         layout = self.lifting.families[row.family].layout
         return found if layout is None or layout.is_plain else self.unstored(found, layout, row.axis)
 
@@ -316,6 +356,13 @@ class Scope:
             self.routes[family] = self.import_(("route", family))
         return self.routes[family]
 
+    def take(self, atom: Atom, owner: Scope) -> Atom:
+        """A rewritten value of a block around this one, `owner`."""
+        if owner is self or isinstance(atom, Literal):
+            return atom
+        assert self.parent is not None, "a block takes what is around it"
+        return self.import_(("new", self.parent.take(atom, owner)))
+
     def import_(self, key: Key) -> Var:
         """An input of this nested block for something outside; `resolve` says what, when the block is complete."""
         assert self.may_import, "the outermost block imports nothing"
@@ -324,7 +371,7 @@ class Scope:
         return self.imports[key]
 
     def _import_type(self, key: Key) -> Any:
-        if key[0] == "dense":
+        if key[0] in ("dense", "new"):
             return key[1].type
         if key[0] == "route":
             return RouteType(key[1], self.lifting.extents[key[1]], self.rows_of(key[1]))
@@ -339,6 +386,8 @@ class Scope:
         """The atom of this scope that an import of a nested one means."""
         if key[0] == "dense":
             return self.get(key[1])
+        if key[0] == "new":
+            return key[1]
         if key[0] == "route":
             return self.route(key[1])
         if key[0] == "fetched":

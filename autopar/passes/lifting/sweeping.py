@@ -7,17 +7,21 @@ fill    -> if not, all rows of a leaf that is constant off the touched ones
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from autopar.analysis.fates import Fates
+from autopar.analysis.local import NotLocal
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
-from autopar.ir.rowspace import Const, Off, Row, RowSpace
+from autopar.ir.rowspace import Const, Off, Refusal, Row, RowSpace
 from autopar.ir.slicing import eliminate_dead
-from autopar.passes.lifting.off_rows import off_scope
-from autopar.passes.lifting.scope import Scope, UntouchedRows
+from autopar.passes.lifting.deferral import NotDeferrable
+from autopar.passes.lifting.off_rows import OffScope, off_scope
+from autopar.passes.lifting.scope import RowValue, Scope, UntouchedRows
 from autopar.passes.lifting.suspects import find_suspects
 
 
@@ -28,7 +32,7 @@ class OffForm:
     Attributes:
       body: From a route to some rows, `leaves` and `frontier` to what some values are at these rows.
       leaves: Which leaves it takes.
-      frontier: Dense values of the step that it reads.
+      frontier: Dense values of the step that it reads, as the block has them that the form is of.
       finite, nonzero: What else must be finite, and must not be zero, for untouched rows to stay as they are.
     """
 
@@ -40,22 +44,56 @@ class OffForm:
 
     @staticmethod
     def of(
-        scope: Scope, space: RowSpace, inputs: Sequence[Var], targets: Sequence[tuple[Atom, int]], first: Sequence[int]
+        scope: Scope,
+        space: RowSpace,
+        inputs: Sequence[Var],
+        targets: Sequence[tuple[Atom, int]],
+        first: Sequence[int] = (),
+        product: tuple[Equation, int] | None = None,
     ) -> OffForm:
-        """The off-row form of some values, each with its row axis; `first` are leaves that it takes in any case."""
+        """The off-row form of some values.
+
+        Args:
+          scope: The block that has them.
+          space: Their family.
+          inputs: The program's inputs as they are stored.
+          targets: The values, each with its row axis.
+          first: Leaves that it takes in any case.
+          product: What is made of these rows, if it is not they that are asked for; where its rows lie.
+        """
         family = space.family
         off, inner = off_scope(scope, space, inputs, space.leaves)
         chunk = off.routes[family]
         assert isinstance(chunk, Var), "the rows of a round are an input"
-        ran = off.run([a for a, _ in targets if isinstance(a, Var)], family)
+        off.run([a for a, _ in targets if isinstance(a, Var)], family)
         rows = tuple(off.at_rows(atom, axis, family) for atom, axis in targets)
-        assert all(key[0] == "new" for key in off.imports), "the outermost off-row form reads the first rewriting only"
-        body, _ = eliminate_dead(Block((chunk, *inner.values(), *off.imports.values()), tuple(off.equations), rows))
+        if product is not None:
+            equation, axis = product
+            made = Var(off.at(equation.outputs[0].type, axis, family))
+            off.equations.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
+            rows = (made,)
+        levels = _levels(off)
+        imports = [(level, key[1], var) for level in levels for key, var in level.imports.items()]
+        assert all(key[0] == "new" for level in levels for key in level.imports), "it reads the first rewriting only"
+        names = [var for *_, var in imports]
+        equations = tuple(e for level in levels for e in level.equations)
+        body, _ = eliminate_dead(Block((chunk, *inner.values(), *names), equations, rows))
         used = {a for e in body.equations for a in e.inputs}
         leaves = (*first, *(k for k, v in inner.items() if k not in first and v in used))
-        body = Block((chunk, *(inner[k] for k in leaves), *off.imports.values()), body.equations, body.outputs)
-        finite, nonzero = find_suspects(scope, ran, family)
-        return OffForm(body, leaves, tuple(key[1] for key in off.imports), tuple(finite), tuple(nonzero))
+        body = Block((chunk, *(inner[k] for k in leaves), *names), body.equations, body.outputs)
+        finite, nonzero = list[Atom](), list[Atom]()
+        for level in levels:
+            assert level.primary is not None, "an off-row form is a second rewriting"
+            suspects = find_suspects(level.primary, level.ran, family)
+            for found, those in zip((finite, nonzero), suspects, strict=True):
+                found += [scope.take(a, level.primary) for a in those]
+        frontier = tuple(scope.take(a, level.primary) for level, a, _ in imports if level.primary is not None)
+        return OffForm(body, leaves, frontier, tuple(finite), tuple(nonzero))
+
+
+def _levels(off: OffScope) -> list[OffScope]:
+    """The second rewritings of a block and of those around it, outermost first."""
+    return [off] if off.outer is None else [*_levels(off.outer), off]
 
 
 def changes(
@@ -139,24 +177,32 @@ def sweep(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """Implements `scope.Untouched` for families whose rows can be read in blocks.
+    """Implements `scope.Untouched`.
 
     Attributes:
-      spaces: Family -> its space, of those.
+      spaces: Family -> its space, of those whose untouched rows do what plain JAX does.
       on_hosts: Families whose rows are reduced only: no program has all of them.
+      deferred: Families whose rows may wait: a step can't read all of them.
       inputs: The program's inputs as they are stored.
+      paths: Their paths.
+      fates: Whether untouched rows may differ.
     """
 
     spaces: Mapping[int, RowSpace]
     on_hosts: frozenset[int]
+    deferred: frozenset[int]
     inputs: Sequence[Var]
+    paths: Sequence[str]
+    fates: Callable[[], Fates]
 
     def densified(self, scope: Scope, atom: Var, found: Var, row: Row) -> Var:
         """Swept, if need be."""
-        if row.family in self.on_hosts:
+        if row.family not in self.spaces or not isinstance(row.off, Const):
             return found
         rows = scope.at_rows(atom, row.axis, row.family)
-        form, needed = self._form(scope, atom, rows, row)
+        equation = scope.producers.get(atom)
+        value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation, is_reduced=False)
+        form, needed = self._form(scope, value)
         if form is None or needed is None:
             return found
         chunk, *rest = form.body.inputs
@@ -169,30 +215,77 @@ class Exact:
             "rows": scope.lifting.block_rows[row.family],
         }
         out = Var(found.type)
-        operands = (needed, found, *(self.inputs[k] for k in form.leaves), *form.frontier)
+        operands = (needed, found, *self._leaves(scope, form), *form.frontier)
         scope.equations.append(Equation("ap.sweep", operands, (out,), params, (body,)))
         params = {"axis": row.axis, "extent": space.extent, "guarded": None}
         # The sweep has taken all rows for untouched ones.
         return scope.emit("ap.commit", (out, rows, scope.route(row.family)), found.type, params)
 
-    def reduced(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> UntouchedRows | None:
+    def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
         """The other rows, looked at if need be."""
-        form, needed = self._form(scope, atom, rows, row)
+        form, needed = self._form(scope, value)
         if form is None or needed is None:
             return None
-        operands = (needed, *(self.inputs[k] for k in form.leaves), *form.frontier)
-        return UntouchedRows(operands, self._axes(form, row.family), form.body)
+        operands = (needed, *self._leaves(scope, form), *form.frontier)
+        return UntouchedRows(operands, self._axes(form, value.family), form.body)
+
+    def keeps_zero(self, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
+        """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
+        return family not in self.spaces or self.fates().keeps_zero(sources)
 
     def _axes(self, form: OffForm, family: int) -> tuple[int, ...]:
         """The row axes of the leaves that a form takes."""
         space = self.spaces[family]
         return tuple(space.axes[space.leaves.index(k)] for k in form.leaves)
 
-    def _form(self, scope: Scope, atom: Atom, rows: Atom, row: Row) -> tuple[OffForm | None, Var | None]:
-        """The off-row form of a value, and whether untouched rows differ from its constant; None if they never do."""
-        if row.family not in self.spaces or not isinstance(row.off, Const):
+    def _leaves(self, scope: Scope, form: OffForm) -> list[Atom]:
+        """The leaves that a form takes, as the block has them."""
+        return [scope.take(self.inputs[k], scope.around[-1]) for k in form.leaves]
+
+    def _form(self, scope: Scope, value: RowValue) -> tuple[OffForm | None, Var | None]:
+        """The off-row form of a value, and whether untouched rows differ from its constant; None if they never do, or
+        if the padding row tells what all of them are.
+
+        Raises:
+          NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can look at them.
+          NotDeferrable: rows that wait would have to be looked at.
+        """
+        family = value.family
+        if family not in self.spaces:
             return None, None
-        form = OffForm.of(scope, self.spaces[row.family], self.inputs, [(atom, row.axis)], ())
+        product = None if value.product is None else value.product[0]
+        fate = self.fates().of(value.sources, product)
+        if not fate.own or fate.turns:
+            return None, None  # of what a loop carries, analysis has refused what may differ
+        if family in self.on_hosts and (scope.parent is not None or not value.is_reduced):
+            if fate.may_differ:
+                raise self._refusal_on_hosts(value)
+            return None, None
+        form = OffForm.of(scope, self.spaces[family], self.inputs, value.sources, product=value.product)
+        if family in self.deferred and form.leaves:
+            if fate.may_differ:
+                raise NotDeferrable(self.spaces[family].leaves, _of_rows_that_wait(value))
+            return None, None
         if not (form.frontier or form.finite or form.nonzero or form.leaves):
             return None, None
-        return form, changes(scope, form, row.family, (), [(rows, row.off.value, row.axis)])
+        return form, changes(scope, form, family, (), [(value.rows, value.constant, value.axis)])
+
+    def _refusal_on_hosts(self, value: RowValue) -> NotLocal:
+        paths = tuple(self.paths[k] for k in self.spaces[value.family].tables)
+        if value.is_reduced:
+            reason = f"{value.op} in a loop, branch or checkpoint is over all rows of {paths[0]}"
+            remedy = "Reduce them outside of it, and pass the result in"
+        else:
+            reason = f"all rows of a table are read at once, of {paths[0]}: by {value.op}"
+            remedy = "Reduce them once (a sum, product, extremum or norm)"
+        source = None if value.equation is None else value.equation.source
+        return NotLocal(f"{reason}, and {_HIDES}", source, remedy, paths)
+
+
+#: Why the padding row isn't enough.
+_HIDES = "what a row holds, or its number, hides what isn't finite in others"
+
+
+def _of_rows_that_wait(value: RowValue) -> Refusal:
+    source = None if value.equation is None else value.equation.source
+    return Refusal(f"all of its rows move in every step, and {value.op} is over all of them; {_HIDES}", source)
