@@ -107,7 +107,10 @@ def _is_open(recipe: Recipe) -> bool:
     # What becomes of an untouched row depends on its number or its mask, or on all steps of a loop: not deferred yet.
     masked = {"padding row masked", "mask from outside"}.intersection(recipe.chain)
     moves = recipe.optimizer in DEFERRED and (recipe.repeated or masked)
-    return bool(by_columns or moves or (recipe.repeated and recipe.optimizer == "last gradient"))
+    # The norm of a step in a loop: a row may hide by what it holds that a factor of the step isn't finite.
+    predicates = [k for k, name in enumerate(recipe.chain) if name in ("clipped", "leaky", "mask from outside")]
+    hides = recipe.repeated and any({"projected", "scaled by a scalar"} & set(recipe.chain[k:]) for k in predicates)
+    return bool(by_columns or moves or hides or (recipe.repeated and recipe.optimizer == "last gradient"))
 
 
 def _check(recipe: Recipe) -> None:

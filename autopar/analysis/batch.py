@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.batch_rules import SUMMED, partners, place
+from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.uniform import is_uniform
-from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.ir.program import Atom, Equation, Var
 
 #: Variable -> its batch axis; variables without one are missing.
 BatchAxes = MutableMapping[Var, int]
@@ -57,52 +58,46 @@ def follow_batch(
       guesses: What is guessed of it.
       devices: Over how many devices the examples are to be spread.
     """
-    _Flow(axes, guesses or Guesses({}, {}), devices).follow(equations)
-
-
-@dataclass(eq=False, slots=True)
-class _Flow:
-    axes: BatchAxes
-    guesses: Guesses
-    devices: int
-
-    def follow(self, equations: Sequence[Equation]) -> None:
-        for equation in equations:
-            if equation.bodies:
-                found = self._nested(equation)
-            elif equation.op == "optimization_barrier":
-                found = [self._read(a) for a in equation.inputs]
-            elif equation.outputs:  # else it is a print or the like, which says nothing
-                found = [self._plain(equation)] * len(equation.outputs)
-            else:
-                continue
-            for var, one in zip(equation.outputs, found, strict=True):
-                self._write(var, one)
-
-    def _read(self, atom: Atom) -> _Found:
-        if not isinstance(atom, Var) or atom not in self.axes:
-            return _NOTHING
-        return self.axes[atom], self.guesses.bases.get(atom, 0)
-
-    def _write(self, var: Var, found: _Found) -> None:
-        axis, base = found
+    guesses = guesses or Guesses({}, {})
+    walk = _Batch(guesses, devices)
+    walk.values.update((var, (axis, guesses.bases.get(var, 0))) for var, axis in axes.items())
+    walk.run(equations)
+    for var, (axis, base) in walk.values.items():
         if axis is None:
-            self.axes.pop(var, None)
+            axes.pop(var, None)
         else:
-            self.axes[var] = axis
+            axes[var] = axis
         if base:
-            self.guesses.bases[var] = base
+            guesses.bases[var] = base
         else:
-            self.guesses.bases.pop(var, None)
+            guesses.bases.pop(var, None)
+
+
+class _Batch(Interpreter[_Found]):
+    """Follows axes, and the guesses that they rest on."""
+
+    def __init__(self, guesses: Guesses, devices: int) -> None:
+        super().__init__()
+        self.guesses, self.devices = guesses, devices
+        #: (Loop, carry) that a turn doesn't return where it was -> the guesses for it.
+        self.lost: dict[tuple[Equation, int], int] = {}
+
+    def unknown(self, atom: Atom) -> _Found:
+        return _NOTHING
 
     # --- equations without bodies ---
 
-    def _plain(self, equation: Equation) -> _Found:
-        given = {k: self.axes[a] for k, a in enumerate(equation.inputs) if isinstance(a, Var) and a in self.axes}
-        if not given:
+    def plain(self, equation: Equation, given: Sequence[_Found]) -> Sequence[_Found]:
+        if equation.op == "optimization_barrier":
+            return given
+        return [self._place(equation, given)] * len(equation.outputs)
+
+    def _place(self, equation: Equation, operands: Sequence[_Found]) -> _Found:
+        given = {k: axis for k, (axis, _) in enumerate(operands) if axis is not None}
+        if not given or not equation.outputs:  # a print or the like says nothing
             return _NOTHING
         places = {k: place(equation, k, axis, self.devices) for k, axis in given.items()}
-        bases = {k: self.guesses.bases.get(equation.inputs[k], 0) for k in given} if self.guesses.bases else {}
+        bases = {k: operands[k][1] for k in given}
         kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
         if any(bases.values()) and not self._make_sense(equation, given, places, bases):
             kept = [(p, base) for p, base in kept if not base]  # what is known is known all the same
@@ -134,56 +129,52 @@ class _Flow:
 
     # --- loops and branches ---
 
-    def _nested(self, equation: Equation) -> Sequence[_Found]:
-        given = [self._read(a) for a in equation.inputs]
-        if equation.op == "scan":
-            return self._scan(equation, given)
-        if equation.op in ("remat", "cond"):
-            return self._branches(equation, given[len(given) - len(equation.bodies[0].inputs) :])
+    def while_loop(self, equation: Equation, given: Sequence[_Found]) -> Sequence[_Found]:
         self.guesses.refute(_union(base for _, base in given))
-        return [_NOTHING] * len(equation.outputs)
+        return self.unsettled(equation)
 
-    def _body(self, body: Block, given: Sequence[_Found]) -> list[_Found]:
-        for var, found in zip(body.inputs, given, strict=True):
-            self._write(var, found)
-        self.follow(body.equations)
-        return [self._read(a) for a in body.outputs]
-
-    def _branches(self, equation: Equation, given: Sequence[_Found]) -> list[_Found]:
+    def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
         """Branches agree on an axis, or don't care for it."""
-        returned = zip(*(self._body(body, given) for body in equation.bodies), strict=True)
-        atoms = zip(*(body.outputs for body in equation.bodies), strict=True)
-        results: list[_Found] = []
-        for found, outputs in zip(returned, atoms, strict=True):
-            axis, base = next((a for a, _ in found if a is not None), None), _union(b for _, b in found)
-            pairs = zip(found, outputs, strict=True)
-            agree = axis is None or all(
-                a == axis or (a is None and self.guesses.is_uniform(x, axis)) for (a, _), x in pairs
-            )
-            if not agree:
-                self.guesses.refute(base)
-            results.append((axis, base) if agree else _NOTHING)
-        return results
+        axis, base = next((a for a, _ in values if a is not None), None), _union(b for _, b in values)
+        pairs = zip(values, atoms, strict=True)
+        if axis is None or all(a == axis or (a is None and self.guesses.is_uniform(x, axis)) for (a, _), x in pairs):
+            return axis, base
+        self.guesses.refute(base)
+        return _NOTHING
 
-    def _scan(self, equation: Equation, given: Sequence[_Found]) -> list[_Found]:
-        """A carry keeps its axis if each iteration returns it there; sequences have one axis more outside."""
-        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
-        sequences = [(axis - 1, base) if axis else _NOTHING for axis, base in given[consts + carry :]]
-        lost = [base for axis, base in given[consts + carry :] if axis == 0]
-        carries = list(given[consts : consts + carry])
-        before = len(self.guesses.refuted)
-        while True:
-            del self.guesses.refuted[before:]  # what was found with carries that aren't kept
-            returned = self._body(equation.bodies[0], [*given[:consts], *carries, *sequences])
-            kept = [(a, m | n) if a == b else _NOTHING for (a, m), (b, n) in zip(carries, returned, strict=False)]
-            if kept == carries:
-                break
-            lost += [m | n for (a, m), (b, n) in zip(carries, returned, strict=False) if a != b and a is not None]
-            carries = kept
-        for base in lost:
-            self.guesses.refute(base)
-        ends = [_NOTHING if a is None else end for (a, _), end in zip(carries, returned, strict=False)]
-        return [*ends, *((None if a is None else a + 1, base) for a, base in returned[carry:])]
+    def inside(self, value: _Found) -> _Found:
+        axis, base = value
+        return (axis - 1, base) if axis else _NOTHING
+
+    def outside(self, value: _Found) -> _Found:
+        axis, base = value
+        return None if axis is None else axis + 1, base
+
+    def widen(self, equation: Equation, k: int, carry: _Found, result: _Found) -> _Found:
+        """A carry keeps its axis if each turn returns it there."""
+        (axis, base), (returned, other) = carry, result
+        if axis == returned:
+            return axis, base | other
+        if axis is not None:
+            self.lost[equation, k] = base | other
+        return _NOTHING
+
+    def end(self, carry: _Found, result: _Found) -> _Found:
+        return _NOTHING if carry[0] is None else result
+
+    def mark(self) -> int:
+        return len(self.guesses.refuted)
+
+    def restore(self, mark: int) -> None:
+        del self.guesses.refuted[mark:]  # what was found with carries that aren't kept
+
+    def loop_ended(self, equation: Equation, given: Sequence[_Found]) -> None:
+        taken_apart = equation.inputs[equation.params["num_consts"] + equation.params["num_carry"] :]
+        for axis, base in map(self.value, taken_apart):
+            if axis == 0:
+                self.guesses.refute(base)
+        for key in [key for key in self.lost if key[0] is equation]:
+            self.guesses.refute(self.lost.pop(key))
 
 
 def _union(guesses: Iterable[int]) -> int:

@@ -9,11 +9,12 @@ isn't finite, or is zero, or that what a loop carries has been made NaN by such 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.rules.elementwise import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
@@ -71,165 +72,143 @@ class Fate:
         return not self.own or event in self.alike or (self.constant and event not in self.events)
 
 
-@dataclass(eq=False)
-class Fates:
-    """The fates of all row values of a block, and of those in it.
+class Fates(Interpreter[Fate]):
+    """The fates of all values of a block, and of those in it."""
 
-    `values`, `roles`: what analysis has found (`ir.rowspace.RowFacts`).
-    """
-
-    block: Block
-    values: Mapping[Var, Value]
-    roles: Mapping[Equation, str]
-    _found: dict[Var, Fate] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._block(self.block)
+    def __init__(self, block: Block, rows: Mapping[Var, Value], roles: Mapping[Equation, str]) -> None:
+        """`rows`, `roles`: what analysis has found (`ir.rowspace.RowFacts`)."""
+        super().__init__()
+        self._rows, self._roles = rows, roles
+        self.run(block.equations)
 
     def of(self, sources: Sequence[tuple[Atom, int]], product: Equation | None = None) -> Fate:
         """That of a row value, given where its rows lie, or of the product of two, row by row."""
-        fates = [self._fate(atom, axis) for atom, axis in sources]
+        fates = [self._operand(atom, axis) for atom, axis in sources]
         return fates[0] if product is None else replace(_computed(product, fates), constant=True, zero=True)
 
     def keeps_zero(self, sources: Sequence[tuple[Atom, int]]) -> bool:
         """Whether a product of two row values, one of which is zero, is 0 or NaN in all rows whatever happens."""
-        fates = [self._fate(atom, axis) for atom, axis in sources]
+        fates = [self._operand(atom, axis) for atom, axis in sources]
         pairs = ((one, other) for one, other in (fates, fates[::-1]) if one.zero)
         return any(one.events <= one.nan and other.events <= one.nan | other.even for one, other in pairs)
 
-    def _fate(self, atom: Atom, axis: int | None) -> Fate:
-        """That of an operand whose rows lie along `axis`, if it has rows."""
-        if isinstance(atom, Literal):
-            return Fate(own=atom.shape != () and axis is not None)
-        if atom.shape == () and atom in self._found:
-            return self._found[atom]
-        value = None if atom.shape == () else self.values.get(atom)
-        if isinstance(value, (Row, Free)) and atom in self._found:
-            found = self._found[atom]
-            if isinstance(value, Row) or axis is None:
-                return found
-            return replace(found, own=axis not in value.axes - {value.index_axis})
-        if isinstance(value, Row):
-            return Fate(own=True)  # a leaf
-        own = axis is not None and atom.shape != ()
-        return Fate(own=own, events=_NOTHING if atom.dtype == np.bool_ else frozenset({(atom, _NOT_FINITE)}))
+    # --- values ---
+
+    def unknown(self, atom: Atom) -> Fate:
+        """Of a number of the step, and of a leaf's rows."""
+        own = atom.shape != ()
+        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or atom.dtype == np.bool_:
+            return Fate(own)
+        return Fate(own, events=frozenset({(atom, _NOT_FINITE)}))
+
+    def _kind(self, atom: Atom) -> Value:
+        return self._rows.get(atom) if isinstance(atom, Var) and atom.shape != () else None
+
+    def _operand(self, atom: Atom, axis: int | None) -> Fate:
+        """The fate of an operand whose rows lie along `axis`, if it has rows."""
+        fate, kind = self.value(atom), self._kind(atom)
+        if isinstance(kind, Row):
+            return fate
+        if isinstance(kind, Free):
+            return replace(fate, own=axis is not None and axis not in kind.axes - {kind.index_axis})
+        return replace(fate, own=axis is not None and atom.shape != ())
+
+    def _kept(self, var: Var, fate: Fate) -> Fate:
+        """A fate, with what analysis knows of the variable that has it."""
+        kind = self._kind(var)
+        if kind is None:
+            return fate if var.shape == () and not fate.events else self.unknown(var)
+        off = kind.off if isinstance(kind.off, Const) else None
+        zero = off is not None and off.is_zero
+        if zero and fate.events <= fate.zero_or_nan and not fate.events <= fate.nan:
+            event = frozenset({(var, _NAN)})
+            return Fate(fate.own, True, True, event, event, event, event, event, fate.turns)
+        return replace(fate, constant=off is not None, zero=zero)
 
     # --- equations ---
 
-    def _block(self, block: Block) -> None:
-        for equation in block.equations:
-            if equation.op == "scan":
-                self._loop(equation)
-            elif equation.op in ("remat", "cond"):
-                self._branches(equation)
-            else:
-                self._equation(equation)
+    def equation(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
+        results = super().equation(equation, given)
+        return [self._kept(v, fate) for v, fate in zip(equation.outputs, results, strict=True)]
 
-    def _keep(self, var: Var, fate: Fate) -> None:
-        value = self.values.get(var)
-        if isinstance(value, (Row, Free)) and var.shape != ():
-            off = value.off if isinstance(value.off, Const) else None
-            zero = off is not None and off.is_zero
-            if zero and fate.events <= fate.zero_or_nan and not fate.events <= fate.nan:
-                event = frozenset({(var, _NAN)})
-                fate = Fate(fate.own, True, True, event, event, event, event, event, fate.turns)
-            self._found[var] = replace(fate, constant=off is not None, zero=zero)
-        elif var.shape == () and not fate.events and not fate.own:
-            self._found[var] = fate
+    def plain(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
+        return [self._result(equation, k, var) for k, var in enumerate(equation.outputs)]
 
-    def _equation(self, equation: Equation) -> None:
-        for k, var in enumerate(equation.outputs):
-            value = self.values.get(var)
-            if isinstance(value, Free) or (var.shape == () and equation.op in ELEMENTWISE):
-                moved = equation.op in _MOVES
-                events = _all(self._fate(a, None).events for a in equation.inputs)
-                self._keep(var, Fate(events=events if moved or not events else frozenset({(var, _NOT_FINITE)})))
-            elif isinstance(value, Row):
-                self._keep(var, self._row(equation, k, value.axis))
+    def _result(self, equation: Equation, k: int, var: Var) -> Fate:
+        kind = self._kind(var)
+        if isinstance(kind, Row):
+            return self._row(equation, k, kind.axis)
+        if kind is None and (var.shape != () or equation.op not in ELEMENTWISE):
+            return self.unknown(var)
+        events = _all(self.value(a).events for a in equation.inputs)
+        return Fate(events=events if equation.op in _MOVES or not events else frozenset({(var, _NOT_FINITE)}))
 
     def _row(self, equation: Equation, k: int, axis: int) -> Fate:
-        if self.roles.get(equation) == "push":
-            return (
-                self._fate(equation.inputs[0], axis) if equation.op != "pad" else self._fate(equation.inputs[1], None)
-            )
+        if self._roles.get(equation) == "push":
+            base, at = (equation.inputs[1], None) if equation.op == "pad" else (equation.inputs[0], axis)
+            return self._operand(base, at)
         if equation.op == "optimization_barrier":
-            return self._fate(equation.inputs[k], axis)
-        aligned = equation.op in ALIGNED
-        operands = [self._fate(a, axis if aligned else None) for a in equation.inputs]
-        if equation.op == "select_n":
-            return _chosen(operands[0], operands[1:])
-        return _computed(equation, operands)
+            return self._operand(equation.inputs[k], axis)
+        operands = [self._operand(a, axis if equation.op in ALIGNED else None) for a in equation.inputs]
+        return _chosen(operands[0], operands[1:]) if equation.op == "select_n" else _computed(equation, operands)
 
-    def _branches(self, equation: Equation) -> None:
+    # --- loops and branches ---
+
+    def join(self, values: Sequence[Fate], atoms: Sequence[Atom]) -> Fate:
         """Which branch is taken is the same for all rows."""
-        operands = equation.inputs[len(equation.inputs) - len(equation.bodies[0].inputs) :]
-        for body in equation.bodies:
-            for var, atom in zip(body.inputs, operands, strict=True):
-                self._give(var, atom, 0)
-            self._block(body)
-        for k, out in enumerate(equation.outputs):
-            value = self.values.get(out)
-            if isinstance(value, (Row, Free)):
-                axis = value.axis if isinstance(value, Row) else None
-                self._keep(out, _chosen(Fate(), [self._fate(body.outputs[k], axis) for body in equation.bodies]))
+        return _chosen(Fate(), values)
 
-    def _give(self, var: Var, atom: Atom, stacked: int) -> None:
-        """An input of a nested block is what is given for it."""
-        value = self.values.get(var)
-        if isinstance(value, Row):
-            self._keep(var, self._fate(atom, value.axis + stacked))
-        elif isinstance(value, Free):
-            self._keep(var, self._fate(atom, None))
+    def body(self, equation: Equation, block: Block, given: Sequence[Fate]) -> list[Fate]:
+        varies = equation.params["num_consts"] if equation.op == "scan" else len(given)
+        pairs = enumerate(zip(block.inputs, given, strict=True))
+        return super().body(equation, block, [self._input(v, fate, k >= varies) for k, (v, fate) in pairs])
 
-    def _loop(self, equation: Equation) -> None:
-        """Carries are taken to be even, or all NaN if something has happened, until a turn shows that they aren't."""
-        consts, count = equation.params["num_consts"], equation.params["num_carry"]
-        (body,) = equation.bodies
-        carries = {k: r.axis for k in range(count) if isinstance(r := self.values.get(body.inputs[consts + k]), Row)}
-        claims = dict.fromkeys(carries, 2)
-        while True:
-            for k, (var, atom) in enumerate(zip(body.inputs, equation.inputs, strict=True)):
-                self._give(var, atom, int(k >= consts + count))
-                if k >= consts and isinstance(self.values.get(var), Free):
-                    self._keep(var, Fate(events=frozenset({(var, _NOT_FINITE)})))
-                if k >= consts + count and isinstance(self.values.get(var), Row):
-                    found = self._found[var]
-                    self._found[var] = replace(found, turns=found.turns | {var})
-            for k, claim in claims.items():
-                var = body.inputs[consts + k]
-                self._keep(var, _carried(var, claim, True, frozenset({var})))
-            self._block(body)
-            held = {k: min(claim, self._holds(equation, k, carries[k])) for k, claim in claims.items()}
-            if held == claims:
-                break
-            claims = held
-        for k, out in enumerate(equation.outputs):
-            if isinstance(self.values.get(out), (Row, Free)):
-                self._keep(out, self._after(equation, k, claims.get(k)))
+    def _input(self, var: Var, fate: Fate, varies: bool) -> Fate:
+        """Of an input of a nested block, which varies from turn to turn of a loop or doesn't."""
+        if varies and isinstance(self._kind(var), Row):
+            return self._kept(var, replace(fate, turns=fate.turns | {var}))
+        return self._kept(var, self.unknown(var) if varies else fate)
 
-    def _after(self, equation: Equation, k: int, claim: int | None) -> Fate:
-        """A result of a loop: a carry, of which this is claimed, or what was stacked, NaN at some turns at most."""
-        (body,) = equation.bodies
-        out = equation.outputs[k]
-        value = self.values.get(out)
-        axis = value.axis - (claim is None) if isinstance(value, Row) else None
-        last = self._fate(body.outputs[k], axis)
-        first = Fate() if claim is None else self._fate(equation.inputs[equation.params["num_consts"] + k], axis)
-        if claim is None:
-            claim = int(last.events <= last.even) if last.events else 2
-        return _carried(out, claim, last.own or first.own, (first.turns | last.turns) - set(body.inputs))
+    def loop(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
+        """Carries are taken to be all NaN if anything has happened, or even, until a turn shows that they aren't."""
+        inputs = equation.bodies[-1].inputs
+        first, count = equation.params["num_consts"], equation.params["num_carry"]
+        carries = (_carried(v, 2, True, frozenset()) for v in inputs[first : first + count])
+        results = super().loop(equation, [*given[:first], *carries, *given[first + count :]])
+        pairs = enumerate(zip(equation.outputs, results, strict=True))
+        return [self._after(equation, k, out, fate) for k, (out, fate) in pairs]
 
-    def _holds(self, equation: Equation, k: int, axis: int) -> int:
-        """What can be claimed of a carry after a turn, and before the first."""
-        consts, body = equation.params["num_consts"], equation.bodies[0]
-        fates = self._fate(equation.inputs[consts + k], axis), self._fate(body.outputs[k], axis)
-        if all(f.events <= f.nan for f in fates):
-            return 2
-        return int(all(f.events <= f.even for f in fates))
+    def widen(self, equation: Equation, k: int, carry: Fate, result: Fate) -> Fate:
+        """What can still be claimed of a carry, after a turn and before the first."""
+        at = equation.params["num_consts"] + k
+        var = equation.bodies[-1].inputs[at]
+        kind = self._kind(var)
+        if not isinstance(kind, Row):
+            return carry
+        start, end = (self._operand(a, kind.axis) for a in (equation.inputs[at], equation.bodies[-1].outputs[k]))
+        claim = min(_claim(carry), _claim(start), _claim(end))
+        return _carried(var, claim, True, frozenset())
+
+    def _after(self, equation: Equation, k: int, out: Var, fate: Fate) -> Fate:
+        """A result of a loop: a carry, or what was stacked, which is NaN at some turns at most."""
+        body, kind = equation.bodies[-1], self._kind(out)
+        if not isinstance(kind, Row):
+            return self.unknown(out)
+        first, count = equation.params["num_consts"], equation.params["num_carry"]
+        ends = [self._operand(body.outputs[k], kind.axis - (k >= count))]
+        if k < count:
+            ends.append(self._operand(equation.inputs[first + k], kind.axis))
+        claim = _claim(fate) if k < count else min(_claim(ends[0]), 1)
+        return _carried(out, claim, any(f.own for f in ends), _turns(ends) - set(body.inputs))
+
+
+def _claim(fate: Fate) -> int:
+    """What can be said of a value after its events: all NaN (2), even (1), or nothing."""
+    return 2 if fate.events <= fate.nan else int(fate.events <= fate.even)
 
 
 def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> Fate:
-    """What has come about in some turns: all NaN if anything (2), even (1), or nothing that can be said."""
+    """What has come about in some turns, of which this can be claimed."""
     event = frozenset({(var, _CARRIED)})
     nan, even = event if claim > 1 else _NOTHING, event if claim else _NOTHING
     return Fate(own, events=event, nan=nan, even=even, alike=nan, turns=turns)

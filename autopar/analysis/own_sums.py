@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from autopar.analysis.batch import follow_batch
+from autopar.analysis.interpreter import Interpreter
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 
 
@@ -40,39 +40,43 @@ _SAME_SIZE = frozenset({"neg", "convert_element_type", "copy", "broadcast_in_dim
 _REDUCES_DEVICES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter")
 
 
-@dataclass(eq=False)
-class _Flow:
-    axis: str
-    count: int
-    axes: Mapping[Var, int]
-    kinds: dict[Var, SumKind] = field(default_factory=dict)
-    used: list[str] = field(default_factory=list)
-    added: list[str] = field(default_factory=list)
+class _Kinds(Interpreter[SumKind]):
+    """Follows kinds; notes lines that use a device's own sums, and those that add up over devices."""
 
-    def follow(self, block: Block) -> None:
-        means = self._means(block)
-        for equation in block.equations:
-            kinds = [self.kind(a) for a in equation.inputs]
-            if equation.bodies:
-                found = self._nested(equation, kinds)
-            elif equation.op in _REDUCES_DEVICES:
-                found = [SumKind.SAME] * len(equation.outputs)
-                if equation.op.startswith("psum") and equation not in means and SumKind.OWN in kinds:
-                    self.added.append(equation.where)
-            else:
-                found = [self._plain(equation, kinds)] * len(equation.outputs)
-            self.kinds.update(zip(equation.outputs, found, strict=True))
+    def __init__(self, axes: Mapping[Var, int], count: int) -> None:
+        super().__init__()
+        self.axes, self.count = axes, count
+        self.used: list[str] = []
+        self.added: list[str] = []
+        self.means: set[Equation] = set()
 
-    def kind(self, atom: Atom) -> SumKind:
-        return SumKind.SAME if isinstance(atom, Literal) else self.kinds.get(atom, SumKind.SAME)
+    def unknown(self, atom: Atom) -> SumKind:
+        return SumKind.SAME
 
-    def _means(self, block: Block) -> set[Equation]:
+    def join(self, values: Sequence[SumKind], atoms: Sequence[Atom]) -> SumKind:
+        return max(values)
+
+    def unsettled(self, equation: Equation) -> Sequence[SumKind]:
+        return [max(map(self.value, equation.inputs))] * len(equation.outputs)
+
+    def run(self, equations: Sequence[Equation]) -> None:
+        self.means |= self._means(equations)
+        super().run(equations)
+
+    def plain(self, equation: Equation, given: Sequence[SumKind]) -> Sequence[SumKind]:
+        if equation.op not in _REDUCES_DEVICES:
+            return [self._kind(equation, given)] * len(equation.outputs)
+        if equation.op.startswith("psum") and equation not in self.means and SumKind.OWN in given:
+            self.added.append(equation.where)
+        return [SumKind.SAME] * len(equation.outputs)
+
+    def _means(self, equations: Sequence[Equation]) -> set[Equation]:
         """Sums over devices that are divided by their number, before or after (as derivatives of means are)."""
         users: dict[Atom, list[Equation]] = {}
-        for equation in block.equations:
+        for equation in equations:
             for atom in equation.inputs:
                 users.setdefault(atom, []).append(equation)
-        producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
+        producers: dict[Atom, Equation] = {v: e for e in equations for v in e.outputs}
 
         def divides(e: Equation) -> bool:
             by = e.inputs[1] if e.op == "div" else None
@@ -88,9 +92,9 @@ class _Flow:
             after = all(users.get(v) and all(map(divides, users[v])) for v in e.outputs)
             return after or all(map(is_divided, e.inputs))
 
-        return {e for e in block.equations if e.op.startswith("psum") and is_mean(e)}
+        return {e for e in equations if e.op.startswith("psum") and is_mean(e)}
 
-    def _plain(self, equation: Equation, kinds: Sequence[SumKind]) -> SumKind:
+    def _kind(self, equation: Equation, kinds: Sequence[SumKind]) -> SumKind:
         if all(k is SumKind.SAME for k in kinds):
             return SumKind.SAME
         if SumKind.OWN not in kinds:
@@ -108,30 +112,6 @@ class _Flow:
         self.used.append(equation.where)
         return SumKind.EXAMPLES
 
-    def _nested(self, equation: Equation, kinds: Sequence[SumKind]) -> list[SumKind]:
-        """Bodies of branches and loops; a carry is of the highest kind that it ever is."""
-        body_inputs = len(equation.bodies[0].inputs)
-        given = (
-            list(kinds[len(kinds) - body_inputs :]) if len(kinds) >= body_inputs else [SumKind.EXAMPLES] * body_inputs
-        )
-        first, carried = 0, 0
-        if equation.op == "scan":
-            first, carried = equation.params["num_consts"], equation.params["num_carry"]
-        while True:
-            results: list[SumKind] = [SumKind.SAME] * len(equation.outputs)
-            for body in equation.bodies:
-                if len(body.inputs) != body_inputs:
-                    return [max(kinds)] * len(equation.outputs)
-                self.kinds.update(zip(body.inputs, given, strict=True))
-                self.follow(body)
-                if len(body.outputs) != len(results):
-                    return [max(kinds)] * len(equation.outputs)
-                results = [max(a, self.kind(b)) for a, b in zip(results, body.outputs, strict=True)]
-            merged = [max(a, b) for a, b in zip(given[first : first + carried], results, strict=False)]
-            if merged == given[first : first + carried]:
-                return results
-            given[first : first + carried] = merged
-
 
 def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) -> list[str]:
     """What differs from a step for one device, in words, with the user's lines.
@@ -145,8 +125,9 @@ def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) ->
     known = {var: along for var, along in zip(block.inputs, axes, strict=True) if along is not None}
     followed = dict(known)
     follow_batch(block.equations, followed, devices=1)
-    flow = _Flow(axis, count, followed, dict.fromkeys(known, SumKind.EXAMPLES))
-    flow.follow(block)
+    flow = _Kinds(followed, count)
+    flow.values.update(dict.fromkeys(known, SumKind.EXAMPLES))
+    flow.run(block.equations)
     told = []
     if flow.used:
         told.append(

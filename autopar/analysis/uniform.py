@@ -5,9 +5,12 @@ Random bits count as constant along all their axes: no axis of theirs means anyt
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 
 from autopar.analysis.batch_rules import SUMMED, place
+from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import PRIMITIVES
@@ -29,20 +32,29 @@ def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
 
 
 def uniform_axes(block: Block) -> dict[Var, int]:
-    """Variable -> the axes along which it is constant, as bits; those without any are missing."""
-    found: dict[Var, int] = {}
-    _follow(block.equations, found)
-    return found
+    """Variable -> the axes along which it is constant, as bits; inputs of the block are missing."""
+    walk = _Uniform()
+    walk.run(block.equations)
+    return walk.values
 
 
-def _follow(equations: Sequence[Equation], found: dict[Var, int]) -> None:
-    for equation in equations:
-        if equation.bodies:
-            bits = _nested(equation, found)
-        else:
-            bits = [_plain(equation, found)] * len(equation.outputs)
-        for var, some in zip(equation.outputs, bits, strict=True):
-            found[var] = some
+class _Uniform(Interpreter[int]):
+    """Values are axes, as bits."""
+
+    def unknown(self, atom: Atom) -> int:
+        return _all(atom) if isinstance(atom, Literal) else 0
+
+    def join(self, values: Sequence[int], atoms: Sequence[Atom]) -> int:
+        return functools.reduce(operator.and_, values)
+
+    def inside(self, value: int) -> int:
+        return value >> 1
+
+    def outside(self, value: int) -> int:
+        return value << 1
+
+    def plain(self, equation: Equation, given: Sequence[int]) -> Sequence[int]:
+        return [_plain(equation, self.values)] * len(equation.outputs)
 
 
 def _read(found: Mapping[Var, int], atom: Atom) -> int:
@@ -100,34 +112,3 @@ def _placed(equation: Equation, found: Mapping[Var, int], k: int) -> int:
             if at is not None and at != SUMMED and equation.outputs[0].shape[at] == operand.shape[axis]:
                 bits |= 1 << at
     return bits
-
-
-def _nested(equation: Equation, found: dict[Var, int]) -> list[int]:
-    given = [_read(found, a) for a in equation.inputs]
-    if equation.op in ("remat", "cond"):
-        given = given[len(given) - len(equation.bodies[0].inputs) :]
-        returned = [_body(body, given, found) for body in equation.bodies]
-        return [_common(bits) for bits in zip(*returned, strict=True)]
-    if equation.op != "scan":
-        return [0] * len(equation.outputs)
-    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
-    carries, sequences = given[consts : consts + carry], [bits >> 1 for bits in given[consts + carry :]]
-    while True:
-        results = _body(equation.bodies[0], [*given[:consts], *carries, *sequences], found)
-        kept = [a & b for a, b in zip(carries, results, strict=False)]
-        if kept == carries:
-            return [*carries, *(bits << 1 for bits in results[carry:])]
-        carries = kept
-
-
-def _body(body: Block, given: Sequence[int], found: dict[Var, int]) -> list[int]:
-    found.update(zip(body.inputs, given, strict=True))
-    _follow(body.equations, found)
-    return [_read(found, a) for a in body.outputs]
-
-
-def _common(bits: Sequence[int]) -> int:
-    total = bits[0]
-    for some in bits:
-        total &= some
-    return total

@@ -1,0 +1,137 @@
+"""The one engine of the analyses: runs a block, values of a lattice in place of arrays, through branches and loops.
+
+A lattice says what a single equation makes of values (`plain`), what a value is that is one of several (`join`), and
+what it is in a loop's body that is a stack outside (`inside`, `outside`). What a loop carries is a fixed point: it
+starts as what comes in, and is widened until a turn returns what went in.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from autopar.ir.program import Atom, Block, Equation, Literal, Var
+
+V = TypeVar("V")
+
+
+class Interpreter(abc.ABC, Generic[V]):
+    """One interpretation. `values` has what is known of the variables that it has come to, inner ones too."""
+
+    def __init__(self) -> None:
+        self.values: dict[Var, V] = {}
+
+    # --- the lattice ---
+
+    @abc.abstractmethod
+    def plain(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+        """The results of an equation without bodies."""
+
+    @abc.abstractmethod
+    def unknown(self, atom: Atom) -> V:
+        """What is said of a value of which nothing is known, such as a literal."""
+
+    @abc.abstractmethod
+    def join(self, values: Sequence[V], atoms: Sequence[Atom]) -> V:
+        """What a value is that is one of these; `atoms` are they, each in its own block."""
+
+    def inside(self, value: V) -> V:
+        """One turn's part of a value that a loop takes apart along its first axis."""
+        return value
+
+    def outside(self, value: V) -> V:
+        """What a loop stacks of a value of each turn."""
+        return value
+
+    def widen(self, equation: Equation, k: int, carry: V, result: V) -> V:
+        """Carry `k` of a loop, which a turn returns as this."""
+        start = len(equation.inputs) - len(equation.bodies[-1].inputs) + _first_carry(equation) + k
+        return self.join([carry, result], [equation.inputs[start], equation.bodies[-1].outputs[k]])
+
+    def end(self, carry: V, result: V) -> V:
+        """A loop's result, of what it carries and what a turn returns of it."""
+        return carry
+
+    def mark(self) -> Any:
+        """What has been noted so far: a body is run again after `restore`."""
+
+    def restore(self, mark: Any) -> None:
+        """Forget what was noted since."""
+
+    def loop_ended(self, equation: Equation, given: Sequence[V]) -> None:
+        """A loop's carries are settled."""
+
+    def unsettled(self, equation: Equation) -> Sequence[V]:
+        """The results of a loop whose carries don't settle, and of one whose bodies aren't followed."""
+        return [self.unknown(v) for v in equation.outputs]
+
+    def while_loop(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+        """The results of a while loop."""
+        return self.unsettled(equation)
+
+    # --- the engine ---
+
+    def value(self, atom: Atom) -> V:
+        """What is known of a value."""
+        if isinstance(atom, Literal) or atom not in self.values:
+            return self.unknown(atom)
+        return self.values[atom]
+
+    def run(self, equations: Sequence[Equation]) -> None:
+        """Equations in an order that can be run."""
+        for equation in equations:
+            given = [self.value(a) for a in equation.inputs]
+            self.values.update(zip(equation.outputs, self.equation(equation, given), strict=True))
+
+    def equation(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+        """The results of any equation."""
+        return self.nested(equation, given) if equation.bodies else self.plain(equation, given)
+
+    def nested(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+        """The results of a loop, a branch or a checkpoint."""
+        if equation.op == "scan":
+            consts = equation.params["num_consts"]
+            xs = [self.inside(v) for v in given[consts + equation.params["num_carry"] :]]
+            return self.loop(equation, [*given[: len(given) - len(xs)], *xs])
+        if equation.op in ("remat", "cond"):
+            return self.branches(equation, given[len(given) - len(equation.bodies[0].inputs) :])
+        return self.while_loop(equation, given)
+
+    def body(self, equation: Equation, block: Block, given: Sequence[V]) -> list[V]:
+        """What a nested block returns."""
+        self.values.update(zip(block.inputs, given, strict=True))
+        self.run(block.equations)
+        return [self.value(a) for a in block.outputs]
+
+    def branches(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+        """One of the bodies is run."""
+        returned = [self.body(equation, body, given) for body in equation.bodies]
+        atoms = zip(*(body.outputs for body in equation.bodies), strict=True)
+        return [self.join(values, outputs) for values, outputs in zip(zip(*returned, strict=True), atoms, strict=True)]
+
+    def loop(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+        """The last body is run over and over, on these as its inputs."""
+        body = equation.bodies[-1]
+        first = _first_carry(equation)
+        count = equation.params["num_carry"] if equation.op == "scan" else len(equation.outputs)
+        carries = list(given[first : first + count])
+        for _ in range(2 * count + 4):
+            mark = self.mark()
+            results = self.body(equation, body, [*given[:first], *carries, *given[first + count :]])
+            widened = [
+                self.widen(equation, k, carry, result)
+                for k, (carry, result) in enumerate(zip(carries, results, strict=False))
+            ]
+            if widened == carries:
+                self.loop_ended(equation, given)
+                ends = (self.end(c, r) for c, r in zip(carries, results, strict=False))
+                return [*ends, *(self.outside(v) for v in results[count:])]
+            self.restore(mark)
+            carries = widened
+        return self.unsettled(equation)
+
+
+def _first_carry(equation: Equation) -> int:
+    """Where the carries are in a loop's body."""
+    return equation.params["num_consts" if equation.op == "scan" else "body_nconsts"]
