@@ -109,7 +109,8 @@ def _is_open(recipe: Recipe) -> bool:
     moves = recipe.optimizer in DEFERRED and (recipe.repeated or masked)
     # The norm of a step in a loop: a row may hide by what it holds that a factor of the step isn't finite.
     predicates = [k for k, name in enumerate(recipe.chain) if name in ("clipped", "leaky", "mask from outside")]
-    hides = recipe.repeated and any({"projected", "scaled by a scalar"} & set(recipe.chain[k:]) for k in predicates)
+    factors = {"projected", "scaled by a scalar", "transposed twice"}
+    hides = recipe.repeated and any(factors.intersection(recipe.chain[k:]) for k in predicates)
     return bool(by_columns or moves or hides or (recipe.repeated and recipe.optimizer == "last gradient"))
 
 

@@ -8,10 +8,9 @@ isn't finite, or is zero, or that what a loop carries has been made NaN by such 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.interpreter import Interpreter
@@ -30,6 +29,8 @@ _KEEPS_NAN = frozenset(
     "logistic floor ceil round max min clamp copy copy_p stop_gradient reduce_precision convert_element_type "
     "broadcast_in_dim reshape transpose squeeze reduce_sum reduce_max reduce_min reduce_prod cumsum dot_general".split()
 )
+#: Of the same elements in other places.
+_PLACED = frozenset({"concatenate", "pad", "slice", "dynamic_slice", "split", "stack", "unstack", "rev", "gather"})
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 _NOTHING: frozenset[Event] = frozenset()
 
@@ -97,7 +98,7 @@ class Fates(Interpreter[Fate]):
     def unknown(self, atom: Atom) -> Fate:
         """Of a number of the step, and of a leaf's rows."""
         own = atom.shape != ()
-        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or atom.dtype == np.bool_:
+        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jax_compat.is_float(atom.dtype):
             return Fate(own)
         return Fate(own, events=frozenset({(atom, _NOT_FINITE)}))
 
@@ -224,6 +225,11 @@ def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
     own = any(o.own for o in operands)
     turns = _turns(operands)
     alike = frozenset(e for e in events if all(o.is_alike(e) for o in operands))
+    if op in _PLACED:
+        data = operands[:1] if op in ("dynamic_slice", "gather") else operands
+        nan, zero_or_nan = (functools.reduce(frozenset.intersection, sets) for sets in _sets(data))
+        even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))
+        return Fate(own, False, False, events - zeros, nan, even, alike, zero_or_nan, turns)
     if not keeps_nan:
         settled = _all(o.nan for o in operands) if op in _COMPARISONS else _NOTHING
         return Fate(own, events=events, alike=alike | settled, turns=turns)
@@ -238,6 +244,10 @@ def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
                 nan, even, alike = nan | made_nan, even | made_even, alike | made_even
                 zero_or_nan |= frozenset(e for e in made_even if op != "dot_general" and _is_of_all(e))
     return Fate(own, False, False, events, nan, even | nan, alike | nan, zero_or_nan | nan, turns)
+
+
+def _sets(fates: Sequence[Fate]) -> tuple[list[frozenset[Event]], list[frozenset[Event]]]:
+    return [f.nan for f in fates], [f.zero_or_nan if f.zero else f.nan for f in fates]
 
 
 def _times_zero(op: str, zero: Fate, other: Fate) -> tuple[frozenset[Event], frozenset[Event]]:
