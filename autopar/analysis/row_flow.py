@@ -9,14 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
+from autopar.analysis.rules.elementwise import off_of
 from autopar.analysis.softmax import softmaxes
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rowspace import Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
+from autopar.ir.rowspace import UNKNOWN, Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
+
+#: What to do about a table in a while loop.
+_NO_WHILE = (
+    "use lax.scan, or lax.fori_loop with bounds that are known when the step is traced; what ends earlier can skip the "
+    "rest by lax.cond"
+)
 
 
 @dataclass(eq=False)
-class RowFlow:
+class RowFlow(Interpreter[Value]):
     """One pass over the program with a given set of candidate leaves. Implements `analysis.rules.Analysis`."""
 
     program: Program
@@ -41,13 +49,13 @@ class RowFlow:
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Top-level variables -> families whose committed leaves they depend on.
     after: dict[Atom, frozenset[int]] = field(default_factory=dict)
-    _block: Block | None = None
+    _equations: Sequence[Equation] = ()
 
     def __post_init__(self) -> None:
         inputs = self.program.block.inputs
         self.table_extents = {inputs[k].shape[axis] for k, axis in self.candidates.items()}
 
-    # --- what rules ask (ir.rules.Analysis) ---
+    # --- what rules ask (analysis.rules.Analysis) ---
 
     def find(self, family: int) -> int:
         while self.parents[family] != family:
@@ -86,29 +94,11 @@ class RowFlow:
         if role in ("reduce", "contract") and any(e.op == "scan" for e in self.path):
             self.reduced_in_loops[equation] = None
 
-    def checkpoint(self) -> tuple:
+    def mark(self) -> tuple:
         return (dict(self.accesses), list(self.refusals), list(self.dense_reads), list(self.mixed_with_dense))
 
     def restore(self, mark: tuple) -> None:
         self.accesses, self.refusals, self.dense_reads, self.mixed_with_dense = (type(m)(m) for m in mark)
-
-    def refused_since(self, mark: tuple) -> Refusal | None:
-        """The first refusal after a checkpoint."""
-        return next((refusal for _, refusal in self.refusals[len(mark[1]) :]), None)
-
-    def body(self, equation: Equation, block: Block, values: Sequence[Value]) -> list[Value]:
-        outer, self.path = self.path, (*self.path, equation)
-        fixed = equation.params["num_consts"] if equation.op == "scan" else len(block.inputs)
-        operands = equation.inputs[len(equation.inputs) - len(block.inputs) :]  # without a cond's index
-        for k, (var, value, operand) in enumerate(zip(block.inputs, values, operands, strict=True)):
-            self.values[var] = value
-            if k < fixed and self.whole.get(operand) == frozenset():
-                self.whole[var] = frozenset()
-            else:
-                self.whole.pop(var, None)
-        self._equations(block)
-        self.path = outer
-        return [self.value(a) for a in block.outputs]
 
     # --- the pass itself ---
 
@@ -118,7 +108,7 @@ class RowFlow:
             var = block.inputs[k]
             self.values[var] = Row(axis, self.new_family(var.shape[axis]), Same(k, var.dtype))
             self.whole[var] = frozenset()
-        self._equations(block)
+        self.run(block.equations)
 
     def family_of(self, leaf: int) -> int:
         """The family of a candidate leaf."""
@@ -130,41 +120,99 @@ class RowFlow:
         """Families whose rows met something that needs all of them."""
         return {self.find(family) for family, _ in (*self.refusals, *self.dense_reads)}
 
-    def value(self, atom: Atom) -> Value:
-        return self.values.get(atom) if isinstance(atom, Var) else None
+    def run(self, equations: Sequence[Equation]) -> None:
+        outer, self._equations = self._equations, equations
+        super().run(equations)
+        self._equations = outer
 
-    def _equations(self, block: Block) -> None:
-        outer, self._block = self._block, block
-        for equation in block.equations:
-            self._equation(equation)
-        self._block = outer
-
-    def _equation(self, equation: Equation) -> None:
-        values = [self.value(a) for a in equation.inputs]
+    def equation(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
+        """Its results; what needs all rows is noted."""
         self.roles.pop(equation, None)
         self.accesses.pop(equation, None)
         try:
-            results = self._apply(equation, values)
+            results = super().equation(equation, given)
         except Mixes as mixes:
             results = [None] * len(equation.outputs)
-            self._read_whole(equation, values, mixes)
-        for var, value in zip(equation.outputs, results, strict=True):
-            self.values[var] = value
+            self._read_whole(equation, given, mixes)
+        self.values.update(zip(equation.outputs, results, strict=True))
         self._after(equation)
         if any(isinstance(v, Row) for v in results):
             self.roles.setdefault(equation, "rows")
             self._note_whole(equation)
-            self._note_dense_operands(equation, values, results)
+            self._note_dense_operands(equation, given, results)
+        return results
 
-    def _apply(self, equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
+    def plain(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
         rule = RULES.get(equation.op)
-        if equation in self.reading_whole and any(isinstance(v, Row) for v in values):
+        if equation in self.reading_whole and any(isinstance(v, Row) for v in given):
             raise Mixes("a lookup whose ids depend on rows of the same table", "compute the ids first")
         if rule is not None:
-            return rule(equation, values, self)
-        if any(isinstance(v, Row) for v in values):
+            return rule(equation, given, self)
+        if any(isinstance(v, Row) for v in given):
             raise Mixes(f"{equation.op} has no rule for rows")
         return [None] * len(equation.outputs)
+
+    # --- loops and branches ---
+
+    def unknown(self, atom: Atom) -> Value:
+        return None
+
+    def join(self, values: Sequence[Value], atoms: Sequence[Atom]) -> Value:
+        """Rows if one of them is: the others can be restricted to them."""
+        rows = [v for v in values if isinstance(v, Row)]
+        if not rows:
+            return values[0] if all(v == values[0] for v in values) else None
+        axis = rows[0].axis
+        if any(r.axis != axis for r in rows):
+            raise Mixes("rows along different axes in a loop or a cond")
+        offs = [off_of(a, v, axis) for a, v in zip(atoms, values, strict=True)]
+        return Row(axis, self.unite(rows), offs[0] if all(off == offs[0] for off in offs) else UNKNOWN)
+
+    def widen(self, equation: Equation, k: int, carry: Value, result: Value) -> Value:
+        if isinstance(carry, Free) and isinstance(result, Free) and carry.off == result.off and carry.off != UNKNOWN:
+            return Free(carry.axes & result.axes, carry.off)
+        is_rows = isinstance(carry, Row) or isinstance(result, Row)
+        return super().widen(equation, k, carry, result) if is_rows else None
+
+    def inside(self, value: Value) -> Value:
+        if isinstance(value, Row) and value.axis == 0:
+            raise Mixes("a scan over the rows of the table")
+        return Row(value.axis - 1, value.family, value.off) if isinstance(value, Row) else None
+
+    def outside(self, value: Value) -> Value:
+        return Row(value.axis + 1, value.family, value.off) if isinstance(value, Row) else None
+
+    def unsettled(self, equation: Equation) -> Sequence[Value]:
+        raise Mixes("a loop whose carries don't settle")
+
+    def while_loop(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
+        if any(isinstance(v, Row) for v in given):
+            raise Mixes("the table is used inside a while loop", _NO_WHILE, "body")
+        return [None] * len(equation.outputs)
+
+    def branches(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
+        mark = self.mark()
+        results = super().branches(equation, given)
+        refusal = next((refusal for _, refusal in self.refusals[len(mark[1]) :]), None)
+        if equation.op == "cond" and refusal is not None:  # the cond as a whole may still read all rows
+            self.restore(mark)
+            raise Mixes(f"inside a cond: {refusal.reason}", refusal.remedy, "body")
+        return results
+
+    def body(self, equation: Equation, block: Block, given: Sequence[Value]) -> list[Value]:
+        outer, self.path = self.path, (*self.path, equation)
+        fixed = equation.params["num_consts"] if equation.op == "scan" else len(block.inputs)
+        operands = equation.inputs[len(equation.inputs) - len(block.inputs) :]  # without a cond's index
+        for k, (var, operand) in enumerate(zip(block.inputs, operands, strict=True)):
+            if k < fixed and self.whole.get(operand) == frozenset():
+                self.whole[var] = frozenset()
+            else:
+                self.whole.pop(var, None)
+        results = super().body(equation, block, given)
+        self.path = outer
+        return results
+
+    # --- what needs all rows ---
 
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
         """An equation that needs all rows: read them, or refuse the families it needs them of."""
@@ -179,7 +227,7 @@ class RowFlow:
             self.roles[equation] = "dense"
 
     def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
-        if mixes.kind != "sum" or self._block is None or equation not in softmaxes(self._block):
+        if mixes.kind != "sum" or equation not in softmaxes(self._equations):
             return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
         reason = f"{equation.op} over all rows of the table, for a full softmax"
         return Refusal(

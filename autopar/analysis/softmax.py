@@ -5,15 +5,17 @@ A full softmax over a table has a remedy of its own (a sampled one), which other
 
 from __future__ import annotations
 
-from autopar.ir.program import Atom, Block, Equation
+from collections.abc import Sequence
+
+from autopar.ir.program import Atom, Equation
 
 #: What hands values on as they are, one by one.
 _SAME = frozenset({"convert_element_type", "copy", "optimization_barrier", "stop_gradient"})
 
 
-def softmaxes(block: Block) -> frozenset[Equation]:
-    """The sums and maxima of a block's softmaxes (logsumexp and the normalizer alone are such, too)."""
-    made: dict[Atom, Equation] = {var: e for e in block.equations for var in e.outputs}
+def softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:
+    """The sums and maxima of softmaxes (logsumexp and the normalizer alone are such, too)."""
+    made: dict[Atom, Equation] = {var: e for e in equations for var in e.outputs}
 
     def origin(atom: Atom) -> Atom:
         while atom in made and made[atom].op in _SAME and len(made[atom].inputs) == 1:
@@ -21,8 +23,8 @@ def softmaxes(block: Block) -> frozenset[Equation]:
         return atom
 
     found: set[Equation] = set()
-    maxima = [e for e in block.equations if e.op == "reduce_max"]
-    for equation in block.equations:
+    maxima = [e for e in equations if e.op == "reduce_max"]
+    for equation in equations:
         exponential = made.get(origin(equation.inputs[0])) if equation.op == "reduce_sum" else None
         if exponential is None or exponential.op not in ("exp", "exp2"):
             continue

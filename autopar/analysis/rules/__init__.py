@@ -1,6 +1,6 @@
 """The table of primitives: what each means along the rows and off the rows. Importing it fills it."""
 
-from autopar.analysis.rules import control_flow, elementwise, indexing, reduction, shape
+from autopar.analysis.rules import elementwise, indexing, reduction, shape
 from autopar.analysis.rules.table import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "RULES",
     "Analysis",
     "Mixes",
-    "control_flow",
     "elementwise",
     "indexing",
     "reduction",
