@@ -9,12 +9,13 @@ otherwise, it isn't known whether they are those of one key or the data of as ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal as Named
 
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules.elementwise import ELEMENTWISE
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
@@ -46,36 +47,61 @@ def use_as_key(block: Block, var: Var) -> Named["never", "key", "unclear"]:
     """
     if not var.shape or var.shape[-1] not in _WORDS:
         return "never"
-    uses: set[bool] = set()
-    _follow(block, {var: tuple(1 << k for k in range(var.shape[-1]))}, var.shape[-1], uses)
-    return "key" if True in uses else "unclear" if uses else "never"
+    walk = _Keys(var.shape[-1])
+    walk.values[var] = tuple(1 << k for k in range(var.shape[-1]))
+    walk.run(block.equations)
+    return "key" if True in walk.uses else "unclear" if walk.uses else "never"
 
 
-def _follow(block: Block, words: dict[Atom, Words], count: int, uses: set[bool]) -> None:
-    """Adds the values of a block to `words`, and to `uses`, for each key that is made of them, whether it is clear.
+class _Keys(Interpreter[Words]):
+    """Follows words. `uses`: of each key that is made of them, whether it is clear."""
 
-    Args:
-      block: Any block.
-      words: Of its inputs; filled in.
-      count: The number of words.
-      uses: Filled in.
-    """
-    for equation in block.equations:
-        if not any(a in words for a in equation.inputs):
-            continue
-        if equation.op in _SINKS:
-            made = [words.get(a, (0,)) for a in equation.inputs[: _SINKS[equation.op]]]
-            if any(map(any, made)):
-                # Two operands are the two words, an element of each for one key.
-                held = made[0] if len(made) == 1 else tuple(_all(m) for m in made)
-                uses.add(sorted(held) == [1 << k for k in range(count)])
-        if equation.bodies:
-            _inside(equation, words, count, uses)
-        else:
-            for k, var in enumerate(equation.outputs):
-                found = _through(equation, k, words)
-                if any(found) and not jax_compat.is_key(var.dtype):
-                    words[var] = found
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.uses: set[bool] = set()
+
+    def unknown(self, atom: Atom) -> Words:
+        return (0,) * _positions(atom.shape)
+
+    def equation(self, equation: Equation, given: Sequence[Words]) -> Sequence[Words]:
+        if not any(map(any, given)):
+            return [self.unknown(v) for v in equation.outputs]
+        found = super().equation(equation, given)
+        return [_fitted(words, v.shape) for v, words in zip(equation.outputs, found, strict=True)]
+
+    def plain(self, equation: Equation, given: Sequence[Words]) -> Sequence[Words]:
+        made = given[: _SINKS.get(equation.op, 0)]
+        if any(map(any, made)):
+            # Two operands are the two words, an element of each for one key.
+            held = made[0] if len(made) == 1 else tuple(_all(m) for m in made)
+            self.uses.add(sorted(held) == [1 << k for k in range(self.count)])
+        known = {a: words for a, words in zip(equation.inputs, given, strict=True) if any(words)}
+        return [
+            self.unknown(v) if jax_compat.is_key(v.dtype) else _through(equation, k, known)
+            for k, v in enumerate(equation.outputs)
+        ]
+
+    def join(self, values: Sequence[Words], atoms: Sequence[Atom]) -> Words:
+        return _joined(values)
+
+    def body(self, equation: Equation, block: Block, given: Sequence[Words]) -> list[Words]:
+        fitted = [_fitted(words, v.shape) for v, words in zip(block.inputs, given, strict=True)]
+        return super().body(equation, block, fitted)
+
+    def widen(self, equation: Equation, k: int, carry: Words, result: Words) -> Words:
+        """Carries may take in words of others."""
+        return _joined([carry, _fitted(result, (len(carry),))])
+
+    def while_loop(self, equation: Equation, given: Sequence[Words]) -> Sequence[Words]:
+        n = equation.params["cond_nconsts"]
+        carries = self.loop(equation, given[n:])
+        self.body(equation, equation.bodies[0], [*given[:n], *carries])
+        return carries
+
+    def unsettled(self, equation: Equation) -> Sequence[Words]:
+        everything = _all([_all(self.value(a)) for a in equation.inputs])
+        return [(everything,) * _positions(v.shape) for v in equation.outputs]
 
 
 def _through(equation: Equation, output: int, words: Mapping[Atom, Words]) -> Words:
@@ -198,7 +224,7 @@ def _positions(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
-def _all(words: Words) -> int:
+def _all(words: Iterable[int]) -> int:
     total = 0
     for bits in words:
         total |= bits
@@ -216,47 +242,3 @@ def _fitted(words: Words, shape: Sequence[int]) -> Words:
     """The same for an array of another shape: position by position if it has as many, else each depends on all."""
     size = _positions(shape)
     return words if len(words) == size else (_all(words),) * size
-
-
-# --- nested programs ---
-
-
-def _inside(equation: Equation, words: dict[Atom, Words], count: int, uses: set[bool]) -> None:
-    """The same of an equation's bodies; what they return is added to `words`."""
-    for body, operands, (first, carried) in zip(equation.bodies, _operands(equation), _carries(equation), strict=True):
-        inner: dict[Atom, Words] = {}
-        given: dict[Atom, Words] = {
-            v: _fitted(words[a], v.shape) for v, a in zip(body.inputs, operands, strict=True) if a in words
-        }
-        grown = True
-        while grown:  # a loop's carry may take in words of other carries
-            inner = {**given}
-            _follow(body, inner, count, uses)
-            grown = False
-            for var, made in zip(body.inputs[first : first + carried], body.outputs, strict=False):
-                both = _joined([given.get(var, ()), _fitted(inner.get(made, ()), var.shape)])
-                if any(both) and both != given.get(var):
-                    given[var], grown = both, True
-        if equation.op == "while" and body is equation.bodies[0]:
-            continue  # the condition returns none of the loop's values
-        for var, made in zip(equation.outputs, body.outputs, strict=False):
-            if any(inner.get(made, ())):
-                words[var] = _joined([words.get(var, ()), _fitted(inner[made], var.shape)])
-
-
-def _operands(equation: Equation) -> list[Sequence[Atom]]:
-    """For each body the operands that are its inputs."""
-    inputs = equation.inputs
-    if equation.op != "while":
-        return [inputs[len(inputs) - len(body.inputs) :] for body in equation.bodies]
-    n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    return [(*inputs[:n], *inputs[n + m :]), inputs[n:]]
-
-
-def _carries(equation: Equation) -> list[tuple[int, int]]:
-    """For each body the first of its inputs that are what it returned in the iteration before, and how many."""
-    if equation.op == "scan":
-        return [(equation.params["num_consts"], equation.params["num_carry"])]
-    if equation.op == "while":
-        return [(0, 0), (equation.params["body_nconsts"], len(equation.outputs))]
-    return [(0, 0)] * len(equation.bodies)

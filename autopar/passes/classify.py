@@ -9,10 +9,13 @@ equations. A leaf with as many rows may be one of its optimizer slots: whether i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from autopar.analysis.batch_rules import SUMMED, place
+from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules import ALIGNED
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
 
 #: Where a variable's rows come from: (state leaf, the leaf's axis, the variable's axis).
 Trace = tuple[int, int, int]
@@ -21,13 +24,15 @@ Trace = tuple[int, int, int]
 def classify(program: Program) -> tuple[Program, str]:
     """Mark tables and candidates, each with its row axis."""
     states = [k for k, given in enumerate(program.inputs) if given.role in ("state", "table")]
-    start: dict[Var, frozenset[Trace]] = {}
+    walk = _Lookups()
     for k in states:
         var = program.block.inputs[k]
         if isinstance(var.type, ArrayType):
-            start[var] = frozenset((k, axis, axis) for axis, size in enumerate(var.shape) if size > 1)
+            traces = frozenset((k, axis, axis) for axis, size in enumerate(var.shape) if size > 1)
+            walk.values[var] = _Rows(traces, pure=True)
+    walk.run(program.block.equations)
     axes: dict[int, int] = {}
-    for leaf, axis in sorted(_looked_up(program.block, start, set(start))):
+    for leaf, axis in sorted(walk.found):
         layout = program.inputs[leaf].layout
         if layout is None or layout[1] == axis:  # a stored table's row axis is settled
             axes.setdefault(leaf, axis)
@@ -52,123 +57,117 @@ def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> i
     return None
 
 
-def _looked_up(block: Block, traces: dict[Var, frozenset[Trace]], pure: set[Atom]) -> set[tuple[int, int]]:
-    """(leaf, axis) that a lookup reads; `traces` grows by the block's variables, `pure` by those made of states alone.
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What is known of a value.
+
+    Attributes:
+      traces: Where its rows come from.
+      pure: Whether it is made of states alone.
+      constant: Whether it is the same whatever the data, as far as its block shows.
+    """
+
+    traces: frozenset[Trace] = frozenset()
+    pure: bool = False
+    constant: bool = False
+
+
+class _Lookups(Interpreter[_Rows]):
+    """Follows rows. `found`: (leaf, axis) that a lookup reads.
 
     Products are followed only where they are of states alone (`table @ w`), or every activation would carry a trace
     of every weight before it.
     """
-    found: set[tuple[int, int]] = set()
-    constants: set[Atom] = set()
-    producers: dict[Atom, Equation] = {}
-    for equation in block.equations:
-        producers.update((v, equation) for v in equation.outputs)
-        if all(a in constants for a in equation.inputs if isinstance(a, Var)):
-            constants.update(equation.outputs)
-        if all(a in pure for a in equation.inputs if isinstance(a, Var)):
-            pure.update(equation.outputs)
-        elif equation.op == "dot_general":
-            continue  # activations times weights: their columns are nobody's rows
-        sources = [traces.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in equation.inputs]
-        if not any(sources):
-            continue
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[tuple[int, int]] = set()
+        self.producers: dict[Atom, Equation] = {}
+
+    def unknown(self, atom: Atom) -> _Rows:
+        is_literal = isinstance(atom, Literal)
+        return _Rows(pure=is_literal, constant=is_literal)
+
+    def join(self, values: Sequence[_Rows], atoms: Sequence[Atom]) -> _Rows:
+        return _Rows(_all(v.traces for v in values), all(v.pure for v in values), all(v.constant for v in values))
+
+    def inside(self, value: _Rows) -> _Rows:
+        return replace(value, traces=frozenset((leaf, of, axis - 1) for leaf, of, axis in value.traces if axis > 0))
+
+    def outside(self, value: _Rows) -> _Rows:
+        return replace(value, traces=frozenset((leaf, of, axis + 1) for leaf, of, axis in value.traces))
+
+    def end(self, carry: _Rows, result: _Rows) -> _Rows:
+        return result
+
+    def body(self, equation: Equation, block: Block, given: Sequence[_Rows]) -> list[_Rows]:
+        return super().body(equation, block, [replace(v, constant=False) for v in given])
+
+    def while_loop(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
+        n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        self.body(equation, equation.bodies[0], [*given[:n], *given[n + m :]])
+        return self.loop(equation, given[n:])
+
+    def equation(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
+        self.producers.update((v, equation) for v in equation.outputs)
+        results = super().equation(equation, given)
+        pure, constant = all(v.pure for v in given), all(v.constant for v in given)
+        return [_Rows(v.traces, pure, constant) for v in results]
+
+    def plain(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
+        nothing = [_Rows()] * len(equation.outputs)
+        if not any(v.traces for v in given):
+            return nothing
+        if equation.op == "dot_general" and not all(v.pure for v in given):
+            return nothing  # activations times weights: their columns are nobody's rows
         if equation.op in _SLICED:
-            picked = {t for t in sources[0] if _picks_rows(equation, t[2])}
-            chosen = {t for t in picked if not _is_fixed(equation, t[2], producers, constants)}
-            # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
-            found |= {(leaf, of) for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}}
-        if equation.op in ("scan", "remat", "cond"):
-            returned: list[frozenset[Trace]] = [frozenset()] * len(equation.outputs)
-            for body in equation.bodies:
-                inner, inner_pure = _into(equation, body, sources, pure)
-                found |= _looked_up(body, inner, inner_pure)
-                atoms = (inner.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in body.outputs)
-                returned = [old | new for old, new in zip(returned, atoms, strict=True)]
-            traces.update(zip(equation.outputs, _out_of(equation, returned), strict=True))
-        elif equation.op == "while":
-            returned = _looked_up_in_while(equation, sources, pure, found)
-            traces.update(zip(equation.outputs, returned, strict=True))
-        elif equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
-            traces[equation.outputs[0]] = sources[0]
-        elif equation.op in ALIGNED or equation.op == "optimization_barrier":
-            pairs = zip(equation.inputs, sources, strict=True)
-            union = frozenset().union(*(s for a, s in pairs if not _is_repeated(equation, a)))
-            traces |= {v: union for v in equation.outputs}
-        elif equation.op in _MOVE:
-            moved = {
-                (leaf, of, to)
-                for k, source in enumerate(sources)
-                for leaf, of, axis in source
-                if (to := _MOVE[equation.op](equation, k, axis)) is not None
-            }
-            traces |= {v: frozenset(moved) for v in equation.outputs}
-    return found
+            self._look_up(equation, given)
+        if equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
+            return [given[0]]
+        if equation.op in ALIGNED or equation.op == "optimization_barrier":
+            pairs = zip(equation.inputs, given, strict=True)
+            union = _all(v.traces for a, v in pairs if not _is_repeated(equation, a))
+            return [_Rows(union)] * len(equation.outputs)
+        moved = {
+            (leaf, of, to)
+            for k, value in enumerate(given)
+            for leaf, of, axis in value.traces
+            if (to := _moved(equation, k, axis)) is not None
+        }
+        return [_Rows(frozenset(moved))] * len(equation.outputs)
+
+    def _look_up(self, equation: Equation, given: Sequence[_Rows]) -> None:
+        picked = {t for t in given[0].traces if _picks_rows(equation, t[2])}
+        chosen = {t for t in picked if not self._is_fixed(equation, t[2])}
+        # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
+        self.found |= {(leaf, of) for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}}
+
+    def _is_fixed(self, equation: Equation, axis: int) -> bool:
+        """Whether a slice takes the same places along an axis whatever the data."""
+        if equation.op == "slice":
+            return True
+        index = equation.inputs[1 + axis if equation.op == "dynamic_slice" else 1]
+        if self.value(index).constant or equation.op == "dynamic_slice":
+            return self.value(index).constant
+        source = self.producers.get(index)
+        if source is None or source.op != "concatenate" or source.params["dimension"] != len(index.shape) - 1:
+            return False
+        column = equation.params["dimension_numbers"].start_index_map.index(axis)
+        for part in source.inputs:
+            if column < part.shape[-1]:
+                return self.value(part).constant
+            column -= part.shape[-1]
+        return False
 
 
-def _looked_up_in_while(
-    equation: Equation, sources: Sequence[frozenset[Trace]], pure: set[Atom], found: set[tuple[int, int]]
-) -> list[frozenset[Trace]]:
-    """Traces of a while loop's results; `found` grows by what it looks up."""
-    consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    starts = 0, consts[0]
-    returned: list[frozenset[Trace]] = []
-    for start, count, body in zip(starts, consts, equation.bodies, strict=True):
-        places = [*range(start, start + count), *range(sum(consts), len(equation.inputs))]
-        inner = {v: sources[k] for v, k in zip(body.inputs, places, strict=True)}
-        inner_pure: set[Atom] = {v for v, k in zip(body.inputs, places, strict=True) if equation.inputs[k] in pure}
-        found |= _looked_up(body, inner, inner_pure)
-        returned = [inner.get(a, frozenset()) if isinstance(a, Var) else frozenset() for a in body.outputs]
-    return returned  # the body's, which comes last
+def _all(traces: Iterable[frozenset[Trace]]) -> frozenset[Trace]:
+    return frozenset[Trace]().union(*traces)
 
 
 def _is_repeated(equation: Equation, atom: Atom) -> bool:
     """Whether an elementwise equation repeats an operand along an axis (as it does with a bias)."""
     shape = equation.outputs[0].shape
     return equation.op != "concatenate" and equation.op in ALIGNED and atom.shape != shape
-
-
-def _into(
-    equation: Equation, body: Block, sources: Sequence[frozenset[Trace]], pure: set[Atom]
-) -> tuple[dict[Var, frozenset[Trace]], set[Atom]]:
-    """Traces of a body's inputs, and which inputs are made of states alone. Sequences lose their first axis."""
-    skipped = len(equation.inputs) - len(body.inputs)  # a cond's index
-    sequences = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else len(sources)
-    inner = {}
-    for k, (var, source) in enumerate(zip(body.inputs, sources[skipped:], strict=True)):
-        if k >= sequences:
-            source = frozenset((leaf, of, axis - 1) for leaf, of, axis in source if axis > 0)
-        inner[var] = source
-    return inner, {v for v, a in zip(body.inputs, equation.inputs[skipped:], strict=True) if a in pure}
-
-
-def _out_of(equation: Equation, returned: Sequence[frozenset[Trace]]) -> list[frozenset[Trace]]:
-    """Traces of the results; what a scan stacks has one axis more."""
-    if equation.op != "scan":
-        return list(returned)
-    carry = equation.params["num_carry"]
-    stacked = [frozenset((leaf, of, axis + 1) for leaf, of, axis in source) for source in returned[carry:]]
-    return [*returned[:carry], *stacked]
-
-
-def _is_fixed(equation: Equation, axis: int, producers: Mapping[Atom, Equation], constants: set[Atom]) -> bool:
-    """Whether a slice takes the same places along an axis whatever the data."""
-    if equation.op == "slice":
-        return True
-    if equation.op == "dynamic_slice":
-        index = equation.inputs[1 + axis]
-        return not isinstance(index, Var) or index in constants
-    index = equation.inputs[1]
-    if not isinstance(index, Var) or index in constants:
-        return True
-    source = producers.get(index)
-    if source is None or source.op != "concatenate" or source.params["dimension"] != len(index.shape) - 1:
-        return False
-    column = equation.params["dimension_numbers"].start_index_map.index(axis)
-    for part in source.inputs:
-        if column < part.shape[-1]:
-            return not isinstance(part, Var) or part in constants
-        column -= part.shape[-1]
-    return False
 
 
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
@@ -184,90 +183,27 @@ def _picks_rows(equation: Equation, axis: int) -> bool:
     return equation.params["slice_sizes"][axis] != rows
 
 
-def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
-    dims, shape = equation.params["broadcast_dimensions"], equation.outputs[0].shape
-    to = dims[axis]
-    kept = {d for k, d in enumerate(dims) if equation.inputs[0].shape[k] == shape[d]}
-    if any(size > 1 for d, size in enumerate(shape) if d not in kept):
-        return None  # repeated for each example, as a bias is: an activation
-    return to if equation.outputs[0].shape[to] == equation.inputs[0].shape[axis] else None
-
-
-def _reshape(equation: Equation, k: int, axis: int) -> int | None:
-    old, new = equation.inputs[0].shape, equation.outputs[0].shape
-    before = _size(old[:axis])
-    return next((d for d in range(len(new)) if new[d] == old[axis] and _size(new[:d]) == before), None)
-
-
-def _size(shape: Sequence[int]) -> int:
-    return ArrayType(tuple(shape), None).size
-
-
-def _transpose(equation: Equation, k: int, axis: int) -> int | None:
-    return list(equation.params["permutation"]).index(axis)
-
-
-def _squeeze(equation: Equation, k: int, axis: int) -> int | None:
-    gone = {d % len(equation.inputs[0].shape) for d in equation.params["dimensions"]}
-    return None if axis in gone else axis - sum(d < axis for d in gone)
-
-
-def _dot(equation: Equation, k: int, axis: int) -> int | None:
-    contract, batch = equation.params["dimension_numbers"]
-    if axis in contract[k] or axis in batch[k]:
+def _moved(equation: Equation, k: int, axis: int) -> int | None:
+    """Where an operand's rows are in the results; None if they aren't all there, or are paired with others'."""
+    op, operand = equation.op, equation.inputs[k]
+    if op not in _MOVES or (k > 0 and op in _SLICED):
         return None
-    free = [d for d in range(len(_operand(equation, k).shape)) if d not in contract[k] and d not in batch[k]]
-    left = len(_operand(equation, 0).shape) - len(contract[0]) - len(batch[0]) if k == 1 else 0
-    return len(batch[k]) + left + free.index(axis)
-
-
-def _operand(equation: Equation, k: int) -> Atom:
-    return equation.inputs[k]
-
-
-def _columns(equation: Equation, k: int, axis: int) -> int | None:
-    """A gather of columns takes all rows along."""
-    numbers = equation.params["dimension_numbers"]
-    if k > 0 or equation.params["slice_sizes"][axis] != equation.inputs[0].shape[axis]:
+    if op == "broadcast_in_dim" and _repeats(equation):  # for each example, as a bias is: an activation
         return None
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(equation.inputs[0].shape)) if d not in gone]
-    return numbers.offset_dims[window.index(axis)]
+    if op == "dot_general" and axis in equation.params["dimension_numbers"][1][k]:
+        return None
+    if op == "gather" and axis in equation.params["dimension_numbers"].operand_batching_dims:
+        return None
+    to = place(equation, k, axis)
+    if to is None or to == SUMMED or equation.outputs[0].shape[to] != operand.shape[axis]:
+        return None
+    return to
 
 
-def _other_columns(equation: Equation, k: int, axis: int) -> int | None:
-    """A slice of columns takes all rows along."""
-    return axis if k == 0 and not _picks_rows(equation, axis) else None
+def _repeats(equation: Equation) -> bool:
+    """Whether a broadcast repeats elements."""
+    return ArrayType(equation.outputs[0].shape, None).size > ArrayType(equation.inputs[0].shape, None).size
 
 
-def _split(equation: Equation, k: int, axis: int) -> int | None:
-    return None if axis == equation.params["axis"] else axis
-
-
-def _unstack(equation: Equation, k: int, axis: int) -> int | None:
-    along = equation.params["axis"]
-    return None if axis == along else axis - (along < axis)
-
-
-def _stack(equation: Equation, k: int, axis: int) -> int | None:
-    return axis + (equation.params["axis"] <= axis)
-
-
-def _rev(equation: Equation, k: int, axis: int) -> int | None:
-    return None if axis in equation.params["dimensions"] else axis
-
-
-_MOVE = {
-    "slice": _other_columns,
-    "dynamic_slice": _other_columns,
-    "gather": _columns,
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
-    "dot_general": _dot,
-    "split": _split,
-    "stack": _stack,
-    "unstack": _unstack,
-    "rev": _rev,
-}
+_MOVES = _SLICED | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "dot_general"}
+_MOVES |= {"split", "stack", "unstack", "rev"}
