@@ -128,6 +128,13 @@ class Fates(Interpreter[Fate]):
 
     # --- equations ---
 
+    def run(self, equations: Sequence[Equation]) -> None:
+        super().run([e for e in equations if e.bodies or any(map(self._is_followed, e.outputs))])
+
+    def _is_followed(self, var: Var) -> bool:
+        """Whether a value is rows, or may be met by rows as a number that is made of literals."""
+        return var in self._rows and (var.shape == () or isinstance(self._rows[var], (Row, Free)))
+
     def equation(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
         results = super().equation(equation, given)
         return [self._kept(v, fate) for v, fate in zip(equation.outputs, results, strict=True)]

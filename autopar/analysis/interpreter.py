@@ -11,7 +11,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
-from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.program import Atom, Block, Equation, Var
 
 V = TypeVar("V")
 
@@ -74,15 +74,15 @@ class Interpreter(abc.ABC, Generic[V]):
 
     def value(self, atom: Atom) -> V:
         """What is known of a value."""
-        if isinstance(atom, Literal) or atom not in self.values:
-            return self.unknown(atom)
-        return self.values[atom]
+        return self.values[atom] if isinstance(atom, Var) and atom in self.values else self.unknown(atom)
 
     def run(self, equations: Sequence[Equation]) -> None:
         """Equations in an order that can be run."""
+        values: dict[Any, V] = self.values
+        unknown = self.unknown
         for equation in equations:
-            given = [self.value(a) for a in equation.inputs]
-            self.values.update(zip(equation.outputs, self.equation(equation, given), strict=True))
+            given = [values[a] if a in values else unknown(a) for a in equation.inputs]
+            values.update(zip(equation.outputs, self.equation(equation, given), strict=True))
 
     def equation(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
         """The results of any equation."""

@@ -130,7 +130,7 @@ class RowFlow(Interpreter[Value]):
         self.roles.pop(equation, None)
         self.accesses.pop(equation, None)
         try:
-            results = super().equation(equation, given)
+            results = self.nested(equation, given) if equation.bodies else self.plain(equation, given)
         except Mixes as mixes:
             results = [None] * len(equation.outputs)
             self._read_whole(equation, given, mixes)

@@ -72,6 +72,9 @@ class _Rows:
     constant: bool = False
 
 
+_NOTHING, _OF_LITERAL = _Rows(), _Rows(pure=True, constant=True)
+
+
 class _Lookups(Interpreter[_Rows]):
     """Follows rows. `found`: (leaf, axis) that a lookup reads.
 
@@ -82,11 +85,11 @@ class _Lookups(Interpreter[_Rows]):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[tuple[int, int]] = set()
-        self.producers: dict[Atom, Equation] = {}
+        #: Results of concatenations, of which an index may be made.
+        self.joined: dict[Atom, Equation] = {}
 
     def unknown(self, atom: Atom) -> _Rows:
-        is_literal = isinstance(atom, Literal)
-        return _Rows(pure=is_literal, constant=is_literal)
+        return _OF_LITERAL if isinstance(atom, Literal) else _NOTHING
 
     def join(self, values: Sequence[_Rows], atoms: Sequence[Atom]) -> _Rows:
         return _Rows(_all(v.traces for v in values), all(v.pure for v in values), all(v.constant for v in values))
@@ -109,15 +112,19 @@ class _Lookups(Interpreter[_Rows]):
         return self.loop(equation, given[n:])
 
     def equation(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
-        self.producers.update((v, equation) for v in equation.outputs)
-        results = super().equation(equation, given)
-        pure, constant = all(v.pure for v in given), all(v.constant for v in given)
-        return [_Rows(v.traces, pure, constant) for v in results]
+        if equation.op == "concatenate":
+            self.joined[equation.outputs[0]] = equation
+        pure = constant = True
+        traced = False
+        for value in given:
+            pure, constant, traced = pure and value.pure, constant and value.constant, traced or bool(value.traces)
+        if traced:
+            results = super().equation(equation, given)
+            return [_Rows(v.traces, pure, constant) for v in results] if pure or constant else results
+        return [_Rows(pure=pure, constant=constant) if pure or constant else _NOTHING] * len(equation.outputs)
 
     def plain(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
-        nothing = [_Rows()] * len(equation.outputs)
-        if not any(v.traces for v in given):
-            return nothing
+        nothing = [_NOTHING] * len(equation.outputs)
         if equation.op == "dot_general" and not all(v.pure for v in given):
             return nothing  # activations times weights: their columns are nobody's rows
         if equation.op in _SLICED:
@@ -149,8 +156,8 @@ class _Lookups(Interpreter[_Rows]):
         index = equation.inputs[1 + axis if equation.op == "dynamic_slice" else 1]
         if self.value(index).constant or equation.op == "dynamic_slice":
             return self.value(index).constant
-        source = self.producers.get(index)
-        if source is None or source.op != "concatenate" or source.params["dimension"] != len(index.shape) - 1:
+        source = self.joined.get(index)
+        if source is None or source.params["dimension"] != len(index.shape) - 1:
             return False
         column = equation.params["dimension_numbers"].start_index_map.index(axis)
         for part in source.inputs:
