@@ -9,16 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.analysis.rules import ALIGNED
+from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Equation
 from autopar.ir.reductions import PRIMITIVES
 
 #: The place of an axis that is reduced or contracted away.
 SUMMED = -1
 _WORKS_ALONG = frozenset({"concatenate", "sort"})
-_ELEMENTWISE = frozenset(ALIGNED - _WORKS_ALONG)
 #: Operands of one rank lie along each other.
-_ALONGSIDE = _ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
+_ALONGSIDE = ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
 
 
 def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
@@ -28,7 +27,7 @@ def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None
     """
     if equation.op == "reshape":
         return _reshape(equation, axis, devices)
-    if equation.op in _ELEMENTWISE:
+    if equation.op in ELEMENTWISE:
         same = len(equation.inputs[k].shape) == len(equation.outputs[0].shape)
         return axis if same and equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis] else None
     rule = _PLACES.get(equation.op)

@@ -14,24 +14,14 @@ from dataclasses import dataclass, replace
 
 from autopar import jax_compat
 from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES, Primitive
 from autopar.analysis.rules import ALIGNED
-from autopar.analysis.rules.elementwise import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Const, Free, Row, Value
 
 #: A variable, and what is the matter with it.
 Event = tuple[Var, str]
 _NOT_FINITE, _ZERO, _NAN, _CARRIED = "not finite", "zero", "NaN", "carried"
-#: NaN in, NaN out; of finite operands finite (a row by itself is not the step's doing).
-_MOVES = frozenset({"broadcast_in_dim", "reshape", "transpose", "squeeze", "copy", "copy_p", "convert_element_type"})
-_KEEPS_NAN = frozenset(
-    "mul div add add_any sub neg abs sign sqrt rsqrt cbrt square integer_pow exp exp2 expm1 log log1p tanh sin cos "
-    "logistic floor ceil round max min clamp copy copy_p stop_gradient reduce_precision convert_element_type "
-    "broadcast_in_dim reshape transpose squeeze reduce_sum reduce_max reduce_min reduce_prod cumsum dot_general".split()
-)
-#: Of the same elements in other places.
-_PLACED = frozenset({"concatenate", "pad", "slice", "dynamic_slice", "split", "stack", "unstack", "rev", "gather"})
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "is_finite"})
 _NOTHING: frozenset[Event] = frozenset()
 
 
@@ -149,7 +139,7 @@ class Fates(Interpreter[Fate]):
         if kind is None and (var.shape != () or equation.op not in ELEMENTWISE):
             return self.unknown(var)
         events = _all(self.value(a).events for a in equation.inputs)
-        return Fate(events=events if equation.op in _MOVES or not events else frozenset({(var, _NOT_FINITE)}))
+        return Fate(events=events if equation.op in MOVES or not events else frozenset({(var, _NOT_FINITE)}))
 
     def _row(self, equation: Equation, k: int, axis: int) -> Fate:
         if self._roles.get(equation) == "push":
@@ -224,21 +214,21 @@ def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> Fate:
 
 def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
     """Row by row from operands."""
-    op = equation.op
-    keeps_nan = op in _KEEPS_NAN and all(jax_compat.is_float(a.dtype) for a in (*equation.inputs, *equation.outputs))
+    op, known = equation.op, PRIMITIVES.get(equation.op, Primitive())
+    keeps_nan = known.keeps_nan and all(jax_compat.is_float(a.dtype) for a in (*equation.inputs, *equation.outputs))
     may_be_poles = operands[1:] if op == "div" else () if keeps_nan else operands
     zeros = frozenset((var, _ZERO) for o in may_be_poles for var, what in o.events if what == _NOT_FINITE)
     events = _all(o.events for o in operands) | zeros
     own = any(o.own for o in operands)
     turns = _turns(operands)
     alike = frozenset(e for e in events if all(o.is_alike(e) for o in operands))
-    if op in _PLACED:
+    if known.moves and not known.keeps_nan:
         data = operands[:1] if op in ("dynamic_slice", "gather") else operands
         nan, zero_or_nan = (functools.reduce(frozenset.intersection, sets) for sets in _sets(data))
         even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))
         return Fate(own, False, False, events - zeros, nan, even, alike, zero_or_nan, turns)
     if not keeps_nan:
-        settled = _all(o.nan for o in operands) if op in _COMPARISONS else _NOTHING
+        settled = _all(o.nan for o in operands) if known.compares else _NOTHING
         return Fate(own, events=events, alike=alike | settled, turns=turns)
     nan = _all(o.nan for o in operands)
     even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.rules.elementwise import ELEMENTWISE
+from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
 #: How many words a key has: threefry's two; rbg's four.

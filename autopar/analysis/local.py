@@ -16,9 +16,10 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED, partners, place
+from autopar.analysis.primitives import PRIMITIVES, Linear, those_that
 from autopar.analysis.rules import ALIGNED, RESIZE
+from autopar.ir import reductions
 from autopar.ir.program import Equation, Source, Var
-from autopar.ir.reductions import PRIMITIVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +232,9 @@ def _scatter(equation: Equation, spread: Mapping[int, int]) -> Placed:
 
 # --- addends ---
 
-#: Linear in the first operand, whatever the others are.
-_LINEAR_IN_FIRST = frozenset(
-    "neg broadcast_in_dim reshape transpose squeeze reduce_sum slice dynamic_slice copy copy_p rev tile cumsum gather "
-    "real imag split unstack stop_gradient".split()
-)
-#: Linear in all operands together.
-_SUMS = frozenset({"add", "add_any", "sub", "ap.plus", "concatenate", "stack", "scatter-add", "dynamic_update_slice"})
-#: Operands of such that aren't values but say where.
+#: Operands of what is linear in all together that aren't values but say where.
 _INDICES = {"scatter-add": (1,), "dynamic_update_slice": tuple(range(2, 16))}
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+_TOGETHER = those_that(lambda p: p.linear is Linear.TOGETHER) | {"ap.plus"}
 
 
 def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] | None:
@@ -252,11 +246,12 @@ def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] 
     op = equation.op
     if op == "gather" and not _fills_with_zeros(equation):
         return None
-    if op in _LINEAR_IN_FIRST:
-        return () if partial[0] and not any(partial[1:]) else None
+    linear = PRIMITIVES[op].linear if op in PRIMITIVES else Linear.NO
     if op == "convert_element_type":
         return () if _widens(equation) else None
-    if op in _PRODUCTS:
+    if linear is Linear.FIRST:
+        return () if partial[0] and not any(partial[1:]) else None
+    if linear is Linear.EACH:
         return () if sum(partial) == 1 and np.dtype(equation.outputs[0].dtype) != np.bool_ else None
     if op == "div":
         return () if partial[0] and not partial[1] and _is_float(equation) else None
@@ -264,7 +259,7 @@ def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] 
         return (1,) if partial[0] else None
     if op == "select_n":
         return None if partial[0] else [k for k in range(1, len(partial)) if not partial[k]]
-    if op in _SUMS:
+    if op in _TOGETHER:
         where = _INDICES.get(op, ())
         if any(partial[k] for k in where if k < len(partial)):
             return None
@@ -294,7 +289,7 @@ def _widens(equation: Equation) -> bool:
 
 
 #: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
-REDUCES: Mapping[str, str] = {**PRIMITIVES} | {
+REDUCES: Mapping[str, str] = {**reductions.PRIMITIVES} | {
     "dot_general": "sum",
     "conv_general_dilated": "sum",
     "scatter-add": "sum",

@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 
 from autopar.analysis.batch import follow_batch
 from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.primitives import MOVES, Linear, those_that
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.reductions import PRIMITIVES
 
 
 class SumKind(enum.IntEnum):
@@ -27,16 +29,9 @@ class SumKind(enum.IntEnum):
     EXAMPLES = 2
 
 
-_REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "dot_general", "scatter-add", "argmax"})
-#: Linear in all operands together.
-_LINEAR = frozenset(
-    {"add", "add_any", "sub", "neg", "convert_element_type", "copy", "copy_p", "stop_gradient", "optimization_barrier"}
-    | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "pad", "concatenate", "rev", "reduce_sum"}
-    | {"stack", "unstack", "split"}
-)
-#: Linear in each of two operands.
-_BILINEAR = frozenset({"mul", "dot_general"})
-_SAME_SIZE = frozenset({"neg", "convert_element_type", "copy", "broadcast_in_dim", "reshape", "transpose", "squeeze"})
+_REDUCES = frozenset(PRIMITIVES) | {"dot_general", "scatter-add", "argmax"}
+_LINEAR = those_that(lambda p: p.linear in (Linear.TOGETHER, Linear.FIRST)) | {"optimization_barrier"}
+_BILINEAR = those_that(lambda p: p.linear is Linear.EACH)
 _REDUCES_DEVICES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter")
 
 
@@ -86,7 +81,7 @@ class _Kinds(Interpreter[SumKind]):
             made = producers.get(atom)
             if made is None:
                 return False
-            return divides(made) or (made.op in _SAME_SIZE and is_divided(made.inputs[0]))
+            return divides(made) or (made.op in MOVES | {"neg"} and is_divided(made.inputs[0]))
 
         def is_mean(e: Equation) -> bool:
             after = all(users.get(v) and all(map(divides, users[v])) for v in e.outputs)

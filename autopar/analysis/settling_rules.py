@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.primitives import those_that
 from autopar.ir.program import Equation
 
 
@@ -330,6 +331,7 @@ def _identity(walk: Granted, equation: Equation, values: Sequence[Value]) -> Val
 
 
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(those_that(lambda p: p.elementwise and p.keeps_zero), _odd),
     "add": _add,
     "add_any": _add,
     "sub": _add,
@@ -342,7 +344,6 @@ RULES: Mapping[str, Rule] = {
     "rsqrt": _rsqrt,
     "abs": _abs,
     "max": _max,
-    **dict.fromkeys(("sign", "tanh", "sin", "asin", "atan", "expm1", "log1p", "cbrt", "floor", "ceil", "round"), _odd),
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), _moved),
     "convert_element_type": _convert,
     "reduce_sum": _sum,

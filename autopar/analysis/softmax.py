@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.ir.program import Atom, Equation
 
 #: What hands values on as they are, one by one.
-_SAME = frozenset({"convert_element_type", "copy", "optimization_barrier", "stop_gradient"})
+_SAME = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
 
 
 def softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:

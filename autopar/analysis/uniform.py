@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from autopar.analysis.batch_rules import SUMMED, place
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.rules import ALIGNED
+from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import PRIMITIVES
 
-_ELEMENTWISE = frozenset(ALIGNED - {"concatenate", "sort"})
 #: Of one operand, constant along what is constant in it.
 _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice", "split", "unstack"})
 
@@ -77,7 +76,7 @@ def _plain(equation: Equation, found: Mapping[Var, int]) -> int:
         return _broadcast(equation, found)
     if op == "tile":
         return _tile(equation, found)
-    if op in _ELEMENTWISE:
+    if op in ELEMENTWISE:
         bits = _all(out)
         for atom in equation.inputs:
             bits &= _read(found, atom) if atom.shape == out.shape else bits

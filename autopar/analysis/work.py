@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.analysis.primitives import MOVES
 from autopar.ir.program import Block, Equation, Program, Var
 
 #: What multiplies; what adds up over an axis of its operands.
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SUMS = _PRODUCTS | {"reduce_sum", "reduce_max", "reduce_min"}
 #: What XLA needs no pass of its own for.
-_PASSED = frozenset(
-    "broadcast_in_dim reshape squeeze transpose convert_element_type copy stop_gradient optimization_barrier".split()
-)
+_PASSED = MOVES | {"optimization_barrier"}
 
 
 @dataclass(frozen=True, slots=True)

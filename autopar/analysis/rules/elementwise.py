@@ -13,63 +13,13 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
 from autopar.analysis.rules.table import ALIGNED, RULES, Analysis, Mixes
 from autopar.ir.program import Equation, Literal
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Same, Value
 
 _INEXACT = frozenset({"div", "rem", "pow", "integer_pow"})
-_IDENTITIES = frozenset({"copy", "copy_p", "stop_gradient", "sharding_constraint", "pvary"})
-
-_FOLD: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "rem": np.fmod,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "sign": np.sign,
-    "abs": np.abs,
-    "square": np.square,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "cbrt": np.cbrt,
-    "exp": np.exp,
-    "exp2": np.exp2,
-    "expm1": np.expm1,
-    "log": np.log,
-    "log1p": np.log1p,
-    "tanh": np.tanh,
-    "sin": np.sin,
-    "cos": np.cos,
-    "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "floor": np.floor,
-    "ceil": np.ceil,
-    "pow": np.power,
-    "is_finite": np.isfinite,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "one_minus_square": lambda x: 1 - x * x,
-}
-
-#: Elementwise, but never constant off the rows in practice: no folding.
-_PLAIN = frozenset(
-    "acos acosh asin asinh atan atanh atan2 sinh cosh tan erf erfc erf_inv lgamma digamma igamma igammac "
-    "nextafter round real imag complex conj population_count clz shift_left shift_right_logical "
-    "shift_right_arithmetic reduce_precision bitcast_convert_type mul_add random_bits_like".split()
-)
-
-ELEMENTWISE = frozenset(_FOLD) | _PLAIN | _IDENTITIES | {"convert_element_type", "integer_pow", "select_n", "clamp"}
+_IDENTITIES = ELEMENTWISE & MOVES
 
 
 def fold(equation: Equation, offs: Sequence[Off]) -> Off:
@@ -82,10 +32,7 @@ def fold(equation: Equation, offs: Sequence[Off]) -> Off:
         return special(equation, offs)
     if op in _IDENTITIES:
         return offs[0]
-    if op in _FOLD and all(isinstance(o, Const) for o in offs):
-        with np.errstate(all="ignore"):
-            return Const(_as(equation, _FOLD[op](*(np.asarray(o.value) for o in offs if isinstance(o, Const)))))
-    return UNKNOWN
+    return _constants(equation, offs) or UNKNOWN
 
 
 def _as(equation: Equation, value: Any) -> Any:
@@ -101,11 +48,11 @@ def _one(off: Off) -> bool:
 
 
 def _constants(equation: Equation, offs: Sequence[Off]) -> Const | None:
-    if not all(isinstance(o, Const) for o in offs):
+    folded = PRIMITIVES[equation.op].fold
+    if folded is None or not all(isinstance(o, Const) for o in offs):
         return None
     with np.errstate(all="ignore"):
-        values = [np.asarray(o.value) for o in offs if isinstance(o, Const)]
-        return Const(_as(equation, _FOLD[equation.op](*values)))
+        return Const(_as(equation, folded(*(np.asarray(o.value) for o in offs if isinstance(o, Const)))))
 
 
 def _mul(equation: Equation, offs: Sequence[Off]) -> Off:

@@ -9,12 +9,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.analysis.primitives import Linear, those_that
 from autopar.ir.program import Atom, Equation
 from autopar.passes.distinct import row_places
 from autopar.passes.distinct.entry_forms import WIDE, EntryForms, Form
 from autopar.passes.distinct.row_places import Place
 
-_LINEAR = frozenset({"add", "add_any", "sub", "neg", "copy", "convert_element_type"})
+_LINEAR = those_that(lambda p: p.elementwise and p.linear in (Linear.TOGETHER, Linear.FIRST)) - {"real", "imag"}
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.fading import find_fading
-from autopar.analysis.rules.elementwise import ELEMENTWISE
+from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.settling import find_settled
 from autopar.ir.deferred import Replay
 from autopar.ir.operations import plain_name

@@ -11,18 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
 from autopar.analysis.rules import ALIGNED
-from autopar.analysis.rules.elementwise import ELEMENTWISE
 from autopar.ir.program import Atom, Equation, Literal, Var
 from autopar.ir.rowspace import Const, Free, Row
 from autopar.passes.lifting.scope import Scope
 
-#: Zero in, zero out: a divisor that is made of a zero by these is zero.
-_KEEP_ZERO = frozenset(
-    "mul neg abs sign sqrt cbrt square integer_pow tanh sin expm1 log1p convert_element_type broadcast_in_dim reshape "
-    "transpose squeeze copy stop_gradient".split()
-)
-_MOVES = frozenset({"broadcast_in_dim", "reshape"})
+#: A divisor that is made of a zero by these is zero.
+_KEEPS_ZERO = those_that(lambda p: p.keeps_zero)
 #: Not finite at zero -> which operand.
 _POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
 
@@ -70,7 +66,7 @@ def _is_literal(scope: Scope, atom: Atom) -> bool:
             continue
         seen.add(found)
         equation = scope.producers.get(found)
-        if equation is None or equation.op not in ELEMENTWISE | _MOVES:
+        if equation is None or equation.op not in ELEMENTWISE | MOVES:
             return False
         waiting += equation.inputs
     return True
@@ -84,7 +80,7 @@ def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
     if not isinstance(value, Row):
         return [atom]
     equation = scope.producers.get(atom)
-    if equation is None or equation.op not in _KEEP_ZERO:
+    if equation is None or equation.op not in _KEEPS_ZERO:
         return []
     return [factor for a in equation.inputs for factor in _zero_factors(scope, a)]
 

@@ -14,14 +14,15 @@ from typing import Protocol
 import numpy as np
 
 from autopar.analysis.local import REDUCES, NotLocal, resized_params
-from autopar.analysis.rules import ALIGNED, resized
+from autopar.analysis.primitives import ELEMENTWISE
+from autopar.analysis.rules import resized
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import neutral
 
 #: Elements of the widest value that a block of rows may have: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
-_REMADE = frozenset(ALIGNED - {"concatenate", "sort"} | {"broadcast_in_dim"})
+_REMADE = ELEMENTWISE | {"broadcast_in_dim"}
 
 
 @dataclass(frozen=True, slots=True)

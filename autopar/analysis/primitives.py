@@ -1,0 +1,135 @@
+"""The table of primitives: what each is, by itself. All analyses read it.
+
+A primitive that isn't here is nothing of all this: it is no elementwise one, not linear, and so on. What an analysis
+has to say of one primitive alone is a rule in its own dict, such as `analysis.rules` and `analysis.batch_rules`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+
+class Linear(enum.Enum):
+    """In which operands a primitive is linear."""
+
+    NO = enum.auto()
+    #: In all of them together, indices apart.
+    TOGETHER = enum.auto()
+    #: In the first, whatever the others are.
+    FIRST = enum.auto()
+    #: In each of two by itself.
+    EACH = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """What a primitive is.
+
+    Attributes:
+      elementwise: Whether each element of the result is made of the operands' elements in the same place.
+      moves: Whether its results have the operands' elements as they are, in whatever places.
+      linear: In which operands.
+      keeps_zero: Whether zeros give zeros.
+      keeps_nan: Of floats, whether a NaN in any operand gives NaN (in the places that are made of it), and finite
+        numbers give finite ones but at a pole.
+      compares: Whether a NaN gives the same answer whatever it is compared with.
+      fold: NumPy's function of the same name; None if constants aren't folded.
+    """
+
+    elementwise: bool = False
+    moves: bool = False
+    linear: Linear = Linear.NO
+    keeps_zero: bool = False
+    keeps_nan: bool = False
+    compares: bool = False
+    fold: Callable[..., Any] | None = None
+
+
+_ELEMENTWISE = Primitive(elementwise=True)
+_SMOOTH = replace(_ELEMENTWISE, keeps_nan=True)
+_ODD = replace(_SMOOTH, keeps_zero=True)
+_SAME = replace(_ODD, moves=True, linear=Linear.FIRST)
+_COMPARES = replace(_ELEMENTWISE, compares=True)
+_SHAPED = Primitive(moves=True, linear=Linear.FIRST, keeps_zero=True, keeps_nan=True)
+_PLACED = Primitive(moves=True, linear=Linear.FIRST)
+_JOINED = Primitive(moves=True, linear=Linear.TOGETHER)
+_REDUCES = Primitive(keeps_nan=True)
+
+_FOLDED: Mapping[str, tuple[Primitive, Callable[..., Any]]] = {
+    "add": (replace(_SMOOTH, linear=Linear.TOGETHER), np.add),
+    "add_any": (replace(_SMOOTH, linear=Linear.TOGETHER), np.add),
+    "sub": (replace(_SMOOTH, linear=Linear.TOGETHER), np.subtract),
+    "mul": (replace(_ODD, linear=Linear.EACH), np.multiply),
+    "div": (_SMOOTH, np.divide),
+    "rem": (_ELEMENTWISE, np.fmod),
+    "max": (_SMOOTH, np.maximum),
+    "min": (_SMOOTH, np.minimum),
+    "neg": (replace(_ODD, linear=Linear.FIRST), np.negative),
+    "sign": (_ODD, np.sign),
+    "abs": (_ODD, np.abs),
+    "square": (_ODD, np.square),
+    "sqrt": (_ODD, np.sqrt),
+    "rsqrt": (_SMOOTH, lambda x: 1 / np.sqrt(x)),
+    "cbrt": (_ODD, np.cbrt),
+    "exp": (_SMOOTH, np.exp),
+    "exp2": (_SMOOTH, np.exp2),
+    "expm1": (_ODD, np.expm1),
+    "log": (_SMOOTH, np.log),
+    "log1p": (_ODD, np.log1p),
+    "tanh": (_ODD, np.tanh),
+    "sin": (_ODD, np.sin),
+    "cos": (_SMOOTH, np.cos),
+    "logistic": (_SMOOTH, lambda x: 1 / (1 + np.exp(-x))),
+    "floor": (_ODD, np.floor),
+    "ceil": (_ODD, np.ceil),
+    "pow": (_ELEMENTWISE, np.power),
+    "is_finite": (_COMPARES, np.isfinite),
+    "eq": (_COMPARES, np.equal),
+    "ne": (_COMPARES, np.not_equal),
+    "lt": (_COMPARES, np.less),
+    "le": (_COMPARES, np.less_equal),
+    "gt": (_COMPARES, np.greater),
+    "ge": (_COMPARES, np.greater_equal),
+    "and": (_ELEMENTWISE, np.bitwise_and),
+    "or": (_ELEMENTWISE, np.bitwise_or),
+    "xor": (_ELEMENTWISE, np.bitwise_xor),
+    "not": (_ELEMENTWISE, np.invert),
+    "one_minus_square": (_SMOOTH, lambda x: 1 - x * x),
+}
+_OTHERS: Mapping[str, Primitive] = {
+    "copy copy_p stop_gradient convert_element_type": _SAME,
+    "sharding_constraint pvary": replace(_ODD, moves=True),
+    "integer_pow asin atan round": _ODD,
+    "clamp reduce_precision": _SMOOTH,
+    "real imag": replace(_ELEMENTWISE, linear=Linear.FIRST),
+    "select_n acos acosh asinh atanh atan2 sinh cosh tan erf erfc erf_inv lgamma digamma igamma igammac": _ELEMENTWISE,
+    "nextafter complex conj population_count clz shift_left shift_right_logical shift_right_arithmetic": _ELEMENTWISE,
+    "bitcast_convert_type mul_add random_bits_like": _ELEMENTWISE,
+    "broadcast_in_dim reshape transpose squeeze": _SHAPED,
+    "slice dynamic_slice split unstack rev tile gather": _PLACED,
+    "concatenate stack pad": _JOINED,
+    "scatter-add dynamic_update_slice": Primitive(linear=Linear.TOGETHER),
+    "dot_general": replace(_REDUCES, linear=Linear.EACH),
+    "conv_general_dilated": Primitive(linear=Linear.EACH),
+    "reduce_sum cumsum": replace(_REDUCES, linear=Linear.FIRST),
+    "reduce_max reduce_min reduce_prod": _REDUCES,
+}
+PRIMITIVES: Mapping[str, Primitive] = {
+    **{op: replace(primitive, fold=fold) for op, (primitive, fold) in _FOLDED.items()},
+    **{op: primitive for ops, primitive in _OTHERS.items() for op in ops.split()},
+}
+
+
+def those_that(says: Callable[[Primitive], bool]) -> frozenset[str]:
+    """The names of the primitives of which something holds."""
+    return frozenset(op for op, primitive in PRIMITIVES.items() if says(primitive))
+
+
+ELEMENTWISE = those_that(lambda p: p.elementwise)
+#: What hands on one operand's elements as they are, all of them, in whatever shape.
+MOVES = those_that(lambda p: p.moves and p.keeps_nan)
