@@ -82,7 +82,7 @@ def test_nan_gives_nan(op: str) -> None:
     positive = np.abs(X) + 0.1
     assert np.isfinite(_call(op)(*[positive] * count)).all()
     for k in range(count):
-        given = [positive] * count
+        given: list[Any] = [positive] * count
         given[k] = np.full_like(X, NAN)
         assert np.isnan(_call(op)(*given)).all()
 
