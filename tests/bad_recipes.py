@@ -64,26 +64,17 @@ def draw(seed: int, place: str) -> BadRecipe:
             return found
 
 
-def _is_infinite(bad: BadRecipe) -> bool:
-    """Whether the number brings an infinity with it: a NaN is one whatever it is multiplied by."""
-    return bool(np.isinf(bad.number)) or (bad.number == 0 and "divided" in bad.recipe.where)
-
-
-def _is_nested(bad: BadRecipe) -> bool:
-    """Whether the number meets gradients of the examples in a loop, a branch or a checkpoint."""
-    part, _ = WHERE[bad.recipe.where]
-    inside = bad.recipe.gradient != "direct" and part != "gradient"
-    return inside or bad.recipe.where.endswith(("in a scan", "in a branch", "in a checkpoint"))
-
-
 def _one_hot_forward(bad: BadRecipe) -> bool:
     part, _ = WHERE[bad.recipe.where]
     forward = part == "table" and "backward" not in bad.recipe.where
     return forward and any(lookup == "one-hot" for lookup, _ in bad.recipe.lookups)
 
 
-#: What is left to differ (docs/design.md, "What isn't finite") -> whether a program at a place is of that kind.
+#: What is refused always, or left to differ (docs/design.md, "What isn't finite") -> whether a program at a place is of that kind.
 LIMITS: Mapping[str, Callable[[BadRecipe, str], bool]] = {
+    "hosts: a metric in a loop or branch that rows may hide from is refused": (
+        lambda b, at: at == "hosts" and b.recipe.hidden and b.recipe.within != "nothing"
+    ),
     "a one-hot product spreads a table's infinities to all examples": lambda b, at: _one_hot_forward(b),
 }
 
