@@ -49,7 +49,7 @@ def _drawn(rng: np.random.Generator) -> BadRecipe:
         seed=int(rng.integers(2**16)),
         where=pick(set(WHERE) - {"nowhere"}),
         metric=pick(METRICS),
-        within=pick(WITHIN),
+        within=pick(WITHIN) if rng.random() < 0.5 else "nothing",
         hidden=bool(rng.integers(2)),
     )
     return BadRecipe(recipe, float(rng.choice([np.inf, -np.inf, np.nan, 0.0])), parts)
@@ -70,7 +70,7 @@ def _one_hot_forward(bad: BadRecipe) -> bool:
     return forward and any(lookup == "one-hot" for lookup, _ in bad.recipe.lookups)
 
 
-#: What is refused always, or left to differ (docs/design.md, "What isn't finite") -> whether a program at a place is of that kind.
+#: What is refused, or left to differ (docs/design.md, "What isn't finite") -> whether a program at a place is so.
 LIMITS: Mapping[str, Callable[[BadRecipe, str], bool]] = {
     "hosts: a metric in a loop or branch that rows may hide from is refused": (
         lambda b, at: at == "hosts" and b.recipe.hidden and b.recipe.within != "nothing"
