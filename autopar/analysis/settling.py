@@ -4,6 +4,9 @@ An abstract interpretation of phi's body. A value is zero; a leaf times a number
 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not negative; or anything.
 The rules compute with the step's numbers, so that the same walk, on arrays, gives the step's factors. What they take
 for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
+
+It is no `Interpreter`: phi has no loops, its values are numbers of the step where it is run on arrays, and what a
+branch takes for granted must hold only where that branch is taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a step computes, whoever computes it: operations of its products, and the sums over examples that it takes."""
+"""What a step computes, whoever computes it: operations of its products, and the sums over examples that it takes.
+
+It is no `Interpreter`: it counts equations, and says nothing of values.
+"""
 
 from __future__ import annotations
 

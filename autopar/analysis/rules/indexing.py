@@ -15,7 +15,7 @@ from autopar.analysis.rules.elementwise import off_of
 from autopar.analysis.rules.shape import pad_other_axis
 from autopar.analysis.rules.table import RESIZE, RULES, Analysis, Mixes, resized
 from autopar.ir.program import Equation
-from autopar.ir.rowspace import UNKNOWN, Const, Free, Row, Value
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
 
 
 def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -58,6 +58,11 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
         axis, family = next((found for found in entered if found[1] is not None), (free[0], None))
     else:
         return [None]
+    return _pushed(equation, axis, family, off, analysis)
+
+
+def _pushed(equation: Equation, axis: int, family: int | None, off: Off, analysis: Analysis) -> Sequence[Value]:
+    """What rows become into which some are written; nothing if they are no table's."""
     if family is None:
         return [None]
     analysis.access(family, equation, axis)
@@ -148,11 +153,7 @@ def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: 
         family = analysis.enter(equation, axis)
     else:
         return [None]
-    if family is None:
-        return [None]
-    analysis.access(family, equation, axis)
-    analysis.role(equation, "push")
-    return [Row(axis, family, off)]
+    return _pushed(equation, axis, family, off, analysis)
 
 
 def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -165,11 +166,7 @@ def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequ
         return [None]
     axis = padded[0]
     family = analysis.enter(equation, axis)
-    if family is None:
-        return [None]
-    analysis.access(family, equation, axis)
-    analysis.role(equation, "push")
-    return [Row(axis, family, off)]
+    return _pushed(equation, axis, family, off, analysis)
 
 
 RULES |= {

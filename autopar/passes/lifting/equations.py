@@ -15,7 +15,8 @@ from autopar.analysis.rules import ALIGNED, resized
 from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
 from autopar.ir.reductions import PRIMITIVES
 from autopar.ir.rowspace import Access, Const, Free, Row
-from autopar.passes.lifting.scope import RowValue, Scope
+from autopar.passes.lifting.scope import Scope
+from autopar.passes.lifting.untouched import RowValue
 
 
 def lift_row_equation(scope: Scope, equation: Equation) -> None:

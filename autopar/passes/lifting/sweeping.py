@@ -21,8 +21,9 @@ from autopar.ir.rowspace import Const, Off, Refusal, Row, RowSpace
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.lifting.off_rows import OffScope, off_scope
-from autopar.passes.lifting.scope import RowValue, Scope, UntouchedRows
+from autopar.passes.lifting.scope import Scope
 from autopar.passes.lifting.suspects import find_suspects
+from autopar.passes.lifting.untouched import RowValue, UntouchedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
