@@ -48,6 +48,12 @@ class _Carried(Interpreter[tuple[int, int]]):
     def unknown(self, atom: Atom) -> tuple[int, int]:
         return (0, 0)
 
+    def equation(self, equation: Equation, given: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        for reach, _ in given:
+            if reach:
+                return super().equation(equation, given)
+        return [(0, 0)] * len(equation.outputs)
+
     def join(self, values: Sequence[tuple[int, int]], atoms: Sequence[Atom]) -> tuple[int, int]:
         return _union([r for r, _ in values]), _union([a for _, a in values])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
@@ -122,7 +123,9 @@ class RowFlow(Interpreter[Value]):
 
     def run(self, equations: Sequence[Equation]) -> None:
         outer, self._equations = self._equations, equations
-        super().run(equations)
+        known: dict[Any, Value] = self.values
+        for equation in equations:
+            self.equation(equation, [known.get(a) for a in equation.inputs])
         self._equations = outer
 
     def equation(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
