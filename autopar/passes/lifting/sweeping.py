@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.analysis.fates import Fates
+from autopar.analysis.fates import Fate, Fates
 from autopar.analysis.local import NotLocal
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
 from autopar.ir.rowspace import Const, Off, Refusal, Row, RowSpace
@@ -254,22 +254,31 @@ class Exact:
         family = value.family
         if family not in self.spaces:
             return None, None
-        product = None if value.product is None else value.product[0]
-        fate = self.fates().of(value.sources, product)
-        if not fate.own or fate.turns:
-            return None, None  # of what a loop carries, analysis has refused what may differ
-        if family in self.on_hosts and (scope.parent is not None or not value.is_reduced):
-            if fate.may_differ:
-                raise self._refusal_on_hosts(value)
+        is_deferred = family in self.deferred
+        if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
         form = OffForm.of(scope, self.spaces[family], self.inputs, value.sources, product=value.product)
-        if family in self.deferred and form.leaves:
-            if fate.may_differ:
+        if is_deferred and form.leaves:
+            if self._fate(value).may_differ:
                 raise NotDeferrable(self.spaces[family].leaves, _of_rows_that_wait(value))
             return None, None
         if not (form.frontier or form.finite or form.nonzero or form.leaves):
             return None, None
         return form, changes(scope, form, family, (), [(value.rows, value.constant, value.axis)])
+
+    def _fate(self, value: RowValue) -> Fate:
+        return self.fates().of(value.sources, None if value.product is None else value.product[0])
+
+    def _is_told(self, scope: Scope, value: RowValue) -> bool:
+        """Whether the padding row tells what all other rows are, or must be taken to: of what a loop carries, analysis
+        has refused what may differ."""
+        fate = self._fate(value)
+        if not fate.own or fate.turns:
+            return True
+        nowhere = value.family in self.on_hosts and (scope.parent is not None or not value.is_reduced)
+        if nowhere and fate.may_differ:
+            raise self._refusal_on_hosts(value)
+        return nowhere
 
     def _refusal_on_hosts(self, value: RowValue) -> NotLocal:
         paths = tuple(self.paths[k] for k in self.spaces[value.family].tables)
