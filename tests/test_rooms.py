@@ -1,4 +1,4 @@
-"""How much room programs have for rows (`backends/host/rooms.py`)."""
+"""Shape buckets of programs (`backends/host/shape_buckets.py`)."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.backends.host.rooms import _LOOKS, _WATCHED, Rooms
+from autopar.backends.host.shape_buckets import _LOOKS, _WATCHED, ShapeBuckets
 from autopar.passes import once_per_row
 
 LIMITS = {0: (10_000, 640), 1: (100, 50)}
 
 
-def rooms() -> Rooms:
-    return Rooms({0: (2, 1), 1: (100, 50)}, LIMITS)
+def buckets() -> ShapeBuckets:
+    return ShapeBuckets({0: (2, 1), 1: (100, 50)}, LIMITS)
 
 
 def needs(asked: int, owned: int = 300) -> dict[int, tuple[int, int]]:
     return {0: (owned, asked)}
 
 
-def test_what_does_not_fit_gets_more_room() -> None:
-    made = rooms()
+def test_what_does_not_fit_gets_more_bucket() -> None:
+    made = buckets()
     assert made.best({}) is made.least and made.least.fits(needs(1, 2)) and not made.least.fits(needs(1, 3))
     assert made.best(needs(190)) is None
     grown = made.grow(needs(190))
@@ -35,31 +35,31 @@ def test_what_does_not_fit_gets_more_room() -> None:
     assert made.grow(needs(639, 9_990)).rows == LIMITS, "never more than the limit"
 
 
-def test_room_that_was_outgrown_is_kept() -> None:
-    made = rooms()
+def test_bucket_that_was_outgrown_is_kept() -> None:
+    made = buckets()
     small = made.grow(needs(100))
     large = made.grow(needs(300, 200))
-    assert large.fits(needs(300, 300)), "no kind of room becomes less"
+    assert large.fits(needs(300, 300)), "no size becomes smaller"
     assert made.best(needs(90)) is small and made.best(needs(250)) is large and made.best(needs(90, 350)) is None
 
 
-def test_smaller_rooms_are_made_where_most_steps_have_room_to_spare() -> None:
-    made = rooms()
+def test_smaller_buckets_are_made_where_most_steps_have_room_to_spare() -> None:
+    made = buckets()
     largest = made.grow(needs(400))
     rng = np.random.default_rng(0)
     asked = rng.integers(150, 200, 10 * _WATCHED)
     for k, n in enumerate(asked):
-        room = made.best(needs(int(n)))
-        assert room is not None and (room is largest) == (k < _WATCHED or n > max(asked[:_WATCHED])), k
+        bucket = made.best(needs(int(n)))
+        assert bucket is not None and (bucket is largest) == (k < _WATCHED or n > max(asked[:_WATCHED])), k
         made.ran(needs(int(n)))
     smaller = {made.best(needs(int(n))) for n in range(150, 200)}
     assert 1 < len(smaller) <= 1 + _LOOKS
     assert made.best(needs(400)) is largest
 
 
-def test_what_is_not_known_ahead_has_its_limit_in_every_room() -> None:
-    """A step that is under way can't change rooms any more."""
-    made = Rooms({0: (2, 1), 1: (100, 50), 2: (2, 1)}, {**LIMITS, 2: (500, 300)})
+def test_what_is_not_known_ahead_has_its_limit_in_every_bucket() -> None:
+    """A step that is under way can't change buckets any more."""
+    made = ShapeBuckets({0: (2, 1), 1: (100, 50), 2: (2, 1)}, {**LIMITS, 2: (500, 300)})
     made.grow({0: (50, 40), 2: (50, 40)})
     for _ in range(_WATCHED):
         smaller = made.ran({0: (40, 20), 1: (9, 5), 2: (40, 30)})
@@ -67,15 +67,15 @@ def test_what_is_not_known_ahead_has_its_limit_in_every_room() -> None:
     assert smaller.rows[1] == (100, 50) and smaller.rows[0][1] < 40 and smaller.fits({1: (100, 50)})
 
 
-def test_rooms_follow_from_the_batches() -> None:
+def test_buckets_follow_from_the_batches() -> None:
     taken = []
     for _ in range(2):
-        made, rng = rooms(), np.random.default_rng(1)
+        made, rng = buckets(), np.random.default_rng(1)
         found = []
         for n in rng.zipf(1.3, (500, 200)):
             step = needs(np.unique(n).size)
-            room = made.best(step) or made.grow(step)
-            found.append(room.rows)
+            bucket = made.best(step) or made.grow(step)
+            found.append(bucket.rows)
             made.ran(step)
         taken.append(found)
     assert taken[0] == taken[1]
@@ -83,15 +83,15 @@ def test_rooms_follow_from_the_batches() -> None:
 
 
 @pytest.mark.parametrize("spread", [1, 8])
-def test_no_smaller_rooms_where_little_is_saved(spread: int) -> None:
-    made = rooms()
+def test_no_smaller_buckets_where_little_is_saved(spread: int) -> None:
+    made = buckets()
     largest = made.grow(needs(400))
     for k in range(5 * _WATCHED):
         made.ran(needs(largest.rows[0][1] - k % spread))
         assert made.best(needs(1, 2)) is made.least and made.best(needs(100)) is largest
 
 
-def test_a_step_changes_rooms_and_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_changes_buckets_and_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(once_per_row, "_MOVED", 0.0)
 
     def step(state: dict[str, jax.Array], ids: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:

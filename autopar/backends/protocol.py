@@ -96,7 +96,7 @@ class RowBackend(Protocol):
         ...
 
     def exceeded(self, route: Route) -> Array:
-        """bool[]: whether the ids need more room than the route has."""
+        """bool[]: whether the ids need more rows than the route holds."""
         ...
 
     def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:

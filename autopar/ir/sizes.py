@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
-#: On hosts, what room is made in steps of, less the entries of ids out of range (`passes.once_per_row`): products of so
+#: On hosts, what shape buckets are rounded up to, less the entries of ids out of range (`passes.once_per_row`): so
 #: many rows waste nothing.
 _HOSTS_STEP, _HOSTS_APART = 16, 2
 
 
-def room_for(need: int, limit: int, grown: int = 0) -> int:
-    """Rows on hosts that there is to be room for, `limit` at most.
+def bucket_size(need: int, limit: int, grown: int = 0) -> int:
+    """Rows of the shape bucket for `need` rows on hosts, `limit` at most.
 
-    What is computed for distinct rows is computed for all that there is room for, so that it begins with a sixteenth
-    more than is needed. Each time it didn't last, the next has twice that headroom, up to all of it: batches of ever
+    What is computed for distinct rows is computed for the whole bucket, so that it begins with a sixteenth
+    more than is needed. Each time it was too small, the next has twice that headroom, up to all of it: batches of ever
     more rows are compiled for a few times only. `grown`: how often it was made larger.
     """
-    return rounded_room(need + (need << min(grown, 4)) // 16, limit)
+    return rounded_size(need + (need << min(grown, 4)) // 16, limit)
 
 
-def rounded_room(need: int, limit: int) -> int:
-    """The next number of rows on hosts that there may be room for, `limit` at most."""
+def rounded_size(need: int, limit: int) -> int:
+    """The next size that a shape bucket on hosts may have, `limit` at most."""
     return min(limit, -(-(need + _HOSTS_APART) // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 

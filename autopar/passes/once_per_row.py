@@ -55,7 +55,7 @@ def once_per_row(program: Program, plan: Plan, devices: int = 1) -> tuple[Progra
     found: list[Ids] = []
     block = _of_block(program.block, devices, found)
     if block is program.block:
-        return program, "nothing to gain, with room for so many rows"
+        return program, "nothing to gain, compiled for so many rows"
     counts = tuple((ids.entries, ids.lookups) for ids in dict.fromkeys(found))
     before = products(program.block)
     made = OncePerRow(counts, products(block) / before if before else 1.0)

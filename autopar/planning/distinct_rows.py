@@ -1,7 +1,7 @@
 """What a step with tables on hosts will compute for distinct rows, on batches like one that is known.
 
-A plan is made with the room that no batch exceeds. The runtime makes room for what batches need, and compiles again
-when one needs more; only then is it known what is worth computing for distinct rows.
+A plan is made with shape buckets that no batch exceeds. The runtime makes them for what batches need, and compiles
+again when one needs more; only then is it known what is worth computing for distinct rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.analysis.local import OncePerRow
 from autopar.compile import follow
-from autopar.ir.sizes import room_for
+from autopar.ir.sizes import bucket_size
 from autopar.measure.alpha import example_ids
 from autopar.passes.choosing.capacity import device_ids
 from autopar.run.entry import Entry
@@ -37,7 +37,7 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) ->
         if flat is None:
             return None
         need = max(rows.size for rows in device_ids(flat, ids.batched, plan.devices, space.extent))
-        sizes[space.family] = family.rows // plan.devices, room_for(need, family.asked // plan.devices)
+        sizes[space.family] = family.rows // plan.devices, bucket_size(need, family.asked // plan.devices)
     if not sizes:
         return None
     options = dataclasses.replace(entry.options, rank_devices=devices)

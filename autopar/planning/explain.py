@@ -288,9 +288,9 @@ def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
         return (f"{state}.",)
     lines = [f"Planned for {cluster}; times are predicted from its figures. {state}."]
     if plan.on_hosts:
-        needed, room = hosted_bytes(program, plan) // cluster.machines, state_budget(cluster.host_bytes)
+        needed, available = hosted_bytes(program, plan) // cluster.machines, state_budget(cluster.host_bytes)
         lines.append(f"Tables on hosts take {format_bytes(needed)} of {format_bytes(cluster.host_bytes)} on each host")
-        lines[-1] += f": {format_bytes(needed - room)} more than fit." if needed > room else "."
+        lines[-1] += f": {format_bytes(needed - available)} more than fit." if needed > available else "."
     return tuple(lines)
 
 

@@ -14,8 +14,8 @@ from autopar import jax_compat
 from autopar.analysis.local import OncePerRow, Spread
 from autopar.backends.host.journal import HostJournal, HostJournaling, common_journal
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.rooms import Room, Rooms, Rows
-from autopar.backends.host.stages import OtherRoom, RunningStep, StagedProgram
+from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
+from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
@@ -24,14 +24,14 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.progress import PROGRESS, mark
-from autopar.mpi.room import require_room
+from autopar.mpi.host_memory import require_memory
 from autopar.run.buffers import separated
 from autopar.tables.host import HostTable, exchange
 from autopar.tables.kinds import is_table
 
 
 class HostRunner:
-    """Places a step's arguments, runs it by stages, and compiles it for each room that its rows need."""
+    """Places a step's arguments, runs it by stages, and compiles it for each bucket that its rows need."""
 
     def __init__(self, compiled: Compiled, options: Options, out_tree: Any, donate: bool) -> None:
         self._out_tree = out_tree
@@ -67,9 +67,9 @@ class HostRunner:
         for space in self._program.rows.spaces:
             if space.family in least and (space.depends_on or not _has_dynamic_ids(space)):
                 least[space.family] = limits[space.family]
-        self._rooms = Rooms(least, limits)
+        self._buckets = ShapeBuckets(least, limits)
         self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes(compiled.program.block)]
-        self._programs: dict[Room, StagedProgram] = {}
+        self._programs: dict[ShapeBucket, StagedProgram] = {}
         #: The last step's, with which the next one begins.
         self._staged: StagedProgram | None = None
         #: What the last step needed.
@@ -108,7 +108,7 @@ class HostRunner:
         """The step's results, of flat arguments (arrays, Tables, HostTables)."""
         self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
-        self._make_room(leaves)
+        self._require_memory(leaves)
         tables = self._storages(leaves)
         leaves = self._separated(leaves)
         journals = self._journals(tables)
@@ -136,13 +136,13 @@ class HostRunner:
 
     def _ran(self, inputs: Sequence[Any], step: RunningStep) -> Sequence[Any]:
         """The results of a step in the program for its rows: it begins in the last one's."""
-        staged = self._staged or self._compiled_for(self._rooms.least)
+        staged = self._staged or self._compiled_for(self._buckets.least)
         while True:
             try:
                 results = staged.run(inputs, step)
                 break
-            except OtherRoom as other:
-                staged = self._compiled_for(self._rooms.best(other.needs) or self._rooms.grow(other.needs))
+            except OtherBucket as other:
+                staged = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
         self._staged = staged
         self._needed = step.needs
         return results
@@ -177,9 +177,9 @@ class HostRunner:
     # --- programs ---
 
     def _look_for_smaller(self) -> None:
-        smaller = self._rooms.ran(self._needed) if self._needed else None
+        smaller = self._buckets.ran(self._needed) if self._needed else None
         if smaller is not None and self._compiled_for(smaller).once_per_row is None:
-            self._rooms.drop(smaller)  # what is computed doesn't depend on the room
+            self._buckets.drop(smaller)  # what is computed doesn't depend on the bucket
             del self._programs[smaller]
 
     @property
@@ -192,20 +192,20 @@ class HostRunner:
         """What the last step's program computes for distinct rows; None if nothing."""
         return self._staged.once_per_row if self._staged is not None else None
 
-    def _compiled_for(self, room: Room) -> StagedProgram:
-        found = self._programs.get(room)
+    def _compiled_for(self, bucket: ShapeBucket) -> StagedProgram:
+        found = self._programs.get(bucket)
         if found is None:
-            plan = self._plan.with_sizes(room.rows)
+            plan = self._plan.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._options)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
             mark(self._ranks.step, "compiling", "compiles")
-            found = StagedProgram(program, plan, self._ranks, self._rooms, room, donated, self._journalings)
-            self._programs[room] = found
+            found = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated, self._journalings)
+            self._programs[bucket] = found
         return found
 
     # --- arguments ---
 
-    def _make_room(self, leaves: Sequence[Any]) -> None:
+    def _require_memory(self, leaves: Sequence[Any]) -> None:
         """Make sure that the hosts have memory for the tables that come to them now.
 
         Raises:
@@ -218,7 +218,7 @@ class HostRunner:
                 axis, layout = self._tables[k]
                 shape = (layout.share, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
                 wanted[self._program.inputs[k].path] = shape, leaf.dtype
-            require_room(self._ranks.exchange, wanted)
+            require_memory(self._ranks.exchange, wanted)
 
     def _is_placed(self, k: int, leaf: Any) -> bool:
         return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]

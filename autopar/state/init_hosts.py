@@ -17,7 +17,7 @@ from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
 from autopar.backends.layouts import even_shares
 from autopar.ir.layout import RowLayout
-from autopar.mpi.room import require_room
+from autopar.mpi.host_memory import require_memory
 from autopar.run.entry import Entry
 from autopar.tables.host import HostTable, exchange
 
@@ -104,7 +104,7 @@ class HostMaker:
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
-        require_room(
+        require_memory(
             self.ranks.exchange,
             {t.path: ((t.layout.share, *_others(x.shape, t.axis)), x.dtype) for t, x in self._pairs(made)},
         )

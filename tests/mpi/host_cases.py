@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from autopar.backends.host import rooms
+from autopar.backends.host import shape_buckets
 from autopar.ir import deferred
 from autopar.passes import once_per_row
 from autopar.planning.verify import compare
@@ -274,10 +274,10 @@ def check_once_per_row() -> None:
         assert planned.latest.runner.once_per_row, loss
 
 
-def check_rooms() -> None:
-    """Ranks whose rows vary by themselves run programs for different rooms in the same step, and change them."""
+def check_shape_buckets() -> None:
+    """Ranks whose rows vary by themselves run programs for different shape buckets in one step, and change them."""
     once_per_row._MOVED = 0.0
-    rooms._WATCHED = 8
+    shape_buckets._WATCHED = 8
 
     def step(state: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:
@@ -312,7 +312,7 @@ def check_rooms() -> None:
 
 
 def check_deferred_growth() -> None:
-    """Adam: a short journal, flushes of all rows, rows that outgrow their room, and reads in between."""
+    """Adam: a short journal, flushes of all rows, rows that outgrow their bucket, and reads in between."""
     deferred.VOLUMES = 3
     case = net(optax.adamw(0.1, weight_decay=1e-2), norm=False, batch=48)
     step = autopar.parallelize(case.step, strategy=HOSTS)

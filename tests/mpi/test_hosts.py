@@ -13,7 +13,7 @@ WORLDS = {
     (1, 1): (),
     (2, 1): (),
     (3, 1): ("check_contract", "check_results", "check_init", "check_nonfinite", "check_deferred", "check_whole_reads"),
-    (4, 1): ("check_contract", "check_once_per_row", "check_growth", "check_deferred_growth", "check_rooms"),
+    (4, 1): ("check_contract", "check_once_per_row", "check_growth", "check_deferred_growth", "check_shape_buckets"),
     (1, 2): ("check_contract", "check_results"),
     (2, 2): ("check_contract", "check_once_per_row", "check_init", "check_batches_that_devices_do_not_divide"),
     (3, 2): ("check_contract",),

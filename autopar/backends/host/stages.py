@@ -1,8 +1,8 @@
 """Run a step in stages: compiled programs, with exchanges between ranks in between.
 
 Calls into MPI are made between programs, never from a callback inside one. Everything that a stage needs is looked up
-once, when the step is compiled for a room (rows asked for, rows owned); a step itself walks a list. `OtherRoom` says
-that the step's rows don't fit, or fit a smaller room, before anything has changed.
+once, when the step is compiled for a bucket (rows asked for and owned); a step itself walks a list. `OtherBucket` says
+that the step's rows don't fit, or fit a smaller bucket, before anything has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.rooms import Room, Rooms, Rows
+from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
@@ -40,8 +40,8 @@ _READS_WHOLE = frozenset(
 )
 
 
-class OtherRoom(Exception):
-    """A step belongs into another room, by what it needs."""
+class OtherBucket(Exception):
+    """A step belongs into another bucket, by what it needs."""
 
     def __init__(self, needs: Rows) -> None:
         super().__init__(str(needs))
@@ -68,8 +68,8 @@ class HostRoute:
 class RunningStep:
     """What one run of the stages knows.
 
-    All but `values` outlives a run that is begun again in another room: other ranks need not begin again, so that what
-    was exchanged isn't exchanged twice.
+    All but `values` outlives a run that is begun again in another bucket: other ranks need not begin again, so that
+    what was exchanged isn't exchanged twice.
 
     Attributes:
       routes: By family, what was asked of whom, and the places.
@@ -86,7 +86,7 @@ class RunningStep:
 
 
 class StagedProgram:
-    """A step's stages, compiled for a room.
+    """A step's stages, compiled for a bucket.
 
     Attributes:
       once_per_row: What is computed for distinct rows; None if nothing.
@@ -97,25 +97,25 @@ class StagedProgram:
         program: Program,
         plan: Plan,
         ranks: Ranks,
-        rooms: Rooms,
-        room: Room,
+        buckets: ShapeBuckets,
+        bucket: ShapeBucket,
         donated: frozenset[int],
         journalings: Sequence[HostJournaling] = (),
     ) -> None:
         """
         Args:
           program: Localized, with stages.
-          plan: Whose sizes it was made for: those of the room.
+          plan: Whose sizes it was made for: those of the bucket.
           ranks: Who exchanges.
-          rooms: All that there are.
-          room: Its own.
+          buckets: All that there are.
+          bucket: Its own.
           donated: Inputs whose buffers may be used for their new values.
           journalings: How deferred rows are brought up to date, in the order of the journals.
         """
         self._journalings = dict(zip(flushes(program.block), journalings, strict=True))
         self._ranks = ranks
         self._plan = plan
-        self._rooms, self._room = rooms, room
+        self._buckets, self._bucket = buckets, bucket
         self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
         items, self._outputs = returned_by_programs(program)
@@ -138,7 +138,7 @@ class StagedProgram:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
 
         Raises:
-          OtherRoom: the step belongs into another one; nothing has changed yet.
+          OtherBucket: the step belongs into another one; nothing has changed yet.
         """
         step.values = dict(zip(self._inputs, inputs, strict=True))
         for act in self._actions:
@@ -202,12 +202,12 @@ class StagedProgram:
                 asked = self._ranks.ask(places, layout.share)
                 step.routes[family] = asked, places
                 step.needs[family] = self._ranks.agree((len(asked.rows) + 1, places.size))
-        if self._rooms.best(step.needs) is not self._room:
-            raise OtherRoom(step.needs)
+        if self._buckets.best(step.needs) is not self._bucket:
+            raise OtherBucket(step.needs)
         for equation, family in zip(equations, families, strict=True):
             asked, places = step.routes[family]
-            rows, room = self._room.rows[family]
-            route = _route(asked, places, self._layouts[family], rows, room, self._ranks)
+            rows, asked_rows = self._bucket.rows[family]
+            route = _route(asked, places, self._layouts[family], rows, asked_rows, self._ranks)
             step.values[equation.outputs[0]] = route
 
     def _pull(self, equations: Sequence[Equation], step: RunningStep) -> None:
@@ -222,9 +222,9 @@ class StagedProgram:
     def _fetch(self, equations: Sequence[Equation], step: RunningStep) -> None:
         for equation in equations:
             rows, route = (step.values[a] for a in equation.inputs)
-            axis, room = equation.params["axis"], len(route.view.asked)
+            axis, count = equation.params["axis"], len(route.view.asked)
             first = rows_first(np.asarray(rows), axis)[: route.count]
-            shape = room, *first.shape[1:]
+            shape = count, *first.shape[1:]
             is_awaited = equation in self._awaited
             out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
             fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
@@ -344,11 +344,11 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     return distinct(layout.place(flat))
 
 
-def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, room: int, ranks: Ranks) -> HostRoute:
+def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, asked_rows: int, ranks: Ranks) -> HostRoute:
     found = asked.rows
     # The first row that the step doesn't touch; some row if it touches all.
     gaps = np.flatnonzero(found != np.arange(found.size, dtype=found.dtype))
     spare = int(gaps[0]) if gaps.size else found.size if found.size < layout.share else 0
     numbers = padded(found, rows, layout.share)
-    view = RouteView(numbers, np.array([spare], np.int32), ranks.spread(padded(places, room, layout.stored), 0))
+    view = RouteView(numbers, np.array([spare], np.int32), ranks.spread(padded(places, asked_rows, layout.stored), 0))
     return HostRoute(asked, places, view, numbers, spare)

@@ -1,7 +1,7 @@
 """Reductions over all rows of a table: a rank's own rows, by blocks, so that memory doesn't grow with the table.
 
 What is computed row by row in between (squares, masks, another table's rows) is part of the compiled program; rows that
-a rank has only as room (spare ones, the rest of the last block) are masked there.
+a rank has only as padding (spare ones, the rest of the last block) are masked there.
 """
 
 from __future__ import annotations

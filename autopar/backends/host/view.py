@@ -82,7 +82,7 @@ class RankRows(ShardedRows):
 
 
 def _resized(rows: Array, count: int, axis: int) -> Array:
-    """The first rows, or zeros after them: either room may be the larger one, and the rows that there are fit both."""
+    """The first rows, or zeros after them: either size may be the larger one, and the rows that there are fit both."""
     widths = [(0, 0, 0)] * rows.ndim
     widths[axis] = (0, count - rows.shape[axis], 0)
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 from autopar.state.files.checksums import flushed
-from autopar.state.files.folder import room
+from autopar.state.files.folder import disk_space
 from autopar.state.files.manifest import FileRecord
 
 FOLDER = "dense"
@@ -66,7 +66,9 @@ def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, .
             checkpointer.save(version / FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
     except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
         told = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"{version / FOLDER} can't be written by Orbax: {told}{room(version, error)}") from error
+        raise CheckpointError(
+            f"{version / FOLDER} can't be written by Orbax: {told}{disk_space(version, error)}"
+        ) from error
     found = [flushed(version, Path(folder) / name) for folder, _, files in os.walk(version / FOLDER) for name in files]
     return tuple(sorted(found, key=lambda record: record.name))
 

@@ -138,7 +138,7 @@ class Folder:
             flush(self.path)
 
     def clean(self) -> None:
-        """Remove all versions but the one that counts, as far as that can be done; none if that can't be told."""
+        """Remove all versions but the one that counts, as far as that can be done; none if that is unknown."""
         line = self._line()
         read = None if line is None else _LINE.fullmatch(line)
         if line is not None and read is None:
@@ -201,20 +201,20 @@ def named(path: Path, done: str) -> Iterator[None]:
         raise
     except OSError as error:
         told = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}" if error.errno else str(error)
-        raise CheckpointError(f"{path} can't be {done}: {told}{room(path.parent, error)}") from error
+        raise CheckpointError(f"{path} can't be {done}: {told}{disk_space(path.parent, error)}") from error
 
 
-def room(folder: Path, error: Exception) -> str:
-    """How much room there is, and what to do, after an error that may come of too little; else nothing."""
+def disk_space(folder: Path, error: Exception) -> str:
+    """How much space is free, and what to do, after an error that may come of too little; else nothing."""
     if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return ""
     try:
         free = f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB are free at {folder}"
     except OSError:
-        free = f"how much is free at {folder} can't be told"
+        free = f"how much is free at {folder} is unknown"
     return (
-        f" ({free}; a save needs room for the new checkpoint beside the one before, which is kept). If the disk is "
-        "full, make room or save to another path"
+        f" ({free}; a save needs space for the new checkpoint beside the one before, which is kept). If the disk is "
+        "full, free some space or save to another path"
     )
 
 

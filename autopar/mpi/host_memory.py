@@ -1,7 +1,7 @@
 """Whether the tables of all ranks fit into the memory of their machines, before any of it is taken.
 
-Ranks on one machine share its memory: each by itself would find room for its own tables, and the system would then end
-one of them. So they ask together, and where there is too little, every rank raises the same error.
+Ranks on one machine share its memory: each by itself would find memory for its own tables, and the system would then
+end one of them. So they ask together, and where there is too little, every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import memory_levels
 
 
-def require_room(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]]) -> None:
+def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]]) -> None:
     """Raises on every rank where the tables of all ranks together don't fit somewhere. Collective.
 
     Args:
