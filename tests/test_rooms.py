@@ -24,7 +24,7 @@ def needs(asked: int, owned: int = 300) -> dict[int, tuple[int, int]]:
     return {0: (owned, asked)}
 
 
-def test_what_does_not_fit_gets_more_bucket() -> None:
+def test_what_does_not_fit_gets_a_larger_bucket() -> None:
     made = buckets()
     assert made.best({}) is made.least and made.least.fits(needs(1, 2)) and not made.least.fits(needs(1, 3))
     assert made.best(needs(190)) is None
@@ -43,7 +43,7 @@ def test_bucket_that_was_outgrown_is_kept() -> None:
     assert made.best(needs(90)) is small and made.best(needs(250)) is large and made.best(needs(90, 350)) is None
 
 
-def test_smaller_buckets_are_made_where_most_steps_have_room_to_spare() -> None:
+def test_smaller_buckets_are_made_where_most_steps_need_far_fewer_rows() -> None:
     made = buckets()
     largest = made.grow(needs(400))
     rng = np.random.default_rng(0)

@@ -1,11 +1,10 @@
 """Shape buckets: the numbers of rows that programs are compiled for, and which program a step runs.
 
 A program is compiled for so many rows that this rank asks for, and so many that it is asked for. Batches differ: what
-doesn't fit gets a larger bucket (`ir.sizes.bucket_size`). What is computed once for each distinct row is
-computed for all that a program is compiled for,
-so that, once most steps have needed far fewer, smaller programs are made as well; each step
-runs the smallest one that it fits. All of it follows from the batches alone: a run that is repeated compiles the same
-programs at the same steps.
+doesn't fit gets a larger bucket (`ir.sizes.bucket_size`). What is computed once for each distinct row is computed for
+all rows that a program is compiled for. So smaller programs are made as well, once most steps have needed far fewer
+rows, and each step runs the smallest one that it fits. All of it follows from the batches alone: a run that is repeated
+compiles the same programs at the same steps.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class ShapeBuckets:
     def __init__(self, first: Rows, limits: Rows) -> None:
         """
         Args:
-          first: The least bucket that there is to be. Families that have their limit in it have it in all buckets: what
+          first: The smallest bucket. Families that have their limit in it have it in all buckets: what
             a step needs of them isn't known before it is under way.
           limits: What never needs to be exceeded.
         """
