@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-
-from .coincidences import OPTIMIZERS, SIZES, TABLES, Sizes, batch_of, state_of, step_of
+from tests.support.coincidences import OPTIMIZERS, SIZES, TABLES, Sizes, batch_of, state_of, step_of
 
 
 def lifted(step: Any, *arguments: Any) -> dict[str, str]:

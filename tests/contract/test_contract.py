@@ -11,9 +11,8 @@ import pytest
 
 import autopar
 from autopar.planning.verify import compare
-
-from .pairs import pairwise
-from .zoo import MODELS, OPTIMIZERS
+from tests.support.pairs import pairwise
+from tests.zoo import MODELS, OPTIMIZERS
 
 STEPS = 20
 #: The issue's optimizers, and those which make other programs of the same models.

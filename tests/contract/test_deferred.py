@@ -15,10 +15,9 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
-
-from .deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
-from .zoo.case import Case, zipf_ids
-from .zoo.every_optimizer import lookup_case
+from tests.support.deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
+from tests.zoo.case import Case, zipf_ids
+from tests.zoo.every_optimizer import lookup_case
 
 
 @pytest.fixture(autouse=True)

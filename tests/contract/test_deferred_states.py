@@ -14,10 +14,9 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-
-from .deferred import deferring, differ, differences, rows_case
-from .zoo.case import Case
-from .zoo.every_optimizer import lookup_case
+from tests.support.deferred import deferring, differ, differences, rows_case
+from tests.zoo.case import Case
+from tests.zoo.every_optimizer import lookup_case
 
 
 @pytest.fixture(autouse=True)

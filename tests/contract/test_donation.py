@@ -12,8 +12,7 @@ import pytest
 
 import autopar
 from autopar.integrations import equinox as aeqx
-
-from .donation import (
+from tests.support.donation import (
     ADAM,
     CASES,
     IDS,

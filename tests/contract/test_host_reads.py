@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.passes.reducing import table_body
-from tests.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
+from tests.support.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
 
 
 def compared(step: Any, mine: Any, batches: Any, rtol: float = 1e-5) -> Any:

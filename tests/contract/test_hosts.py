@@ -19,9 +19,8 @@ from autopar.backends.host.program_io import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.planning.verify import compare
-
-from .settings import set_machine
-from .zoo import MODELS, OPTIMIZERS
+from tests.support.settings import set_machine
+from tests.zoo import MODELS, OPTIMIZERS
 
 HOSTS = ("ps", "hosts")
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))

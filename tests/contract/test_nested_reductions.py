@@ -8,8 +8,7 @@ import optax
 import pytest
 
 import autopar
-
-from .nested_reductions import NESTINGS, STEPS, carried, carried_alike, check
+from tests.support.nested_reductions import NESTINGS, STEPS, carried, carried_alike, check
 
 HOSTS = ("ps", "hosts")
 

@@ -11,8 +11,7 @@ import optax
 import pytest
 
 import autopar
-
-from .host_reads import check_rows_that_differ
+from tests.support.host_reads import check_rows_that_differ
 
 ROWS, WIDTH = 1300, 4  # more than two blocks of a sweep
 

@@ -3,7 +3,6 @@ and the products are as much smaller as they can be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +14,22 @@ import autopar
 from autopar import jax_compat
 from autopar.measure.cluster import NAMED
 from autopar.passes import once_per_row
-
-V, D, H, EXAMPLES, TOKENS = 23, 6, 7, 24, 5
-Params = dict[str, jax.Array]
-Loss = Callable[[Params, dict[str, jax.Array]], Any]
+from tests.support.entry_steps import (
+    EXAMPLES,
+    TOKENS,
+    D,
+    Loss,
+    Params,
+    V,
+    bags,
+    batch_of,
+    filled,
+    make_state,
+    perceptron,
+    step_of,
+    tower,
+    whole,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,30 +38,6 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(once_per_row, "_MOVED", 0.0)
     with jax_compat.enable_x64():
         yield
-
-
-def make_state(dtype: Any = np.float64) -> Params:
-    rng = np.random.default_rng(0)
-    shapes = {"emb": (V, D), "other": (V, D), "w1": (D, H), "w2": (H, D), "b": (H,), "pos": (TOKENS, D)}
-    return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
-
-
-def batch_of(k: int, dtype: Any = np.float64, examples: int = EXAMPLES) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(100 + k)
-    return {
-        "ids": rng.integers(0, V, (examples, TOKENS)).astype(np.int32),
-        "more": rng.integers(0, V, (examples, TOKENS)).astype(np.int32),
-        "x": rng.normal(size=(examples, TOKENS)).astype(dtype),
-        "key": np.array([0, k], np.uint32),
-    }
-
-
-def step_of(loss: Loss) -> Callable[..., Any]:
-    def step(state: Params, batch: dict[str, jax.Array]) -> tuple[Params, Any]:
-        value, grads = jax.value_and_grad(loss)(state, batch)
-        return {k: (v - 0.1 * grads[k]).astype(v.dtype) for k, v in state.items()}, value
-
-    return step
 
 
 def compared(loss: Loss, batches: list[Any] | None = None, state: Params | None = None, rtol: float = 1e-11) -> Any:
@@ -67,32 +54,7 @@ def compared(loss: Loss, batches: list[Any] | None = None, state: Params | None 
     return planned
 
 
-def perceptron(p: Params, rows: jax.Array) -> jax.Array:
-    return jax.nn.relu(rows @ p["w1"] + p["b"]) @ p["w2"]
-
-
 # --- what becomes by entries, and by how much ---
-
-
-def whole(p: Params, batch: Any) -> jax.Array:
-    rows = p["emb"][batch["ids"]]
-    made = perceptron(p, rows)
-    return jnp.mean((made - rows) ** 2) + jnp.mean(made**2)
-
-
-def tower(p: Params, batch: Any) -> jax.Array:
-    """Examples meet what is their own after the products: sums of their gradients go back through those."""
-    return jnp.mean((perceptron(p, p["emb"][batch["ids"]]).sum(-1) - batch["x"]) ** 2)
-
-
-def bags(p: Params, batch: Any) -> jax.Array:
-    """Rows of an example are added up before the last product, which isn't one of rows."""
-    hidden = jax.nn.relu(p["emb"][batch["ids"]] @ p["w1"])
-    return jnp.mean((hidden.mean(1) @ p["w2"]) ** 3)
-
-
-def filled(p: Params, batch: Any) -> jax.Array:
-    return jnp.mean(perceptron(p, jnp.take(p["emb"], batch["ids"], axis=0)) ** 2)
 
 
 def flat(p: Params, batch: Any) -> jax.Array:

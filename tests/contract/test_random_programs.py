@@ -18,10 +18,9 @@ from jax import lax
 
 import autopar
 from autopar.planning.verify import compare
-
-from . import bad_recipes
-from .ingredients import AFTER, CHAIN, DEFERRED, ID_KINDS, IDS, LOOKUPS, ROWS, WIDTH, Tree
-from .recipes import PLAIN, RECIPES, Recipe, make_batch, make_state, make_step
+from tests.support import bad_recipes
+from tests.support.ingredients import AFTER, CHAIN, DEFERRED, ID_KINDS, IDS, LOOKUPS, ROWS, WIDTH, Tree
+from tests.support.recipes import PLAIN, RECIPES, Recipe, make_batch, make_state, make_step
 
 
 @settings(

@@ -10,8 +10,7 @@ import pytest
 
 import autopar
 from autopar.analysis.rules.elementwise import ELEMENTWISE
-
-from .single_rows import batch_of, state_of, train, with_momentum
+from tests.support.single_rows import batch_of, state_of, train, with_momentum
 
 HOSTS = ("ps", "hosts")
 

@@ -7,8 +7,7 @@ import pytest
 
 import autopar
 from autopar.planning.verify import compare
-
-from .zoo import VARIANTS
+from tests.zoo import VARIANTS
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -40,7 +40,7 @@ def run(code: str, devices: int = 1) -> str:
     """The output of a program in a fresh process with XLA's defaults."""
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_NUM_CPU_DEVICES": str(devices)}
     program = textwrap.dedent(PRELUDE) + textwrap.dedent(code)
-    command, root = [sys.executable, "-c", program], Path(__file__).parent.parent
+    command, root = [sys.executable, "-c", program], Path(__file__).parents[2]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -101,7 +101,7 @@ def test_dense_models_compile_to_plain_jits_hlo(model: str, optimizer: str) -> N
 def test_initializers_on_several_devices() -> None:
     out = run(
         """
-        from tests.devices.test_init import INITIALIZERS, check_initializer
+        from tests.support.initializers import INITIALIZERS, check_initializer
 
         for kind in INITIALIZERS:
             check_initializer(kind)

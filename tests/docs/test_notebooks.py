@@ -14,7 +14,7 @@ nbclient = pytest.importorskip("nbclient", reason=_REASON)
 kernelspec = pytest.importorskip("ipykernel.kernelspec", reason=_REASON)
 jupyter_client = pytest.importorskip("jupyter_client", reason=_REASON)
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 #: Seconds of a cell.
 LIMIT_S = 120

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import ingredients
-from .ingredients import WIDTH, Tree
+from tests.support import ingredients
+from tests.support.ingredients import WIDTH, Tree
 
 
 @jax.custom_vjp

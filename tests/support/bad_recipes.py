@@ -1,5 +1,5 @@
 """Random train steps in which something isn't finite: recipes by their seeds, what is known to differ from plain JAX of
-them, and whether the others agree with it. On one device and hosts in tests/, on several in tests/devices.
+them, and whether the others agree with it. On one device and hosts in tests/contract, on several in tests/devices.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-
-from .bad_ingredients import CHAIN, LOOKUPS, METRICS, OPTIMIZERS, WHERE, WITHIN
-from .ingredients import AFTER, GRADIENTS, ID_KINDS, LOSSES, PARTS, Tree
-from .recipes import Recipe, make_batch, make_state, make_step
+from tests.support.bad_ingredients import CHAIN, LOOKUPS, METRICS, OPTIMIZERS, WHERE, WITHIN
+from tests.support.ingredients import AFTER, GRADIENTS, ID_KINDS, LOSSES, PARTS, Tree
+from tests.support.recipes import Recipe, make_batch, make_state, make_step
 
 #: Once the batch's number was what it is here, rows are; the steps before and after it have a 1.
 STEPS, BAD_STEP = 3, 1

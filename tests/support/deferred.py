@@ -11,9 +11,8 @@ import numpy as np
 
 import autopar
 from autopar.run.step import ParallelStep
-
-from .settings import set_options
-from .zoo.case import Case, key_path, zipf_ids
+from tests.support.settings import set_options
+from tests.zoo.case import Case, key_path, zipf_ids
 
 #: Of a table by hand.
 ROWS, WIDTH = 40, 3

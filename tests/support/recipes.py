@@ -15,8 +15,21 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
-from . import bad_ingredients as bad
-from .ingredients import AFTER, CHAIN, GRADIENTS, ID_KINDS, IDS, LOOKUPS, LOSSES, OPTIMIZERS, PARTS, ROWS, WIDTH, Tree
+from tests.support import bad_ingredients as bad
+from tests.support.ingredients import (
+    AFTER,
+    CHAIN,
+    GRADIENTS,
+    ID_KINDS,
+    IDS,
+    LOOKUPS,
+    LOSSES,
+    OPTIMIZERS,
+    PARTS,
+    ROWS,
+    WIDTH,
+    Tree,
+)
 
 
 @dataclass(frozen=True)

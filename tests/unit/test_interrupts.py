@@ -23,8 +23,16 @@ from autopar.backends.host import journal
 from autopar.integrations import nnx as anx
 from autopar.interrupts import SECOND_S, interruptible, uninterrupted
 from autopar.run.hosts import HostRunner
-
-from .interrupting import BATCHES, ROWS, Loop, batches, check_interrupted, interrupter, lookup_step, train_interrupted
+from tests.support.interrupting import (
+    BATCHES,
+    ROWS,
+    Loop,
+    batches,
+    check_interrupted,
+    interrupter,
+    lookup_step,
+    train_interrupted,
+)
 
 CASES = {
     "lifted": (optax.sgd(0.1), "ps"),

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import ast
-import doctest
 import gc
-import importlib
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import autopar.api
 from autopar.backends.indices import set_at
 from autopar.collection import paused_collection
 from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.ir.paths import matches
-
-from .pairs import pairwise
+from tests.support.pairs import pairwise
 
 
 @pytest.mark.parametrize(
@@ -86,45 +79,6 @@ def test_pairwise_covers_every_pair() -> None:
     for first, second in (("a", "b"), ("a", "c"), ("b", "c")):
         assert {(r[first], r[second]) for r in rows} == {(x, y) for x in axes[first] for y in axes[second]}
     assert len(rows) < 3 * 2 * 3
-
-
-def test_docstring_examples() -> None:
-    for module, examples in ((autopar.api, 4), (importlib.import_module("autopar.state.init"), 4)):
-        found = doctest.testmod(module)
-        assert found.attempted >= examples and found.failed == 0
-
-
-PAGES = ["README.md", "docs/options.md", "docs/devices.md", "docs/accuracy.md"]
-
-
-def test_the_readme_is_short() -> None:
-    assert len((Path(__file__).parents[1] / "README.md").read_text().splitlines()) <= 150
-
-
-def test_pages_are_valid_python_and_name_real_options() -> None:
-    text = "\n".join((Path(__file__).parents[1] / page).read_text() for page in PAGES)
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    for block in blocks:
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "autopar.parallelize":
-                for keyword in node.keywords:
-                    assert keyword.arg in autopar.parallelize.__kwdefaults__
-    for name in re.findall(r"autopar\.([a-z_]+)\(", text):
-        assert hasattr(autopar, name)
-
-
-def test_the_api_reference_has_every_public_name() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
-    assert sorted(re.findall(r":: autopar\.(\w+)", page)) == sorted(autopar.__all__)
-
-
-def test_pages_name_modules_that_exist() -> None:
-    root = Path(__file__).parents[1]
-    for page in (*(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"):
-        for module in re.findall(r"`([a-z_/]+\.py)\b", page.read_text()):
-            known = module == "train.py" or (root / module).exists() or (root / "autopar" / module).exists()
-            assert known, f"{page.name} names {module}, which isn't there"
 
 
 def test_the_collector_is_paused() -> None:

@@ -1,6 +1,6 @@
 """What every rank does in `test_bytes.py`: exchanges and steps with tables on hosts, and the bytes that they sent.
 
-`mpiexec -n 3 python -m tests.mpi.bytes_cases FOLDER EACH ROWS DIM WIDTH EXAMPLES LENGTH`: writes FOLDER/RANK.json with,
+`mpiexec -n 3 python -m tests.support.mpi.bytes_cases FOLDER EACH ROWS DIM WIDTH EXAMPLES LENGTH`: writes FOLDER/RANK.json with,
 for each phase, what was counted by `Exchange.sent_bytes` and `near_bytes`, and at the interface `eth0`. Ranks pretend
 to be on machines with EACH of them; 0: on one.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import autopar
 from autopar.mpi import machines
 from autopar.tables.host import exchange
-from tests.mpi.namespaces import sent_by_interface
+from tests.support.mpi.namespaces import sent_by_interface
 
 #: The step whose bytes are counted; those before it plan, compile and grow.
 COUNTED = 2

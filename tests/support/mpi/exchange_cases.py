@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import FIRST_IDS, Exchange
-from tests.mpi.exchange_truth import (
+from tests.support.mpi.exchange_truth import (
     DTYPES,
     Case,
     check_asked,

@@ -1,6 +1,6 @@
 """What every rank does in `test_exchange.py`: each case against NumPy, from seeds that all ranks know.
 
-`python -m tests.mpi.exchange_ranks` under mpiexec, or alone.
+`python -m tests.support.mpi.exchange_ranks` under mpiexec, or alone.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import RelayedExchange
-from tests.mpi import exchange_cases, reduction_cases, relay_cases
-from tests.mpi.exchange_truth import Case
+from tests.support.mpi import exchange_cases, reduction_cases, relay_cases
+from tests.support.mpi.exchange_truth import Case
 
 DIRECT: Mapping[str, Case] = {**exchange_cases.CASES, **reduction_cases.CASES}
 RELAYED: Mapping[str, Case] = {**exchange_cases.CASES, **relay_cases.CASES}

@@ -21,11 +21,10 @@ from autopar.backends.across import local
 from autopar.backends.processes import Processes
 from autopar.cost import Rates
 from autopar.measure import calibrate, loops, probe
-
-from ..devices import test_dense
-from ..devices.test_rows import make_state, step
-from ..rates import RATES
-from ..zoo import MODELS, OPTIMIZERS
+from tests.support import dense_steps
+from tests.support.rates import RATES
+from tests.support.row_steps import make_state, step
+from tests.zoo import MODELS, OPTIMIZERS
 
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
 BATCH = 2 * COUNT
@@ -97,9 +96,9 @@ def check_a_table_that_the_devices_divide() -> None:
 
 def check_dense_parameters_in_shares() -> None:
     """AdamW. A gathered parameter, a gradient that is reduced to its owner."""
-    planned = autopar.parallelize(test_dense.step, strategy={"**": "ps"})
-    batches = [ids_of(test_dense.ROWS, k)["ids"] for k in range(3)]
-    mine = train(planned, jax.jit(test_dense.step), test_dense.make_state(), batches)
+    planned = autopar.parallelize(dense_steps.step, strategy={"**": "ps"})
+    batches = [ids_of(dense_steps.ROWS, k)["ids"] for k in range(3)]
+    mine = train(planned, jax.jit(dense_steps.step), dense_steps.make_state(), batches)
     assert not mine["params"]["w"].is_fully_replicated
 
 

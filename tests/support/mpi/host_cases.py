@@ -21,14 +21,13 @@ from autopar.ir import deferred
 from autopar.passes import once_per_row
 from autopar.planning.verify import compare
 from autopar.tables.host import HostTable, exchange
-
-from .. import host_reads
-from .. import test_once_per_row as by_rows
-from ..pairs import pairwise
-from ..settings import set_options
-from ..zoo import MODELS, OPTIMIZERS
-from ..zoo.case import Case, concrete, initial_variables, zipf_ids
-from .refused_cases import check_what_cannot_be as check_what_cannot_be  # one of the cases
+from tests.support import entry_steps as by_rows
+from tests.support import host_reads
+from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # one of the cases
+from tests.support.pairs import pairwise
+from tests.support.settings import set_options
+from tests.zoo import MODELS, OPTIMIZERS
+from tests.zoo.case import Case, concrete, initial_variables, zipf_ids
 
 RANK, RANKS, DEVICES = jax.process_index(), jax.process_count(), jax.local_device_count()
 HOSTS = ("ps", "hosts")

@@ -12,7 +12,7 @@ import autopar  # first: it makes the ranks JAX's processes
 import jax
 import optax
 
-from ..interrupting import BATCHES, Loop, interrupter, lookup_step, same
+from tests.support.interrupting import BATCHES, Loop, interrupter, lookup_step, same
 
 RANK, RANKS = jax.process_index(), jax.process_count()
 FOLDER = Path(os.environ["XDG_CACHE_HOME"]).parent / "interrupts"

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 
 #: Processes of a job are known by this variable in their environment.
@@ -39,6 +39,10 @@ class Job:
     output: str
     ranks: tuple[str, ...]
     left: tuple[str, ...]
+
+
+#: `run_ranks` and `launch` of tests/mpi/conftest.py.
+Run = Callable[..., Job]
 
 
 def run_job(

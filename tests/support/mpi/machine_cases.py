@@ -11,9 +11,8 @@ import numpy as np
 from autopar.mpi import machines
 from autopar.mpi.machines import RelayedExchange
 from autopar.tables.host import exchange
-
-from . import host_cases
-from .host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make
+from tests.support.mpi import host_cases
+from tests.support.mpi.host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make
 
 __all__ = ["check_growth", "check_relays", "check_results"]
 

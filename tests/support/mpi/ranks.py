@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s: float = 120) -> str:
@@ -49,11 +49,11 @@ def run_cases(
     """Run the functions of a module that are called `check_...` on every rank: those named, or all.
 
     Args:
-      module: In this folder.
+      module: In this folder, by its name.
       devices: Of each rank.
       folder: For what is printed and kept.
     """
-    arguments = [f"tests.mpi.{module}", str(devices), str(folder), *names]
-    text = run_ranks(ranks, "tests.mpi.worker", *arguments, output=folder / "output", timeout_s=timeout_s)
+    arguments = [f"tests.support.mpi.{module}", str(devices), str(folder), *names]
+    text = run_ranks(ranks, "tests.support.mpi.worker", *arguments, output=folder / "output", timeout_s=timeout_s)
     done = text.count("\ncheck_") + text.startswith("check_")
     assert done >= max(len(names), 1), text

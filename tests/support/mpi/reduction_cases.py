@@ -11,7 +11,7 @@ from autopar.errors import HostMemoryError
 from autopar.mpi import room
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import FIRST_IDS, Exchange
-from tests.mpi.exchange_truth import DTYPES, Case, random
+from tests.support.mpi.exchange_truth import DTYPES, Case, random
 
 CASES: dict[str, Case] = {}
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.tables.host import HostTable
-
-from ..host_reads import HOSTS
+from tests.support.host_reads import HOSTS
 
 RANKS = jax.process_count()
 

@@ -9,7 +9,7 @@ import numpy as np
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import RelayedExchange, connect
 from autopar.mpi.world import World
-from tests.mpi.exchange_truth import Case, wanted
+from tests.support.mpi.exchange_truth import Case, wanted
 
 CASES: dict[str, Case] = {}
 

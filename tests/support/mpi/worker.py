@@ -1,6 +1,6 @@
 """One rank: runs the functions of a module whose names start with `check_`, in order. The first failure ends the job.
 
-`python -m tests.mpi.worker <module> <devices of this rank> <folder for what is kept> [<name> ...]`
+`python -m tests.support.mpi.worker <module> <devices of this rank> <folder for what is kept> [<name> ...]`
 """
 
 from __future__ import annotations

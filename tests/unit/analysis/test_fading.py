@@ -20,9 +20,8 @@ from autopar.backends import fading
 from autopar.backends.deferred import Deferred
 from autopar.backends.emit import deferred_of
 from autopar.ir.deferred import FLOORS, flushes
-
-from .deferred import deferring, differ, one_slot, rows_case, two_slots
-from .zoo.case import Case
+from tests.support.deferred import deferring, differ, one_slot, rows_case, two_slots
+from tests.zoo.case import Case
 
 #: Momentum that is lost in rounding (float64) after some 35 steps, well within a journal.
 FAST, LONG = 0.3, 80

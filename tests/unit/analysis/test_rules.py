@@ -18,8 +18,7 @@ from jax import lax
 
 from autopar.analysis.rules import RULES
 from autopar.ir.rowspace import RowFacts
-
-from .row_claims import ROWS, Build, Rows, analysed, check, equations
+from tests.support.row_claims import ROWS, Build, Rows, analysed, check, equations
 
 #: Names that no public function of jax.lax or jax.numpy leads to.
 UNREACHABLE = {

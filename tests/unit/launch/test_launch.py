@@ -11,7 +11,7 @@ import pytest
 from autopar.errors import LaunchError
 from autopar.launch import launcher
 from autopar.launch.cluster_file import read_cluster
-from tests.mpi.jobs import MPIEXEC
+from tests.support.mpi.jobs import MPIEXEC
 
 HYDRA = launcher.Mpirun("/opt/bin/mpiexec", "hydra")
 OPEN_MPI = launcher.Mpirun("/opt/bin/mpirun", "open-mpi")

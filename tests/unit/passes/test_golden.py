@@ -1,7 +1,7 @@
 """Golden text: Programs written by hand, put through the pipeline one pass at a time.
 
-Each pass must print what `tests/golden/<program>.txt` says, and leave a program that returns the same: it is run before
-and after. After a change that is meant, `python -m tests.test_golden` writes the files anew; read the difference.
+Each pass must print what `golden/<program>.txt` says, and leave a program that returns the same: it is run before
+and after. After a change that is meant, `python -m tests.unit.passes.test_golden` writes the files anew; read the difference.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from autopar.ir.rowspace import Row, RowFacts
 from autopar.ir.trace import block_of
 from autopar.ir.verifier import verify_program
 from autopar.passes.normalize import merge_equal
-
-from .programs import OPTIONS, PROGRAMS, ROWS, TOLD, sgd
+from tests.support.programs import OPTIONS, PROGRAMS, ROWS, TOLD, sgd
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import autopar
-
-from .zoo import VARIANTS
+from tests.zoo import VARIANTS
 
 ROWS = 50_000
 IDS = jnp.array([[1, 4, 4], [7, 4, ROWS - 1]], jnp.int32)

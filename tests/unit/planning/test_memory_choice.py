@@ -16,8 +16,7 @@ from autopar.cost import Device, Link
 from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, least_devices
 from autopar.measure.cluster import Cluster
 from autopar.planning.elsewhere import elsewhere
-
-from .settings import set_machine, set_options
+from tests.support.settings import set_machine, set_options
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 import autopar
 from autopar.planning.verify import compare
-
-from .zoo import MODELS, OPTIMIZERS
+from tests.zoo import MODELS, OPTIMIZERS
 
 
 def mutated(step: Any, tx: optax.GradientTransformation, factor: float) -> Any:

@@ -27,8 +27,7 @@ from autopar.state import checkpoint
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import RowFiles, file_name, write_rows
 from autopar.tables.host import HostTable
-
-from .checkpoints import ROWS, WIDTH, batch_of, everything, hosted, make_state, same, saved_value, train
+from tests.support.checkpoints import ROWS, WIDTH, batch_of, everything, hosted, make_state, same, saved_value, train
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path: Path) -> None:

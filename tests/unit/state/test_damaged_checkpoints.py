@@ -15,8 +15,7 @@ import pytest
 
 import autopar
 from autopar.state import checkpoint
-
-from .checkpoints import deferred, everything, hosted, in_one_process, make_state, saved_value
+from tests.support.checkpoints import deferred, everything, hosted, in_one_process, make_state, saved_value
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import pytest
 
 import autopar
 from autopar.tables.leaf import TableLeaf
-
-from .interrupting import Loop, lookup_step
+from tests.support.interrupting import Loop, lookup_step
 
 CASES = {
     "lifted": (optax.sgd(0.1, momentum=0.9), "lazy", "ps"),
