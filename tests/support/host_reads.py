@@ -1,4 +1,4 @@
-"""Reads of whole tables on hosts: what can be computed where rows are, and what can't. For tests/contract and tests/mpi."""
+"""Reads of whole tables on hosts: what can be computed where rows are, and what can't."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ INITIALIZERS = {
 
 
 def check_initializer(kind: str) -> None:
-    """Called by tests/contract/test_whole.py, with XLA's defaults: others round an initializer with zeros in it otherwise."""
+    """Called by `test_whole.py`, with XLA's defaults: others round an initializer with zeros in it otherwise."""
 
     def sgd(table: Any, ids: Any) -> Any:
         return table - jax.grad(lambda t: jnp.sum(t[ids].astype(jnp.float32) ** 2))(table), jnp.sum(ids)

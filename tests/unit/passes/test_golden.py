@@ -1,7 +1,8 @@
 """Golden text: Programs written by hand, put through the pipeline one pass at a time.
 
 Each pass must print what `golden/<program>.txt` says, and leave a program that returns the same: it is run before
-and after. After a change that is meant, `python -m tests.unit.passes.test_golden` writes the files anew; read the difference.
+and after. After a change that is meant, `python -m tests.unit.passes.test_golden` writes the files anew; read the
+difference.
 """
 
 from __future__ import annotations
