@@ -1,7 +1,8 @@
 """What every rank does in `test_bytes.py`: exchanges and steps with tables on hosts, and the bytes that they sent.
 
 `mpiexec -n 3 python -m tests.support.mpi.bytes_cases FOLDER EACH ROWS DIM WIDTH EXAMPLES LENGTH`: writes
-FOLDER/RANK.json with, for each phase, what was counted by `Exchange.sent_bytes` and `near_bytes`, and at the interface `eth0`. Ranks pretend
+FOLDER/RANK.json with, for each phase,
+what was counted by `Exchange.sent_bytes` and `near_bytes`, and at the interface `eth0`. Ranks pretend
 to be on machines with EACH of them; 0: on one.
 """
 
