@@ -9,7 +9,7 @@ import jax
 
 import autopar
 from autopar.planning.verify import compare
-from tests.test_optimizers import DEFERRED, check
+from tests.support.deferred_optimizers import DEFERRED, check
 from tests.zoo import MODELS, OPTIMIZERS
 
 

@@ -23,4 +23,4 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The tests on several devices run only where they are named: JAX fixes the number of devices at its start."""
     named = any("devices" in str(argument) for argument in config.args)
-    return True if collection_path.name == "devices" and not named else None
+    return True if collection_path == Path(__file__).parent / "devices" and not named else None

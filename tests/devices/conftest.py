@@ -8,8 +8,7 @@ import jax
 import pytest
 
 from autopar.measure import calibrate
-
-from ..rates import RATES
+from tests.support.rates import RATES
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -13,9 +13,8 @@ import optax
 import pytest
 
 import autopar
-
-from .meshes import mesh_of
-from .test_rows import same
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import same
 
 ROWS, WIDTH, LENGTH, BATCH = 41, 3, 5, 8
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))

@@ -11,9 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 import autopar
-
-from .meshes import mesh_of
-from .test_rows import ids_in, make_state, same, step
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import ids_in, make_state, same, step
 
 
 def expected(rows: int = 40, **batch: Any) -> Any:

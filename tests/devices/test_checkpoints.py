@@ -12,9 +12,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
-
-from .meshes import mesh_of
-from .test_rows import TX, ids_in, same, step
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import TX, ids_in, same, step
 
 WIDTH = 3  # on 3 devices a table whose rows can't be spread equally is spread by columns
 

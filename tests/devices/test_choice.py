@@ -19,11 +19,10 @@ from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure import calibrate
-
-from ..rates import rates
-from ..settings import set_machine
-from .meshes import mesh_of
-from .test_rows import ids_in, make_state, same, step
+from tests.support.meshes import mesh_of
+from tests.support.rates import rates
+from tests.support.row_steps import ids_in, make_state, same, step
+from tests.support.settings import set_machine
 
 SIZES = Sizes(
     devices=4, extent=1000, row_bytes=8, family_bytes=16, ids=20, asked=10, routed=81, capacity=5, owned=21, checks=True

@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax
 
 import autopar
-
-from ..coincidences import OPTIMIZERS, SIZES, batch_of, state_of, step_of
-from .meshes import mesh_of
-from .test_rows import same
+from tests.support.coincidences import OPTIMIZERS, SIZES, batch_of, state_of, step_of
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import same
 
 
 def test_numbers_with_equal_sizes() -> None:

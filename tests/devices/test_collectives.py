@@ -14,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.cost import Sizes, sent_bytes, transfer_bytes
 from autopar.measure.collectives import Collective, read_collectives, sent_by_device
-
-from ..zoo import MODELS
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
+from tests.zoo import MODELS
 
 DEVICES, ROWS, WIDTH, IDS = 4, 4000, 16, (32, 5)
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))

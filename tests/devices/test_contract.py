@@ -7,10 +7,9 @@ import pytest
 
 import autopar
 from autopar.planning.verify import compare
-
-from ..pairs import pairwise
-from ..zoo import MODELS, OPTIMIZERS, VARIANTS
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
+from tests.support.pairs import pairwise
+from tests.zoo import MODELS, OPTIMIZERS, VARIANTS
 
 AXES = {
     "devices": ("2", "3", "4", "8"),

@@ -15,10 +15,9 @@ import autopar
 from autopar import jax_compat
 from autopar.ir import deferred
 from autopar.run.step import ParallelStep
-
-from ..deferred import deferring, differences
-from ..settings import set_options
-from .meshes import mesh_of
+from tests.support.deferred import deferring, differences
+from tests.support.meshes import mesh_of
+from tests.support.settings import set_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning", "ignore::autopar.RecompileWarning")
 

@@ -18,8 +18,7 @@ from autopar.measure.calibrate import cache_file
 from autopar.measure.cluster import Cluster
 from autopar.measure.loops import collective_points, undisturbed
 from autopar.mpi.limits import total_bytes
-
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
 
 #: (size of the mesh's axis) -> what its links would take; see `pretend`.
 INSIDE, BETWEEN = Link(1e-6, 10e9), Link(5e-6, 2e9)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-
-from ..donation import (
+from tests.support.donation import (
     ADAM,
     CASES,
     IDS,
@@ -24,7 +23,7 @@ from ..donation import (
     some,
     stamp_copies,
 )
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
 
 SHARE = ROWS * WIDTH // 4
 

@@ -16,10 +16,9 @@ import pytest
 import autopar
 from autopar.measure import calibrate
 from autopar.run.drift import AlphaWatch
-
-from .meshes import mesh_of
-from .test_choice import rates as seconds_of
-from .test_rows import same
+from tests.support.meshes import mesh_of
+from tests.support.rates import rates as seconds_of
+from tests.support.row_steps import same
 
 ROWS, WIDTH = 400, 3
 TX = {

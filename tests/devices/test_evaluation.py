@@ -14,9 +14,8 @@ import autopar
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
 from autopar.ir.layout import RowLayout
-
-from .meshes import mesh_of
-from .test_rows import ids_in, make_state, same, step
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import ids_in, make_state, same, step
 
 WIDTH = 4
 FOUR = mesh_of(4)

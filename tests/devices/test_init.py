@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 import autopar
 from autopar import jax_compat
 from autopar.state.init import Maker
-
-from .meshes import mesh_of
-from .test_rows import TX, ids_in, same, step
+from tests.support.initializers import bits
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import TX, ids_in, same, step
 
 WIDTH = 3
 
@@ -31,11 +31,6 @@ def maker(rows: int) -> Any:
         return {"params": params, "opt": TX.init(params)}
 
     return make_state
-
-
-def bits(mine: Any, theirs: Any) -> None:
-    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), mine, theirs)
 
 
 @pytest.mark.parametrize("devices", [1, 3, 4])
@@ -50,31 +45,6 @@ def test_the_bits_of_a_plain_init(rows: int, devices: int) -> None:
     for k in range(2):
         (state, a), (expected, b) = planned(state, ids_in(0, rows, k)), jax.jit(step)(expected, ids_in(0, rows, k))
         same((state, a), (expected, b))
-
-
-INITIALIZERS = {
-    "truncated": nn.initializers.truncated_normal(0.1),
-    "fan": nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0),
-    "glorot": nn.initializers.glorot_uniform(),
-    "bfloat16": nn.initializers.normal(1.0, dtype=jnp.bfloat16),
-    "zero first row": lambda key, shape: jax.random.normal(key, shape).at[0].set(0.0),
-    "by row": lambda key, shape: jax.vmap(lambda k: jax.random.normal(k, shape[1:]))(jax.random.split(key, shape[0])),
-}
-
-
-def check_initializer(kind: str) -> None:
-    """Called by tests/test_whole.py, with XLA's defaults: others round an initializer with zeros in it otherwise."""
-
-    def sgd(table: Any, ids: Any) -> Any:
-        return table - jax.grad(lambda t: jnp.sum(t[ids].astype(jnp.float32) ** 2))(table), jnp.sum(ids)
-
-    def make(key: Any) -> Any:
-        return INITIALIZERS[kind](key, (101, 5))
-
-    planned = autopar.parallelize(sgd, strategy="ps", mesh=mesh_of(4))
-    table = autopar.init(make, jax.random.key(1), step=planned, batch=np.arange(8))
-    assert isinstance(table, autopar.Table) and table.layout.dealt
-    bits(table, jax.jit(make)(jax.random.key(1)))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

@@ -9,11 +9,10 @@ import optax
 import pytest
 
 import autopar
-
-from ..interrupting import Loop, check_interrupted, lookup_step
-from .meshes import mesh_of
-from .test_rows import ids_in, make_state, same
-from .test_rows import step as rows_step
+from tests.support.interrupting import Loop, check_interrupted, lookup_step
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import ids_in, make_state, same
+from tests.support.row_steps import step as rows_step
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-2)], ids=["lifted", "deferred"])

@@ -15,8 +15,7 @@ import autopar
 from autopar.backends import layouts
 from autopar.backends.devices import Devices
 from autopar.ir.layout import RowLayout
-
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
 
 FOUR = Devices(mesh_of(4), "data")
 

@@ -12,9 +12,8 @@ import pytest
 
 import autopar
 from autopar.measure.collectives import read_collectives
-
-from .meshes import mesh_of
-from .test_rows import same
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import same
 
 WIDTH, ROWS = 8, 400
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))

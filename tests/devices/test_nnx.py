@@ -13,9 +13,8 @@ from flax import nnx
 
 import autopar
 from autopar.integrations import nnx as anx
-
-from ..test_nnx import batches, check_same, objects, train_step
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
+from tests.support.nnx_steps import batches, check_same, objects, train_step
 
 
 @pytest.mark.parametrize("method", ["ps", "allgather"])

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import autopar
-
-from ..nested_reductions import NESTINGS, check
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
+from tests.support.nested_reductions import NESTINGS, check
 
 V, D = 11, 3
 

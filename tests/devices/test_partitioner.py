@@ -16,8 +16,7 @@ import pytest
 from jax import lax
 
 import autopar
-
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
 
 N = 4
 RNG = np.random.default_rng(0)

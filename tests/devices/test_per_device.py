@@ -15,8 +15,7 @@ from flax.core import FrozenDict
 from jax import lax
 
 import autopar
-
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
 
 DEVICES, BATCH, ROWS, WIDTH = 4, 32, 5000, 4
 AXIS = "batch"

@@ -18,9 +18,8 @@ import autopar
 from autopar.cost import sent_bytes
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.planning.check import CheckRow, compare
-
-from .meshes import mesh_of
-from .test_rows import ids_in, same
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import ids_in, same
 
 ROWS, WIDTH = 400, 8
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))

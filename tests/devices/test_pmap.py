@@ -12,10 +12,9 @@ import pytest
 import autopar
 from autopar.measure.collectives import read_collectives
 from autopar.planning.verify import compare
-
-from ..pairs import pairwise
-from ..zoo import MODELS, OPTIMIZERS
-from .meshes import mesh_of
+from tests.support.meshes import mesh_of
+from tests.support.pairs import pairwise
+from tests.zoo import MODELS, OPTIMIZERS
 
 AXES = {
     "devices": ("2", "4", "3"),

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 import autopar
-
-from .. import bad_recipes
-from .meshes import mesh_of
+from tests.support import bad_recipes
+from tests.support.meshes import mesh_of
 
 AXES = {"batch/ids": 1, "batch/y": 1, "batch/numbers": None}
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import autopar
-
-from .meshes import mesh_of
-from .test_rows import ids_in, same
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import ids_in, same
 
 
 def table(rows: int, width: int = 3, seed: int = 0) -> jax.Array:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import autopar
-
-from .meshes import mesh_of
-from .test_rows import make_state, same, step
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import make_state, same, step
 
 
 def source(sizes: list[int], asked: list[int] | None = None) -> Iterator[dict[str, Any]]:

@@ -7,10 +7,9 @@ import pytest
 
 import autopar
 from autopar.ir.plan import Emit
-
-from ..single_rows import batch_of, state_of, train
-from .meshes import mesh_of
-from .test_rows import same
+from tests.support.meshes import mesh_of
+from tests.support.row_steps import same
+from tests.support.single_rows import batch_of, state_of, train
 
 
 @pytest.mark.parametrize(("rows", "emit"), [(16, "pjit"), (11, "pjit"), (16, "pmap")])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mpi.jobs import MPIEXEC, Job, run_job
-
-Run = Callable[..., Job]
+from tests.support.mpi.jobs import MPIEXEC, Job, Run, run_job
 
 
 @pytest.fixture

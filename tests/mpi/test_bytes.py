@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.mpi.bytes_cases import COUNTED, Sizes
-from tests.mpi.jobs import MPIEXEC, run_job
-from tests.mpi.namespaces import ENVIRONMENT, CannotMake, hosts
+from tests.support.mpi.bytes_cases import COUNTED, Sizes
+from tests.support.mpi.jobs import MPIEXEC, run_job
+from tests.support.mpi.namespaces import ENVIRONMENT, CannotMake, hosts
 
 FLOAT = ID = 4
 #: What headers, acknowledgements and small talk may add to the payload, and the least payload that is held to it.
@@ -28,7 +28,16 @@ def run(
 ) -> list[Any]:
     """What each rank counted. `each`: ranks of a machine; 0: all."""
     numbers = (sizes.rows, sizes.dim, sizes.width, sizes.examples, sizes.length)
-    python = [sys.executable, "-W", "error", "-m", "tests.mpi.bytes_cases", str(folder), str(each), *map(str, numbers)]
+    python = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "tests.support.mpi.bytes_cases",
+        str(folder),
+        str(each),
+        *map(str, numbers),
+    ]
     job = run_job([str(MPIEXEC), "-n", str(count), *wrapper, *python], folder, timeout_s=100, **environment)
     assert job.code == 0 and not job.left, f"{job.code}, left behind: {job.left}\n{job.output}"
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.mpi.conftest import Run
+from tests.support.mpi.jobs import Run
 
-TRAINING = "from tests.mpi.checkpoint_training import main\n\nmain()\n"
+TRAINING = "from tests.support.mpi.checkpoint_training import main\n\nmain()\n"
 STEPS = 8
 
 
@@ -61,7 +61,7 @@ CASES = """
     import jax, numpy as np
     import autopar
     from autopar.mpi.world import world
-    from tests.mpi.checkpoint_training import make_state, train_step
+    from tests.support.mpi.checkpoint_training import make_state, train_step
 
     rank = world().rank
     batch = {"ids": jax.ShapeDtypeStruct((12,), np.int32), "y": jax.ShapeDtypeStruct((12,), np.float32)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.ranks import run_cases
+from tests.support.mpi.ranks import run_cases
 
 
 @pytest.mark.parametrize(("ranks", "devices"), [(2, 1), (2, 2)])

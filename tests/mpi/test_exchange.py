@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.exchange_ranks import DIRECT, RELAYED
-from tests.mpi.ranks import ROOT, run_ranks
-from tests.mpi.relay_cases import MACHINES
+from tests.support.mpi.exchange_ranks import DIRECT, RELAYED
+from tests.support.mpi.ranks import ROOT, run_ranks
+from tests.support.mpi.relay_cases import MACHINES
 
-MODULE = "tests.mpi.exchange_ranks"
+MODULE = "tests.support.mpi.exchange_ranks"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

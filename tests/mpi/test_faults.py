@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tests.mpi.conftest import Run
-from tests.mpi.jobs import Job
+from tests.support.mpi.jobs import Job, Run
 
 #: Ten steps with one exchange each. In step 5 rank 1 does what is put in place of FAULT.
 STEPS = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mpi.ranks import run_cases
+from tests.support.mpi.ranks import run_cases
 
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {

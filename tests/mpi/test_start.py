@@ -13,8 +13,7 @@ from autopar.errors import LaunchError
 from autopar.launch.sameness import check_same
 from autopar.mpi.launchers import Launched, launched
 from autopar.mpi.world import World, world
-from tests.mpi.conftest import Run
-from tests.mpi.jobs import ROOT
+from tests.support.mpi.jobs import ROOT, Run
 
 
 def test_without_a_launcher_nothing_happens() -> None:

@@ -7,10 +7,10 @@ Nothing here knows autopar. Three axes, each a dict by name:
 - `VARIANTS`: one small step for each way of looking a table up, with what is expected of the table.
 """
 
-from .case import Case, key_path
-from .models import MODELS, Model
-from .optimizers import OPTIMIZERS, Optimizer, is_table
-from .variants import VARIANTS, Variant
+from tests.zoo.case import Case, key_path
+from tests.zoo.models import MODELS, Model
+from tests.zoo.optimizers import OPTIMIZERS, Optimizer, is_table
+from tests.zoo.variants import VARIANTS, Variant
 
 __all__ = [
     "MODELS",

@@ -20,7 +20,7 @@ import optax
 import optax.contrib
 import optax.transforms
 
-from .case import Case, Tree, concrete, zipf_ids
+from tests.zoo.case import Case, Tree, concrete, zipf_ids
 
 Make = Callable[[], optax.GradientTransformation]
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from .case import Case, Tree, concrete, counter, initial_variables, zipf_ids
+from tests.zoo.case import Case, Tree, concrete, counter, initial_variables, zipf_ids
 
 
 def _log_uniform(key: jax.Array, shape: tuple[int, ...], rows: int) -> jax.Array:

@@ -9,8 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .case import Case
-from .single import IDS, ROWS, WIDTH, Batch, Batches, Look, Params, ids_batches, look_plain, make_params, table_case
+from tests.zoo.case import Case
+from tests.zoo.single import (
+    IDS,
+    ROWS,
+    WIDTH,
+    Batch,
+    Batches,
+    Look,
+    Params,
+    ids_batches,
+    look_plain,
+    make_params,
+    table_case,
+)
 
 # --- ways of looking up ---------------------------------------------------------------------------
 

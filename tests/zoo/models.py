@@ -19,8 +19,8 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from .case import Case, Tree, concrete, counter, initial_variables, zipf_ids
-from .language import lstm_lm, transformer_sampled, transformer_tied
+from tests.zoo.case import Case, Tree, concrete, counter, initial_variables, zipf_ids
+from tests.zoo.language import lstm_lm, transformer_sampled, transformer_tied
 
 
 @dataclass(frozen=True)

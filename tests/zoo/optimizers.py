@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .case import Tree, key_path
+from tests.zoo.case import Tree, key_path
 
 
 @dataclass(frozen=True)

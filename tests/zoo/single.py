@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .case import Case, Tree, concrete, counter, zipf_ids
+from tests.zoo.case import Case, Tree, concrete, counter, zipf_ids
 
 ROWS, WIDTH, IDS = 37, 4, (6, 5)
 

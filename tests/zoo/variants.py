@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from .case import Case
-from .lookups import DENSE_ID_CASES, DENSE_LOOKS, ID_CASES, LOOKS, TABLE_CASES
-from .single import Look, table_case
-from .whole_steps import DEFERRED_STEPS, DENSE_STEPS, STEPS
+from tests.zoo.case import Case
+from tests.zoo.lookups import DENSE_ID_CASES, DENSE_LOOKS, ID_CASES, LOOKS, TABLE_CASES
+from tests.zoo.single import Look, table_case
+from tests.zoo.whole_steps import DEFERRED_STEPS, DENSE_STEPS, STEPS
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from .case import Case, Tree, concrete
-from .single import (
+from tests.zoo.case import Case, Tree, concrete
+from tests.zoo.single import (
     ROWS,
     WIDTH,
     Batches,

@@ -14,9 +14,8 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.choose import choose, compares_methods
-
-from ...programs import ROWS, projected, sgd, tied
-from ...rates import rates
+from tests.support.programs import ROWS, projected, sgd, tied
+from tests.support.rates import rates
 
 
 def decided(program: Program, measured: Measurements | None = None, **options: Any) -> Plan:

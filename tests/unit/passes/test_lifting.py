@@ -8,8 +8,7 @@ from autopar.compile import analyze_program, compile_program
 from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.ir.stages import ExchangeStage, ProgramStage
-
-from ...programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros
+from tests.support.programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros
 
 PROGRAMS = {p.__name__: p for p in (sgd, adagrad, scan, projected)}
 

@@ -1,0 +1,61 @@
+"""The contract (docs/accuracy.md): models x optimizers, 20 steps, against the float64 oracle, leaf by leaf.
+
+`make test` runs every pair of a model and a named optimizer, and Adam and others with some models; `make bench` the
+product.
+"""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import autopar
+from autopar.planning.verify import compare
+from tests.support.pairs import pairwise
+from tests.zoo import MODELS, OPTIMIZERS
+
+STEPS = 20
+#: The issue's optimizers, and those which make other programs of the same models.
+NAMED = ("sgd", "adagrad", "clipped", "scheduled", "partitioned")
+#: Models of one, of several and of tied tables that are trained with Adam, too: its programs take long to compile.
+WITH_ADAM = ("multi_hot", "lstm_lm", "transformer_tied")
+OTHERS = (
+    "zero_nans",
+    "injected",
+    "clip_value",
+    "rowwise_adagrad",
+    "decay_dense",
+    "rmsprop",
+    "adafactor",
+    "apply_if_finite",
+)
+SPARSE = ("exact", "off")
+
+
+def check(model: str, optimizer: str, sparse: str = "exact", steps: int = STEPS) -> None:
+    """One case: lifts what it should, and trains to the plain step's numbers."""
+    chosen = OPTIMIZERS[optimizer]
+    case = MODELS[model].make(chosen.make())
+    strategy = "auto" if sparse == "off" else "ps"
+    step = autopar.parallelize(case.step, strategy=strategy, sparse=sparse, donate=False)
+    entry = step.entry(case.state, case.batches(0))
+    lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
+    expected = set(case.tables) if chosen.lifts and sparse != "off" else set()
+    assert lifted == expected, str(autopar.explain(step, case.state, case.batches(0)))
+    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)])
+    assert found.ok, str(found)
+
+
+ROWS = pairwise({"model": tuple(MODELS), "optimizer": NAMED, "sparse": SPARSE})
+EXTRA = pairwise({"model": tuple(MODELS), "optimizer": OTHERS, "sparse": ("exact",)})[:: len(MODELS) - 1]
+EXTRA += [{"model": model, "optimizer": "adam", "sparse": "exact"} for model in WITH_ADAM]
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["sparse"] == "exact"] + EXTRA, ids=lambda r: "-".join(r.values()))
+def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
+    check(**row)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r["sparse"] == "off"][:3], ids=lambda r: "-".join(r.values()))
+def test_sparse_off(row: dict[str, str]) -> None:
+    check(**row, steps=3)

@@ -1,0 +1,42 @@
+"""Every optimizer of Optax: how it ends (docs/optimizers.md), and that deferred ones train to the plain numbers.
+
+The latter for some of them here, and for all by `python -m benchmarks optimizers`.
+"""
+
+from __future__ import annotations
+
+import optax
+import optax.contrib
+import pytest
+
+from tests.support import optimizers_page
+from tests.support.deferred_optimizers import DEFERRED, PAGE, check
+from tests.zoo.every_optimizer import names
+
+_NAMED = ("optax.adamw", "optax.amsgrad", "optax.lion", "optax.MultiSteps")
+TESTED = [name for k, name in enumerate(DEFERRED) if name in _NAMED or k % 24 == 5]
+
+
+def test_the_page_is_what_is_generated() -> None:
+    if f"Optax {optax.__version__} " not in PAGE:
+        pytest.skip("the page is of another Optax")
+    assert optimizers_page.page() == PAGE, "python -m tests.support.optimizers_page > docs/optimizers.md"
+
+
+def test_a_new_optimizer_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def simple(learning_rate: float) -> optax.GradientTransformation:
+        return optax.sgd(learning_rate)
+
+    def difficult(one: str, two: str) -> optax.GradientTransformation:
+        return optax.sgd(float(one + two))
+
+    monkeypatch.setattr(optax.contrib, "simple", simple, raising=False)
+    assert "optax.contrib.simple" in names()
+    monkeypatch.setattr(optax.contrib, "difficult", difficult, raising=False)
+    with pytest.raises(AssertionError, match="difficult needs a recipe"):
+        names()
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_deferred_rows_train_to_the_plain_numbers(name: str) -> None:
+    check(name)

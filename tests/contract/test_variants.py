@@ -1,0 +1,26 @@
+"""Every way of looking a table up: lifted or not as expected, and equal to the plain step."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+import autopar
+from autopar.planning.verify import compare
+from tests.zoo import VARIANTS
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant(name: str) -> None:
+    variant = VARIANTS[name]
+    case = variant.make()
+    step = autopar.parallelize(case.step, strategy="ps", donate=False)
+    entry = step.entry(case.state, case.batches(0))
+    lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
+    assert (variant.expect == "defer") == entry.compiled.plan.defers
+    if variant.expect != "dense":
+        assert set(case.tables) <= lifted, str(autopar.explain(step, case.state, case.batches(0)))
+    else:
+        assert not lifted.intersection(case.tables)
+    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
+    assert found.ok, str(found)

@@ -1,0 +1,1 @@
+"""The documentation: pages and notebooks say what is so."""

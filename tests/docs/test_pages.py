@@ -1,0 +1,50 @@
+"""What the documentation says is so: its examples, its names, its length."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import autopar.api
+
+
+def test_docstring_examples() -> None:
+    for module, examples in ((autopar.api, 4), (importlib.import_module("autopar.state.init"), 4)):
+        found = doctest.testmod(module)
+        assert found.attempted >= examples and found.failed == 0
+
+
+PAGES = ["README.md", "docs/options.md", "docs/devices.md", "docs/accuracy.md"]
+
+
+def test_the_readme_is_short() -> None:
+    assert len((Path(__file__).parents[2] / "README.md").read_text().splitlines()) <= 150
+
+
+def test_pages_are_valid_python_and_name_real_options() -> None:
+    text = "\n".join((Path(__file__).parents[2] / page).read_text() for page in PAGES)
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "autopar.parallelize":
+                for keyword in node.keywords:
+                    assert keyword.arg in autopar.parallelize.__kwdefaults__
+    for name in re.findall(r"autopar\.([a-z_]+)\(", text):
+        assert hasattr(autopar, name)
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r":: autopar\.(\w+)", page)) == sorted(autopar.__all__)
+
+
+def test_pages_name_modules_that_exist() -> None:
+    root = Path(__file__).parents[2]
+    for page in (*(root / "docs").glob("*.md"), root / "CONTRIBUTING.md"):
+        for module in re.findall(r"`([a-z_/]+\.py)\b", page.read_text()):
+            known = module == "train.py" or (root / module).exists() or (root / "autopar" / module).exists()
+            assert known, f"{page.name} names {module}, which isn't there"

@@ -1,0 +1,1 @@
+"""What tests share: programs, steps, settings, comparisons. No test is here."""

@@ -1,0 +1,1 @@
+"""What ranks run, and what starts them."""

@@ -1,0 +1,365 @@
+"""What every rank runs in `test_hosts.py`: steps with tables in host memory, against the float64 oracle."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+from autopar.backends.host import shape_buckets
+from autopar.ir import deferred
+from autopar.passes import once_per_row
+from autopar.planning.verify import compare
+from autopar.tables.host import HostTable, exchange
+from tests.support import entry_steps as by_rows
+from tests.support import host_reads
+from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # one of the cases
+from tests.support.pairs import pairwise
+from tests.support.settings import set_options
+from tests.zoo import MODELS, OPTIMIZERS
+from tests.zoo.case import Case, concrete, initial_variables, zipf_ids
+
+RANK, RANKS, DEVICES = jax.process_index(), jax.process_count(), jax.local_device_count()
+HOSTS = ("ps", "hosts")
+AXES = {
+    "ranks": ("2", "4", "3", "1"),
+    "devices": ("1", "2"),
+    "model": ("normed", "averaged", "lstm_lm", "transformer_sampled", "two_tower", "multi_hot"),
+    "optimizer": ("clipped", "adagrad", "rowwise_adagrad", "adamw"),
+}
+ROWS = pairwise(AXES)
+
+
+class _State(TrainState):
+    batch_stats: Any
+
+
+class _Net(nn.Module):
+    """A table, and a perceptron with or without batch norm."""
+
+    norm: bool
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = nn.Embed(61, 4, name="emb")(ids).mean(1)
+        x = nn.Dense(8, use_bias=not self.norm)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False, momentum=0.9)(x)
+        return nn.Dense(3)(nn.tanh(x))
+
+
+def net(tx: optax.GradientTransformation, *, norm: bool, batch: int = 24) -> Case:
+    """Regression; a batch that 1 to 4 ranks with one or two devices divide."""
+    module = _Net(norm)
+
+    def batches(i: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(i)
+        return {"ids": zipf_ids(rng, (batch, 5), 61), "y": rng.normal(size=(batch, 3)).astype(np.float32)}
+
+    variables = initial_variables(module, batches(0)["ids"])
+    stats = variables.get("batch_stats", {})
+    state = _State.create(apply_fn=module.apply, params=variables["params"], tx=tx, batch_stats=stats)
+
+    def step(state: _State, batch: Any) -> tuple[_State, Any]:
+        def loss_fn(params: Any) -> tuple[jax.Array, Any]:
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            y, changed = state.apply_fn(variables, batch["ids"], mutable=["batch_stats"])
+            return jnp.mean((y - batch["y"]) ** 2), changed.get("batch_stats", {})
+
+        (loss, stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return state.apply_gradients(grads=grads, batch_stats=stats), (loss, optax.tree.norm(grads))
+
+    return Case(step, concrete(state), batches, ("params/emb/embedding",))
+
+
+def make(model: str, optimizer: str) -> Case:
+    tx = OPTIMIZERS[optimizer].make()
+    if model in ("normed", "averaged"):
+        return net(tx, norm=model == "normed")
+    return MODELS[model].make(tx)
+
+
+def check_contract(every: int = 1) -> None:
+    """Pairwise: ranks x devices x models x optimizers; of the rows for this world all, or every second one, ..."""
+    once_per_row._MOVED = 0.0  # small models, too
+    for row in [r for r in ROWS if (r["ranks"], r["devices"]) == (str(RANKS), str(DEVICES))][::every]:
+        case = make(row["model"], row["optimizer"])
+        step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+        entry = step.entry(case.state, case.batches(0))
+        plan = entry.compiled.plan
+        assert plan.on_hosts and {p.path for p in plan.parameters if p.lifted} == set(case.tables), row
+        road = "" if RANKS == 1 else "xla" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
+        if RANKS == 3 and row["model"] != "normed":  # a batch of 8 isn't spread
+            road = plan.road[0]
+        assert plan.road[0] == road, (row, plan.road)
+        numbers_agree(entry, case, str(row))
+
+
+def numbers_agree(entry: Any, case: Case, told: str, steps: int = 4) -> None:
+    """Planned steps against the oracle, which rank 0 alone runs: the others only take part."""
+    leaves = [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)]
+    if RANK == 0:
+        found = compare(entry, leaves)
+        assert found.ok, f"{told}\n{found}"
+        return
+    new = entry.compiled.analysed.new_states
+    mine = list(leaves[0])
+    for batch in leaves:
+        mine = [x if k in new else batch[k] for k, x in enumerate(mine)]
+        outputs = entry.run_called(*mine)
+        for k, out in new.items():
+            mine[k] = outputs[out]
+
+
+def check_deferred() -> None:
+    """Rows that move in every step, over many full journals; read in between, and kept where the step can't go on."""
+    case = net(OPTIMIZERS["adamw"].make(), norm=False)
+    plain, step = jax.jit(case.step), autopar.parallelize(case.step, strategy=HOSTS)
+    set_options(step, journal_steps=8)
+    theirs, mine = case.state, jax.tree.map(jnp.copy, case.state)
+    for k in range(60):
+        if k == 30:  # another journal, beside tables that wait
+            start = plain(case.state, case.batches(0))[0].opt_state
+            theirs, mine = theirs.replace(opt_state=start), mine.replace(opt_state=jax.tree.map(jnp.copy, start))
+        theirs, _ = plain(theirs, case.batches(k))
+        mine, _ = step(mine, case.batches(k))
+        if k in (3, 20):
+            table, wanted = (s.params["emb"]["embedding"] for s in (mine, theirs))
+            assert isinstance(table, HostTable)
+            np.testing.assert_allclose(table[np.array([1, 60])], wanted[np.array([1, 60])], atol=1e-5)
+    assert step.plan is not None and step.plan.defers
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
+        np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-4, atol=2e-5, err_msg=str(path))
+
+
+def check_results() -> None:
+    """A state that goes round: tables stay where they are, are read by all, and are gone once given away."""
+    case = make("averaged", "clipped")
+    step = autopar.parallelize(case.step, strategy={"params/emb*": HOSTS})
+    plain = jax.jit(case.step)
+    start = jax.tree.map(jnp.copy, case.state)
+    state, wanted = start, case.state
+    for batch in autopar.shard([case.batches(i) for i in range(5)]):
+        old, (state, (loss, _)) = state, step(state, batch)
+    for i in range(5):
+        wanted, (theirs, _) = plain(wanted, case.batches(i))
+    table = state.params["emb"]["embedding"]
+    assert isinstance(table, HostTable) and table.storage.rows.shape == (-(-61 // RANKS), 4)
+    np.testing.assert_allclose(np.asarray(table), wanted.params["emb"]["embedding"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(table[np.array([[3, 60], [-1, 0]])], np.asarray(table)[np.array([[3, 60], [60, 0]])])
+    assert abs(float(loss) - float(theirs)) < 1e-5
+    gone = old.params["emb"]["embedding"]
+    assert gone.is_deleted()
+    try:
+        np.asarray(gone)
+    except autopar.DonatedStateError as error:
+        assert "params/emb/embedding was given to a step" in str(error)
+    else:
+        raise AssertionError("a table that was given away can be read")
+    evaluate = autopar.parallelize(lambda params, ids: params["emb"]["embedding"][ids].sum())
+    ids = case.batches(7)["ids"]
+    found = float(evaluate(state.params, ids))
+    assert abs(found - np.asarray(table)[ids].sum()) < 1e-3
+    ordinary = autopar.materialize(state)
+    assert isinstance(ordinary.params["emb"]["embedding"], jax.Array)
+
+
+def check_init() -> None:
+    """Bit for bit what jax.jit makes, in shares."""
+
+    def make_state(key: jax.Array) -> dict[str, Any]:
+        return {"table": jax.random.normal(key, (1003, 6)), "w": jax.random.uniform(key, (6, 2))}
+
+    def update(state: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], jax.Array]:
+        loss, grads = jax.value_and_grad(lambda s: ((s["table"][batch["ids"]] @ s["w"]) ** 2).mean())(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
+
+    step = autopar.parallelize(update, strategy={"table": HOSTS})
+    batch = {"ids": np.arange(24, dtype=np.int32)}
+    state = autopar.init(make_state, jax.random.key(3), step=step, batch=batch)
+    wanted = jax.jit(make_state)(jax.random.key(3))
+    assert isinstance(state["table"], HostTable) and len(state["table"].storage.rows) == -(-1003 // RANKS)
+    np.testing.assert_array_equal(np.asarray(state["table"]), wanted["table"])
+    np.testing.assert_array_equal(state["w"], wanted["w"])
+    new, loss = step(state, batch)
+    theirs, expected = jax.jit(update)(wanted, batch)
+    np.testing.assert_allclose(np.asarray(new["table"]), theirs["table"], atol=1e-6)
+    assert abs(float(loss) - float(expected)) < 1e-6
+
+
+def check_batches_that_devices_do_not_divide() -> None:
+    """The ranks divide them: each device of a rank has all of its rank's part."""
+    batches = [net(OPTIMIZERS["clipped"].make(), norm=False, batch=3 * RANKS).batches(i) for i in range(3)]
+    case = net(OPTIMIZERS["clipped"].make(), norm=False)
+    step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+    state, wanted = case.state, case.state
+    for mine, theirs in zip(autopar.shard(batches), batches, strict=True):
+        state, (loss, _) = step(state, mine)
+        wanted, (expected, _) = jax.jit(case.step)(wanted, theirs)
+        assert abs(float(loss) - float(expected)) < 1e-5
+    found = np.asarray(state.params["emb"]["embedding"])
+    np.testing.assert_allclose(found, wanted.params["emb"]["embedding"], rtol=1e-4, atol=1e-6)
+
+
+def _poison() -> tuple[Callable[..., Any], np.ndarray]:
+    def update(table: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        grad = jax.grad(lambda t: (t[batch["ids"]] ** 2).sum() * batch["scale"][0])(table)
+        norm = jnp.sqrt((grad**2).sum())
+        return table - 0.1 * grad / norm, norm
+
+    return update, np.linspace(0.5, 2, 40 * 3, dtype=np.float32).reshape(40, 3)
+
+
+def check_nonfinite() -> None:
+    """A factor that is NaN poisons every row, as in plain JAX, on every rank."""
+    update, table = _poison()
+    step = autopar.parallelize(update, strategy=HOSTS, donate=False, batch_axis={"batch/scale": None})
+    ids = np.arange(24, dtype=np.int32) % 7
+    for scale in (1.0, np.inf, np.nan, 0.0):
+        batch = {"ids": ids, "scale": np.full((1,), scale, np.float32)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            new, _ = step(jnp.asarray(table), batch)
+            wanted, _ = jax.jit(update)(table, batch)
+            np.testing.assert_allclose(np.asarray(new), wanted, rtol=1e-5)
+    host_reads.check_rows_that_differ(np.inf, batch_axis={"batch/factor": None})
+
+
+def check_growth() -> None:
+    """Batches of more and more rows: few compilations, and the same numbers."""
+    case = net(OPTIMIZERS["clipped"].make(), norm=False, batch=48)
+    step = autopar.parallelize(case.step, strategy=HOSTS)
+    plain = jax.jit(case.step)
+    state, wanted = jax.tree.map(jnp.copy, case.state), case.state
+    for i in range(12):
+        batch = case.batches(i)
+        batch["ids"] = np.minimum(batch["ids"], 5 * i)
+        state, _ = step(state, batch)
+        wanted, _ = plain(wanted, batch)
+    assert step.latest is not None
+    assert step.latest.runner.compilations <= 4
+    kinds = [stage.split()[0] for stage in step.latest.compiled.plan.stages]
+    assert kinds.count("reduce") == (RANKS > 1), "dense gradients go along with the norm of the rows' ones"
+    mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert exchange().size == RANKS
+
+
+def check_once_per_row() -> None:
+    """What depends on single rows, computed once for each that this rank asks for; ids of no row among them."""
+    once_per_row._MOVED = 0.0
+    for loss in (by_rows.whole, by_rows.tower, by_rows.bags, by_rows.filled):
+        planned = autopar.parallelize(by_rows.step_of(loss), strategy=HOSTS)
+        plain = jax.jit(by_rows.step_of(loss))
+        mine, wanted = by_rows.make_state(np.float32), by_rows.make_state(np.float32)
+        for k in range(3):
+            batch = by_rows.batch_of(k, np.float32, examples=96)
+            batch["ids"][0, 0] = -99 if loss is by_rows.tower else 0
+            mine, value = planned(mine, batch)
+            wanted, expected = plain(wanted, batch)
+            for a, b in zip(jax.tree.leaves((mine, value)), jax.tree.leaves((wanted, expected)), strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5, err_msg=str(loss))
+        assert planned.latest is not None
+        assert planned.latest.runner.once_per_row, loss
+
+
+def check_shape_buckets() -> None:
+    """Ranks whose rows vary by themselves run programs for different shape buckets in one step, and change them."""
+    once_per_row._MOVED = 0.0
+    shape_buckets._WATCHED = 8
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            rows = jnp.tanh(p["emb"][batch["ids"]] @ p["w"])
+            beside = batch["x"] @ p["v"] @ p["w"] + p["b"]  # nothing of rows: known before they are
+            return jnp.mean((rows - 1) ** 2) + jnp.mean((beside - 1) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda p, g: p - 0.1 * g / (1 + norm), state, grads), value
+
+    rng = np.random.default_rng(0)
+    shapes = {"emb": (500, 8), "w": (8, 8), "v": (4, 8), "b": (8,)}
+    state = {k: jnp.asarray(rng.normal(size=s), np.float32) for k, s in shapes.items()}
+    planned, plain = autopar.parallelize(step, strategy={"emb": HOSTS}), jax.jit(step)
+    mine, wanted = jax.tree.map(jnp.copy, state), state
+    used = []
+    for k in range(30):
+        most = [500 if k == 0 else 20 + 60 * ((k + r) % 2) for r in range(RANKS)]
+        batch = {
+            "ids": np.concatenate([rng.integers(0, n, 240) for n in most]).astype(np.int32),
+            "x": rng.normal(size=(240 * RANKS, 4)).astype(np.float32),
+        }
+        mine, value = planned(mine, batch)
+        wanted, expected = plain(wanted, batch)
+        np.testing.assert_allclose(float(value), float(expected), rtol=1e-5)
+        assert planned.latest is not None
+        used.append(planned.latest.runner.once_per_row.counts[0][0])
+    for name, leaf in mine.items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(wanted[name]), rtol=1e-4, atol=1e-5, err_msg=name)
+    assert used[-1] != used[-2] and max(used[-2:]) < used[0], used
+
+
+def check_deferred_growth() -> None:
+    """Adam: a short journal, flushes of all rows, rows that outgrow their bucket, and reads in between."""
+    deferred.VOLUMES = 3
+    case = net(optax.adamw(0.1, weight_decay=1e-2), norm=False, batch=48)
+    step = autopar.parallelize(case.step, strategy=HOSTS)
+    set_options(step, journal_steps=5)
+    plain = jax.jit(case.step)
+    state, wanted = jax.tree.map(jnp.copy, case.state), case.state
+    for i in range(24):
+        batch = case.batches(i)
+        batch["ids"] = np.minimum(batch["ids"], 60 if i == 13 else 7)
+        state, _ = step(state, batch)
+        wanted, _ = plain(wanted, batch)
+        if i % 7 == 3:
+            np.asarray(state.params["emb"]["embedding"])
+    assert step.plan is not None and step.plan.defers
+    mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
+    np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=1e-3)
+
+
+def check_whole_reads() -> None:
+    """Reductions over all rows, which the ranks don't divide: in programs of each rank, and where XLA reduces."""
+
+    def normed(state: Any, batch: Any) -> Any:
+        def loss_fn(t: jax.Array) -> jax.Array:
+            x = t[batch["ids"]].sum(1)
+            x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+            return (x[:, 0] * x[:, 1] ** 2).mean() * jnp.linalg.norm(jax.lax.stop_gradient(t))
+
+        loss, grad = jax.value_and_grad(loss_fn)(state["t"])
+        new = state["t"] - 0.1 * grad * host_reads.MASK[:, None]  # some rows are frozen, by an array that has them all
+        few = ("norm of the new table", "vdot", "mean row", "mask", "masked gradient", "groups of rows")
+        return {"t": new}, (loss, {k: host_reads.REDUCED[k](grad, state["t"], new) for k in few})
+
+    for case, road in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "xla")):
+        step, plain = autopar.parallelize(case, strategy={"t": HOSTS}), jax.jit(case)
+        mine, theirs = host_reads.start(), host_reads.start()
+        for i in range(2):
+            mine, told = step(mine, host_reads.batch(i))
+            theirs, wanted = plain(theirs, host_reads.batch(i))
+            found = jax.tree_util.tree_leaves_with_path((autopar.materialize(mine), told))
+            for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=str(path))
+        assert step.plan is not None and step.plan.road[0] == ("" if RANKS == 1 else road), step.plan.road
+    given = host_reads.start(), host_reads.batch(0)
+    for name in ("sort", "norms of rows"):
+        form, told = host_reads.REFUSED[name]
+        try:
+            autopar.explain(autopar.parallelize(host_reads.step_of(form), strategy={"t": HOSTS}), *given)
+        except autopar.StrategyError as error:
+            assert told in str(error), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name} is taken")

@@ -1,0 +1,52 @@
+"""What every rank runs in `test_hosts.py` where ranks pretend to be on several machines, two on each."""
+
+from __future__ import annotations
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import jax
+import numpy as np
+
+from autopar.mpi import machines
+from autopar.mpi.machines import RelayedExchange
+from autopar.tables.host import exchange
+from tests.support.mpi import host_cases
+from tests.support.mpi.host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make
+
+__all__ = ["check_growth", "check_relays", "check_results"]
+
+machines.machine_name = lambda: f"machine {RANK // 2}"  # asked for when the first step makes its exchange
+
+
+def check_relays() -> None:
+    """Steps of all four ranks against one device; what the ranks of a machine want alike crosses machines once."""
+    case = make("averaged", "adagrad")
+    step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+    state, wanted = case.state, case.state
+    for i in range(4):
+        state, (loss, norm) = step(state, case.batches(i))
+        wanted, (their_loss, their_norm) = jax.jit(case.step)(wanted, case.batches(i))
+        np.testing.assert_allclose([loss, norm], [their_loss, their_norm], rtol=1e-5)
+    ours = exchange()
+    assert isinstance(ours, RelayedExchange) and ours.machines == tuple((r, r + 1) for r in range(0, RANKS, 2))
+    before, near = dict(ours.sent_bytes), dict(ours.near_bytes)
+    step(state, case.batches(9))
+    sent = [ours.sent_bytes[k] - before[k] for k in ("rows", "gradients")]
+    within = [ours.near_bytes[k] - near[k] for k in ("rows", "gradients")]
+    sums = ours.gather(np.array([[*sent, *within]]))
+    # Row r is on rank r mod N; a rank's part of a batch is what comes in its turn.
+    parts = np.array_split(case.batches(9)["ids"], RANKS)
+    for first in range(0, RANKS, 2):
+        ids = np.unique(np.concatenate([part.ravel() for part in parts[first : first + 2]])) % RANKS
+        crossing = np.sum((ids != first) & (ids != first + 1))
+        assert sum(sums[r][0, 1] for r in (first, first + 1)) == crossing * 4 * 4
+        apart = sum((np.unique(part) % RANKS // 2 != first // 2).sum() for part in parts[first : first + 2])
+        assert crossing < apart and all(sums[r][0, 2:].min() > 0 for r in (first, first + 1))
+    mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def check_contract() -> None:
+    """Every third row: without relays the ranks run all of them."""
+    host_cases.check_contract(every=3)

@@ -1,0 +1,59 @@
+"""Starts the ranks of a test as processes of their own, and ends them all when they take too long."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s: float = 120) -> str:
+    """What `count` ranks of `python -m module arguments` print; an AssertionError if they fail or aren't done in time.
+
+    Args:
+      count: How many ranks.
+      module: A module of this repository with a main part.
+      arguments: For it.
+      output: A file for what is printed: mpiexec can't bear a pipe that closes.
+      timeout_s: Seconds until they are killed.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert launcher, "no mpiexec: pip install mpich"
+    command = [launcher, "-n", str(count), sys.executable, "-W", "error", "-m", "mpi4py.run", "-m", module, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = f"none, after {timeout_s} s"
+    text = output.read_text(errors="replace")
+    assert code == 0, f"{count} ranks of {module}: exit code {code}\n{text}"
+    return text
+
+
+def run_cases(
+    module: str, ranks: int, devices: int, names: Sequence[str], folder: Path, timeout_s: float = 120
+) -> None:
+    """Run the functions of a module that are called `check_...` on every rank: those named, or all.
+
+    Args:
+      module: In this folder, by its name.
+      devices: Of each rank.
+      folder: For what is printed and kept.
+    """
+    arguments = [f"tests.support.mpi.{module}", str(devices), str(folder), *names]
+    text = run_ranks(ranks, "tests.support.mpi.worker", *arguments, output=folder / "output", timeout_s=timeout_s)
+    done = text.count("\ncheck_") + text.startswith("check_")
+    assert done >= max(len(names), 1), text

@@ -1,0 +1,57 @@
+"""What can't be on hosts, or beside tables there, and what is said then; run with `host_cases.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.tables.host import HostTable
+from tests.support.host_reads import HOSTS
+
+RANKS = jax.process_count()
+
+
+def check_what_cannot_be() -> None:
+    """Tables that can't be lifted, and dense parameters, can't be on hosts: the message says so."""
+
+    def tied(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(t: jax.Array) -> jax.Array:
+            return jax.nn.logsumexp(t[ids] @ t.T, -1).sum()
+
+        value, grad = jax.value_and_grad(loss)(table)
+        return table - 0.1 * grad, value
+
+    def two(state: Any, ids: jax.Array) -> Any:
+        grads = jax.grad(lambda s: (s["a"][ids] * s["b"][ids // 2]).sum())(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+
+    ids, table = np.arange(24, dtype=np.int32), jnp.ones((40, 3))
+    tables = {"a": jnp.ones((400, 3)), "b": jnp.ones((41, 3))}
+    wanted = jax.jit(two)(tables, ids)
+    left = autopar.parallelize(two, strategy={"a": HOSTS})(jax.tree.map(jnp.copy, tables), ids)  # "b" is left to "auto"
+    assert isinstance(left["a"], HostTable)
+    np.testing.assert_allclose(np.asarray(left["b"]), wanted["b"], rtol=1e-6)
+    if RANKS > 1:
+        try:
+            autopar.parallelize(two, strategy={"a": HOSTS, "b": "ps"})(tables, ids)
+        except autopar.StrategyError as error:
+            assert "b can't be trained with 'ps' on devices beside tables on the hosts" in str(error), str(error)
+        else:
+            raise AssertionError("a table by its rows on devices is taken beside one on hosts")
+    for strategy, told in (
+        ({"table": HOSTS}, "table can't be on hosts: reduce_max over all rows"),
+        ({"table": ("allgather", "hosts")}, "tables on hosts are trained by 'ps' only"),
+        ({"tabel": HOSTS}, "'tabel' matches no parameter"),
+    ):
+        try:
+            autopar.parallelize(tied, strategy=strategy)(table, ids)
+        except autopar.StrategyError as error:
+            assert told in str(error), str(error)
+        else:
+            raise AssertionError(f"{strategy} is taken")

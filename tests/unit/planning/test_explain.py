@@ -1,0 +1,180 @@
+"""What `explain` says, and what the errors of strategies say."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from tests.zoo import VARIANTS
+
+ROWS = 50_000
+IDS = jnp.array([[1, 4, 4], [7, 4, ROWS - 1]], jnp.int32)
+
+
+def make(tx: optax.GradientTransformation) -> tuple[Any, Any]:
+    params = {"emb": jnp.ones((ROWS, 4)), "tied": jnp.ones((300, 4)), "w": jnp.eye(4)}
+
+    def step(state: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
+        def loss_fn(p: Any) -> jax.Array:
+            x = jnp.tanh(p["emb"][ids] @ p["w"]) + p["tied"][ids % 300]
+            return jnp.mean(jax.nn.logsumexp(x @ p["tied"].T, -1))
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    return step, {"params": params, "opt": tx.init(params)}
+
+
+def shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def test_tables_alpha_lines_and_reasons() -> None:
+    step, state = make(optax.adagrad(0.1))
+    planned = autopar.parallelize(step)
+    told = autopar.explain(planned, state, IDS)
+    rows = {r.path: r for r in told.rows}
+    emb, tied = rows["params/emb"], rows["params/tied"]
+    assert (emb.action, emb.slots, emb.shape, emb.nbytes) == ("touched rows", 1, (ROWS, 4), 2 * ROWS * 16)
+    assert emb.alpha is not None and emb.alpha.measured and emb.alpha.rows == 4 and emb.alpha.ids == 6
+    assert emb.planned_bytes == int(emb.dense_bytes * 4 / ROWS)
+    assert "test_explain.py" in emb.line
+    assert tied.action == "all rows" and "softmax" in tied.reason and "sampled softmax" in tied.remedy
+    assert "test_explain.py" in tied.line
+    assert rows["params/w"].kind == "dense" and rows["params/w"].alpha is None
+    text = str(told)
+    assert "params/emb" in text and "0.01%" in text and "times less" in text and "analyze_rows" in text
+    assert "\x1b" not in text
+    assert "params/emb" in told._repr_html_() and "<pre>" in told._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("metric", "reason"),
+    [
+        (lambda t, h: jnp.sqrt(jnp.mean(t**2)), "reduce_sum over all rows of the table"),
+        (lambda t, h: jnp.max(t), "reduce_max over all rows of the table"),
+        (lambda t, h: jnp.max(t.sum(1)) + jnp.sum(jnp.abs(t)), "reduce_max over all rows of the table"),
+        (lambda t, h: jax.nn.softmax(h @ t.T)[:, 0].sum(), "reduce_max over all rows of the table, for a full softmax"),
+        (lambda t, h: jnp.sum(jnp.exp(h @ t.T)), "reduce_sum over all rows of the table, for a full softmax"),
+        (lambda t, h: jnp.max(jnp.exp(t - 1)), "reduce_max over all rows of the table"),
+    ],
+)
+def test_a_sum_over_rows_is_called_a_softmax_only_where_it_is_one(metric: Any, reason: str) -> None:
+    tx = optax.adam(0.1)
+
+    def step(state: Any, ids: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(state["t"])
+        updates, opt = tx.update(grads, state["opt"], state["t"])
+        told = jax.lax.stop_gradient(metric(state["t"], jnp.ones((2, 4))))
+        return {"t": optax.apply_updates(state["t"], updates), "opt": opt}, (loss, told)
+
+    table = jnp.ones((50, 4))
+    told = autopar.explain(autopar.parallelize(step), {"t": table, "opt": tx.init(table)}, IDS)
+    (row,) = [r for r in told.rows if r.path == "t"]
+    assert row.action == "all rows" and row.reason == reason and "test_explain.py" in row.line
+    assert ("sampled softmax" in row.remedy) == ("softmax" in reason) and row.remedy
+
+
+def test_shapes_give_an_upper_bound_and_run_nothing() -> None:
+    step, state = make(optax.adagrad(0.1))
+    told = autopar.explain(autopar.parallelize(step), shapes(state), shapes(IDS))
+    alpha = told.rows[0].alpha
+    assert alpha is not None and not alpha.measured and alpha.rows == 6
+    assert "<= " in str(told)
+
+
+def test_plan_in_use() -> None:
+    step, state = make(optax.adagrad(0.1))
+    planned = autopar.parallelize(step)
+    with pytest.raises(autopar.ArgumentsError, match="hasn't been called yet"):
+        autopar.explain(planned)
+    planned(state, IDS)
+    alpha = autopar.explain(planned).rows[0].alpha
+    assert alpha is not None and alpha.measured and alpha.rows == 4
+
+
+def test_an_optimizer_that_moves_every_row_is_named() -> None:
+    step, state = make(optax.adam(0.1))
+    told = autopar.explain(autopar.parallelize(step, strategy="ps"), state, IDS)
+    emb = next(r for r in told.rows if r.path == "params/emb")
+    assert emb.action == "touched rows, others deferred" and "they wait for up to 256 steps" in emb.reason
+    assert "KiB for what they missed" in emb.reason and "test_explain.py" in emb.line
+
+
+def test_an_optimizer_that_mixes_rows_is_named() -> None:
+    step, state = make(optax.lamb(0.1))
+    told = autopar.explain(autopar.parallelize(step), state, IDS)
+    emb = next(r for r in told.rows if r.path == "params/emb")
+    assert emb.action == "all rows" and "reduce_sum over all rows" in emb.reason
+    assert "test_explain.py" in emb.line
+
+
+def test_a_table_in_a_while_loop_is_named_with_a_remedy() -> None:
+    case = VARIANTS["steps_while"].make()
+    told = autopar.explain(autopar.parallelize(case.step), case.state, case.batches(0))
+    emb = next(r for r in told.rows if r.path == "params/emb")
+    assert emb.action == "all rows" and "inside a while loop" in emb.reason and "lax.scan" in emb.remedy
+    assert "whole_steps.py" in emb.line
+
+
+def test_few_rows_against_many_ids_stay_dense_unless_named() -> None:
+    step, state = make(optax.adagrad(0.1))
+    ids = jnp.zeros((ROWS,), jnp.int32)
+    plan = autopar.parallelize(step).entry(shapes(state), shapes(ids)).compiled.plan
+    assert not plan.lifts and "the dense update is faster" in plan.parameters[0].reason
+    assert autopar.parallelize(step, strategy="ps").entry(shapes(state), shapes(ids)).compiled.plan.lifts
+
+
+@pytest.mark.parametrize("strategy", [{"params/em*": "ps"}, {"params/emb": "allgather", "**": "auto"}, {"**": "ps"}])
+def test_patterns(strategy: dict[str, str]) -> None:
+    step, state = make(optax.adagrad(0.1))
+    plan = autopar.parallelize(step, strategy=strategy).entry(shapes(state), shapes(IDS)).compiled.plan
+    assert [p.path for p in plan.parameters if p.lifted] == ["params/emb"]
+
+
+def test_strategy_errors() -> None:
+    step, state = make(optax.adagrad(0.1))
+    for strategy, text in (
+        ({"params/embedding": "ps"}, "matches no parameter. Looked up by rows: params/emb, params/tied"),
+        ({"params/emb": "mpi"}, "no method 'mpi'"),
+        ({"params/tied": "allgather"}, r"params/tied can't be trained with 'allgather'.*softmax.*test_explain.py:\d+"),
+    ):
+        with pytest.raises(autopar.StrategyError, match=text):
+            autopar.parallelize(step, strategy=strategy)(state, IDS)
+    assert (
+        autopar.parallelize(step, strategy={"params/emb": "allreduce"}).entry(state, IDS).compiled.plan.lifts is False
+    )
+
+
+def test_outputs_that_need_all_rows_are_said() -> None:
+    def step(table: jax.Array, ids: jax.Array) -> Any:
+        grad = jax.grad(lambda t: jnp.sum(t[ids] ** 2))(table)
+        return table - grad, grad
+
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    table = jnp.ones((200, 3))
+    _, grad = planned(table, IDS % 200)
+    np.testing.assert_allclose(grad, step(table, IDS % 200)[1])
+    assert "all rows" in str(autopar.explain(planned)) and planned.plan is not None and planned.plan.lifts
+
+
+def test_broadcasts_that_are_written_down_are_no_dead_equations() -> None:
+    """`rows * scale` with a scale for each row: JAX leaves the broadcast unsaid, `normalize` adds it. One is dead."""
+
+    def step(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale = jnp.sum(ids, 1, keepdims=True)
+        loss, grad = jax.value_and_grad(lambda t: jnp.sum(t[ids[:, 0]] * scale))(table)
+        jnp.sin(loss)
+        return table - 0.1 * grad, loss
+
+    told = str(autopar.explain(autopar.parallelize(step), jnp.ones((ROWS, 4)), IDS))
+    (dead,) = re.findall(r"normalize .* equations; (-?\d+) dead", told)
+    assert int(dead) >= 1, told

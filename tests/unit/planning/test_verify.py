@@ -1,0 +1,92 @@
+"""`verify` finds what is wrong, and only that."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.planning.verify import compare
+from tests.zoo import MODELS, OPTIMIZERS
+
+
+def mutated(step: Any, tx: optax.GradientTransformation, factor: float) -> Any:
+    """The zoo's step with one gradient scaled: done by wrapping the optimizer."""
+    del step
+    return optax.GradientTransformation(
+        tx.init, lambda g, s, p=None: tx.update(jax.tree.map(lambda x: x * jnp.float32(factor), g), s, p)
+    )
+
+
+@pytest.mark.parametrize("model", ["two_tower", "lstm_lm"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_gradient_that_is_one_percent_wrong_fails(model: str, optimizer: str) -> None:
+    tx = OPTIMIZERS[optimizer].make()
+    right = MODELS[model].make(tx)
+    wrong = MODELS[model].make(mutated(None, tx, 1.01))
+    entry = autopar.parallelize(right.step, strategy="ps", donate=False).entry(right.state, right.batches(0))
+    bad = autopar.parallelize(wrong.step, strategy="ps", donate=False).entry(wrong.state, wrong.batches(0))
+    batches = [jax.tree.leaves((right.state, right.batches(i))) for i in range(20)]
+    assert compare(entry, batches).ok
+    found = compare(entry, batches, planned=bad.run)
+    states = {i.path for i in entry.compiled.analysed.inputs if i.role == "state"}
+    wrong_leaves = {leaf.path for leaf in found.leaves if not leaf.ok} & states
+    assert set(right.tables) <= wrong_leaves, str(found)
+
+
+def step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    loss, grad = jax.value_and_grad(lambda t: jnp.mean(jnp.tanh(t[batch]) ** 2))(state["table"])
+    return {"table": state["table"] - 0.5 * grad}, loss
+
+
+def example() -> tuple[dict[str, Any], jax.Array]:
+    return {"table": jax.random.normal(jax.random.key(0), (50, 3))}, jnp.array([1, 4, 4, 7])
+
+
+def test_verify_returns_a_report_and_donates_nothing() -> None:
+    planned = autopar.parallelize(step, strategy="ps")
+    state, batch = example()
+    report = autopar.verify(planned, state, batch, steps=3)
+    assert report.ok and "all agree" in str(report) and "table" in str(report)
+    assert not state["table"].is_deleted()
+
+
+def test_verify_raises_with_the_leaf_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = autopar.parallelize(step, strategy="ps")
+    state, batch = example()
+    entry = planned.entry(state, batch)
+    run = entry.run
+    monkeypatch.setattr(entry, "run", lambda *xs: [run(*xs)[0] + jnp.float32(1e-3), *run(*xs)[1:]])
+    with pytest.raises(autopar.VerificationError, match="WRONG .*table"):
+        autopar.verify(planned, state, batch)
+
+
+def test_lazy_is_compared_with_the_lazy_oracle() -> None:
+    case = MODELS["multi_hot"].make(OPTIMIZERS["adam"].make())
+    lazy = autopar.parallelize(case.step, sparse="lazy", strategy="ps", donate=False)
+    assert autopar.verify(lazy, case.state, case.batches(0), steps=4).ok
+    assert lazy.plan is not None and any(p.lifted for p in lazy.plan.parameters)
+    exact = autopar.parallelize(case.step, donate=False)
+    state_lazy = state_exact = case.state
+    for k in range(3):
+        state_lazy, _ = lazy(state_lazy, case.batches(k))
+        state_exact, _ = exact(state_exact, case.batches(k))
+    pairs = zip(jax.tree.leaves(state_lazy), jax.tree.leaves(state_exact), strict=True)
+    assert any(not np.allclose(a, b) for a, b in pairs), "lazy Adam is another function"
+
+
+def test_a_step_that_is_no_function_of_its_arguments() -> None:
+    counter = itertools.count(1)
+
+    def impure(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        new, loss = step(state, batch)
+        return new, loss * next(counter)
+
+    with pytest.raises(autopar.StepError, match=r"isn't a function of its arguments.*test_verify\.py"):
+        autopar.verify(autopar.parallelize(impure), *example())

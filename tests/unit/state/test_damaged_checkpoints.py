@@ -1,0 +1,145 @@
+"""Checkpoints of which a file is damaged, gone, of another one, or of another version of autopar."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.state import checkpoint
+from tests.support.checkpoints import deferred, everything, hosted, in_one_process, make_state, saved_value
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "told"),
+    [
+        ("rows/0000_t.00000-of-00001.npy", lambda x: x[:100], "has 100 bytes instead of"),
+        ("rows/0000_t.00000-of-00001.npy", lambda x: x[:-1] + b"\1", "checksum differs"),
+        ("rows/0000_t.00000-of-00001.npy", None, "is missing"),
+        ("dense/manifest.ocdbt", lambda x: x[:-1], r"has \d+ bytes"),
+        ("dense/_METADATA", None, "is missing"),
+        ("manifest.json", lambda x: x[:100], "checksum differs from the one in .*CURRENT"),
+        ("manifest.json", None, "can't be read"),
+        ("../CURRENT", lambda x: x[:-9], r"holds 'version-000001 crc32=' instead of"),
+        ("../CURRENT", lambda x: x[:14], "has no checksum of .*manifest.json, which is in format 2"),
+        ("../CURRENT", None, "was removed"),
+    ],
+)
+def test_damaged_files_are_named(file: str, damage: Any, told: str, tmp_path: Path) -> None:
+    autopar.save(tmp_path, hosted(1.0))
+    path = tmp_path / "version-000001" / file
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(autopar.CheckpointError, match=f"{Path(file).name}.*{told}" if file[0] != "." else told):
+        autopar.restore(tmp_path)
+
+
+@pytest.mark.parametrize("make", [in_one_process, everything, lambda: hosted(1.0), deferred])
+def test_every_damaged_byte_of_every_file_is_found(make: Any, tmp_path: Path) -> None:
+    """Flipped bits, files that are cut, lengthened, gone, or those of another checkpoint: an error names the file."""
+    folder, other = tmp_path / "it", tmp_path / "other"
+    state = make()
+    like = jax.eval_shape(make_state, jax.random.key(0)) if make is in_one_process else None
+    autopar.save(folder, state, position={"batch": 1})
+    autopar.save(other, jax.tree.map(lambda x: x, state), position={"batch": 2})
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    assert {path.name for path in files} > {"CURRENT", "manifest.json"} and len(files) >= 3
+    random = np.random.default_rng(0)
+
+    def refused(path: Path) -> None:
+        with pytest.raises(autopar.CheckpointError, match=path.name):
+            autopar.restore(folder, like)
+
+    for path in files:
+        data = path.read_bytes()
+        for place in {0, len(data) - 1, *random.integers(0, len(data), 5).tolist()} if data else ():
+            flipped = bytearray(data)
+            flipped[place] ^= 1 << int(random.integers(0, 8))
+            path.write_bytes(flipped)
+            refused(path)
+        theirs = (other / path.relative_to(folder)).read_bytes() if (other / path.relative_to(folder)).exists() else b""
+        for damaged in (data[:-1], data + b"\n", data + b"\0", theirs):
+            if damaged != data:
+                path.write_bytes(damaged)
+                refused(path)
+        path.unlink()
+        refused(path)
+        path.write_bytes(data)
+    assert autopar.restore(folder, like).position == {"batch": 1}
+
+
+def as_of_format_1(folder: Path) -> Path:
+    """A checkpoint as autopar saved it before there were checksums of all files; its manifest."""
+    (folder / "CURRENT").write_text("version-000001\n")
+    path = folder / "version-000001" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"format": 1}
+    manifest["dense"] = [file | {"crc32": None} for file in manifest["dense"]]
+    path.write_text(json.dumps(manifest))
+    return path
+
+
+def test_a_checkpoint_without_checksums_is_restored_with_a_warning(tmp_path: Path) -> None:
+    autopar.save(tmp_path, hosted(1.0), position={"value": 1.0})
+    manifest = as_of_format_1(tmp_path)
+    with pytest.warns(
+        autopar.UncheckedWarning, match=r"no checksums of \d+ of its files \(dense/.*Save the state again"
+    ):
+        assert saved_value(tmp_path) == 1.0
+    rows = tmp_path / "version-000001" / "rows" / "0000_t.00000-of-00001.npy"  # had one always
+    data = rows.read_bytes()
+    rows.write_bytes(data[:-1] + b"\1")
+    with (
+        pytest.warns(autopar.UncheckedWarning),
+        pytest.raises(autopar.CheckpointError, match=r"npy isn't what was written"),
+    ):
+        autopar.restore(tmp_path)
+    rows.write_bytes(data)
+    text = manifest.read_bytes()
+    for damaged in (b"\xff" + text, text[:100], b"[1]", text.replace(b'"leaves": [', b'"leaves": [7, ')):
+        manifest.write_bytes(damaged)
+        with pytest.raises(autopar.CheckpointError, match=r"manifest.json is damaged"):
+            autopar.restore(tmp_path)
+    manifest.write_bytes(text)
+    with pytest.warns(autopar.UncheckedWarning):
+        autopar.save(tmp_path, autopar.restore(tmp_path).state, position={"value": 1.0})
+    assert saved_value(tmp_path) == 1.0
+
+
+def test_a_save_over_a_damaged_pointer_removes_nothing_before_its_own_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    autopar.save(tmp_path, hosted(1.0), position={"value": 1.0})
+    pointer = (tmp_path / "CURRENT").read_bytes()
+    (tmp_path / "CURRENT").write_bytes(b"\xff" + pointer[1:])
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "write_rows", lambda *_: 1 / 0)
+        with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
+            autopar.save(tmp_path, hosted(2.0), position={"value": 2.0})
+    (tmp_path / "CURRENT").write_bytes(pointer)
+    assert saved_value(tmp_path) == 1.0
+
+
+def test_a_version_that_is_gone(tmp_path: Path) -> None:
+    autopar.save(tmp_path, hosted(1.0))
+    shutil.rmtree(tmp_path / "version-000001")
+    with pytest.raises(autopar.CheckpointError, match="names 'version-000001', which isn't there"):
+        autopar.restore(tmp_path)
+
+
+def test_a_format_from_the_future(tmp_path: Path) -> None:
+    autopar.save(tmp_path, {"w": jnp.ones(3)})
+    path = tmp_path / "version-000001" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3, "autopar": "9.0", "new": 1}))
+    (tmp_path / "CURRENT").write_text(f"version-000001 crc32={zlib.crc32(path.read_bytes()):08x}\n")
+    with pytest.raises(autopar.CheckpointError, match="saved by autopar 9.0 in format 3, which is newer"):
+        autopar.restore(tmp_path)

@@ -1,0 +1,100 @@
+"""Pure functions, by hand; and the examples in the documentation."""
+
+from __future__ import annotations
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.backends.indices import set_at
+from autopar.collection import paused_collection
+from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
+from autopar.cost.units import format_bytes
+from autopar.ir.paths import matches
+from tests.support.pairs import pairwise
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "expected"),
+    [
+        ("params/emb", "params/emb", True),
+        ("params/emb", "params/emb/embedding", True),  # a node covers its leaves
+        ("params/emb", "params/embedding", False),
+        ("params/item*", "params/item_emb/embedding", True),
+        ("params/*/embedding", "params/a/embedding", True),
+        ("params/*/embedding", "params/a/b/embedding", False),  # * stays within a segment
+        ("params/**/embedding", "params/a/b/embedding", True),
+        ("params/**/embedding", "params/embedding", True),
+        ("**", "anything/at/all", True),
+        ("**/embedding", "params/a/embedding", True),
+        ("*", "params/emb", True),
+        ("a.b", "axb", False),
+    ],
+)
+def test_patterns(pattern: str, path: str, expected: bool) -> None:
+    assert matches(pattern, path) is expected
+
+
+@pytest.mark.parametrize("numbers", [[2], [9], [2, 9]])
+def test_rows_out_of_range_are_dropped(numbers: list[int]) -> None:
+    """Beside a slice, where XLA reads another element for a single index out of range."""
+
+    def run(rows: jax.Array, start: jax.Array, numbers: jax.Array) -> jax.Array:
+        updates = jnp.full(numbers.shape, 100.0)
+        return jax.lax.dynamic_slice_in_dim(rows, start, 9) + set_at(jnp.zeros(9), 0, numbers, updates)
+
+    got = jax.jit(run)(jnp.arange(36.0), jnp.int32(18), jnp.asarray(numbers, jnp.int32))
+    np.testing.assert_array_equal(got, np.arange(18.0, 27.0) + 100.0 * (np.arange(9) == 2) * (2 in numbers))
+
+
+def test_lifting_pays_by_hand() -> None:
+    # 256 bytes a row: 192 / 16 = 12 rows per id.
+    assert ROWS_PER_ID == 192
+    assert lifting_pays(extent=12_000, ids=1000, row_bytes=256)
+    assert not lifting_pays(extent=11_999, ids=1000, row_bytes=256)
+    assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_FAMILY_BYTES // 1000 - 1)
+
+
+def test_touched_bytes_by_hand() -> None:
+    # A table of 100 bytes with one slot: gradient written and read (200), table and slot read and written (400).
+    assert touched_bytes(table_bytes=100, family_bytes=200) == 600
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(x) for x in (0, 1023, 1536, 5 * 2**20, 3 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3072.0 GiB",
+    ]
+
+
+def test_pairwise_covers_every_pair() -> None:
+    axes = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("p", "q", "r")}
+    rows = pairwise(axes)
+    for first, second in (("a", "b"), ("a", "c"), ("b", "c")):
+        assert {(r[first], r[second]) for r in rows} == {(x, y) for x in axes[first] for y in axes[second]}
+    assert len(rows) < 3 * 2 * 3
+
+
+def test_the_collector_is_paused() -> None:
+    """By whom it was paused, it is resumed; who has turned it off himself has it off."""
+    seen = []
+    for on in (True, False):
+        (gc.enable if on else gc.disable)()
+        try:
+            with paused_collection():
+                seen.append(gc.isenabled())
+                with paused_collection():
+                    seen.append(gc.isenabled())
+                seen.append(gc.isenabled())
+            with pytest.raises(ValueError, match="passes"), paused_collection():
+                raise ValueError("passes on what is raised")
+            seen.append(gc.isenabled())
+        finally:
+            gc.enable()
+    assert seen == [False, False, False, True, False, False, False, False]
