@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
-#: On hosts, what shape buckets are rounded up to, less the entries of ids out of range (`passes.once_per_row`): products
-#: of so many rows waste nothing.
+#: On hosts, what shape buckets are rounded up to, less the entries of ids out of range (`passes.once_per_row`):
+#: products of so many rows waste nothing.
 _HOSTS_STEP, _HOSTS_APART = 16, 2
 
 
