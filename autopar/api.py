@@ -127,7 +127,7 @@ def parallelize(
         processes nobody does.
 
     Returns:
-      A `ParallelStep`: call it like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
+      A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
 
     Raises:
       ArgumentsError: an option that doesn't exist, or one that the plan decides.

@@ -51,7 +51,7 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
       **options: Those of `autopar.parallelize` (`static_argnums` isn't needed).
 
     Returns:
-      A `FilteredStep`: call it like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
+      A `FilteredStep`, which you call like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
 
     Raises:
       ArgumentsError: an option that doesn't exist.

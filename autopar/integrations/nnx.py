@@ -87,7 +87,7 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
       **options: Those of `autopar.parallelize`. Positions are those of the step's own arguments.
 
     Returns:
-      An `NnxStep`: call it like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
+      An `NnxStep`, which you call like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
 
     Raises:
       ArgumentsError: an option that doesn't exist; an argument in which objects and arrays are mixed.

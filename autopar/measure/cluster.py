@@ -159,8 +159,8 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
       mesh: The devices; all if left out.
 
     Returns:
-      The cluster, with `measured`. Of levels that have one participant only nothing can be measured: they have links
-      that are assumed, and say so.
+      The cluster, with `measured`. Levels with one participant can't be measured; their links are assumed, and say
+      so.
 
     Raises:
       ArgumentsError: the machines have different numbers of devices.

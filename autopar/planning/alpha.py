@@ -113,7 +113,7 @@ def measure_alpha(
       per_machine: Workers of a machine.
 
     Returns:
-      `Alphas`: by table, its `worker`, `machine` and `union` in rows, `rows_at(n)`, `alpha_at(n)` and `growth`.
+      `Alphas`, with each table's `worker`, `machine` and `union` in rows, `rows_at(n)`, `alpha_at(n)` and `growth`.
 
     Raises:
       ArgumentsError: fewer than two workers' batches, batches that the workers don't divide, or ids that depend on what
