@@ -25,14 +25,15 @@ with paused_collection():
         UncheckedWarning,
         VerificationError,
     )
+    from autopar.ir.plan import Plan
     from autopar.launch.start import start as _start
     from autopar.launch.start import watchdog
     from autopar.measure.cluster import Cluster, calibrate
     from autopar.planning.alpha import Alphas, TableAlpha, measure_alpha
     from autopar.planning.check import Check, check
     from autopar.planning.explain import Explanation, explain
+    from autopar.planning.plan import plan
     from autopar.planning.simulate import Simulation, simulate
-    from autopar.planning.step_plan import StepPlan, plan
     from autopar.planning.verify import Verification, verify
     from autopar.planning.why import Why, why
     from autopar.report import Report, report
@@ -63,6 +64,7 @@ __all__ = [
     "LaunchError",
     "MissingCheckpointError",
     "ParallelStep",
+    "Plan",
     "PlanError",
     "RecompileWarning",
     "Report",
@@ -71,7 +73,6 @@ __all__ = [
     "StateError",
     "StateWarning",
     "StepError",
-    "StepPlan",
     "StrategyError",
     "Table",
     "TableAlpha",

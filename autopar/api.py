@@ -13,15 +13,14 @@ import numpy as np
 
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
-from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
-from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
+from autopar.ir.plan import Plan
+from autopar.ir.strategy import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine
 from autopar.measure.memory import memory_of
 from autopar.mpi.world import world
-from autopar.planning.step_plan import StepPlan
 from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
@@ -40,7 +39,7 @@ def parallelize(
     emit: Emit | None = ...,
     strategy: Strategy | None = ...,
     sparse: Sparse | None = ...,
-    plan: StepPlan | str | Path | None = ...,
+    plan: Plan | str | Path | None = ...,
     donate: bool = ...,
     state_argnums: int | Sequence[int] | None = ...,
     batch_argnums: int | Sequence[int] | None = ...,
@@ -59,7 +58,7 @@ def parallelize(
     emit: Emit | None = ...,
     strategy: Strategy | None = ...,
     sparse: Sparse | None = ...,
-    plan: StepPlan | str | Path | None = ...,
+    plan: Plan | str | Path | None = ...,
     donate: bool = ...,
     state_argnums: int | Sequence[int] | None = ...,
     batch_argnums: int | Sequence[int] | None = ...,
@@ -79,7 +78,7 @@ def parallelize(
     emit: Emit | None = None,
     strategy: Strategy | None = None,
     sparse: Sparse | None = None,
-    plan: StepPlan | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
     donate: bool = True,
     state_argnums: int | Sequence[int] | None = None,
     batch_argnums: int | Sequence[int] | None = None,
@@ -147,7 +146,7 @@ def parallelize(
         return lambda fun: parallelize(fun, **given)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
-    decisions, strategy, sparse, emit = _decided(plan, strategy, sparse, emit)
+    plan, strategy, sparse, emit = _decided(plan, strategy, sparse, emit)
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
@@ -181,7 +180,7 @@ def parallelize(
             hosts=hosts,
             batch_axis=batch_axis,
             emit=emit,
-            decisions=decisions,
+            plan=plan,
         ),
         machine=Machine(rates if plan is None else None, functools.partial(memory_of, devices)),
         donate=donate,
@@ -195,8 +194,8 @@ def parallelize(
 
 
 def _decided(
-    plan: StepPlan | str | Path | None, strategy: Strategy | None, sparse: Sparse | None, emit: Emit | None
-) -> tuple[Decisions | None, Strategy, Sparse, Emit]:
+    plan: Plan | str | Path | None, strategy: Strategy | None, sparse: Sparse | None, emit: Emit | None
+) -> tuple[Plan | None, Strategy, Sparse, Emit]:
     """What is decided beforehand, and the options that say so; else the user's, or their defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
@@ -205,11 +204,10 @@ def _decided(
     named = [f"{name}=" for name, value in given.items() if value is not None]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
-    if not isinstance(plan, (StepPlan, str, Path)):
+    if not isinstance(plan, (Plan, str, Path)):
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
-    found = plan if isinstance(plan, StepPlan) else StepPlan.load(plan)
-    decisions = found.decisions(f"the plan of {found.step}" if found is plan else str(plan))
-    return decisions, decisions.strategy, found.sparse, found.emit
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    return found, found.strategy, found.sparse, found.emit
 
 
 def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:

@@ -15,6 +15,7 @@ from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
@@ -62,79 +63,59 @@ class Compiled:
     """The analysed program, the plan, the program as the plan has it (and as its fallback), and how it came about."""
 
     analysed: Program
-    plan: Plan
+    bound: BoundPlan
     program: Program
     records: tuple[Record, ...]
     fallback: Program | None = None
 
-
-Pass = Callable[[Program, Plan | None, Request], tuple[Program, Plan | None, str]]
-
-
-def _analyze_rows(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    lazy, refused = request.options.sparse == "lazy", request.options.undeferred
-    program, note = analyze_rows(program, lazy=lazy, defer=_may_defer(request), undeferred=refused)
-    return program, plan, note
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.bound.plan
 
 
-def _may_defer(request: Request) -> bool:
-    return request.options.sparse == "exact"
+Result = tuple[Program, BoundPlan | None, str]
+Pass = Callable[[Program, BoundPlan | None, Request], Result]
 
 
-def _analyze_batch(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    program, note = analyze_batch(
-        program, devices=request.options.devices, batch_axis=request.options.batch_axis, always=request.options.hosts
+def _analyze_rows(program: Program, request: Request) -> tuple[Program, str]:
+    options = request.options
+    return analyze_rows(
+        program, lazy=options.sparse == "lazy", defer=options.sparse == "exact", undeferred=options.undeferred
     )
-    return program, plan, note
 
 
-def _choose(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    if request.options.decisions is not None:
-        check_facts(program, request.options.decisions, request.options.devices)
+def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
+    options = request.options
+    return analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts)
+
+
+def _choose(program: Program, plan: BoundPlan | None, request: Request) -> Result:
+    earlier = request.options.plan
+    if earlier is not None:
+        check_facts(program, earlier, request.options.devices)
     made, note = choose(program, request.options, request.measured)
-    if request.options.decisions is not None:
-        check_followed(program, request.options.decisions, made)
+    if earlier is not None:
+        check_followed(program, earlier, made)
     return program, made, note
 
 
-def _keep(plan: Plan | None, result: tuple[Program, str]) -> tuple[Program, Plan | None, str]:
-    return result[0], plan, result[1]
-
-
-def _following(run: Callable[[Program, Plan], tuple[Program, str]]) -> Pass:
-    """A pass that does what the plan says."""
-
-    def follow(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-        assert plan is not None, "the plan is made before it is followed"
-        return _keep(plan, run(program, plan))
-
-    return follow
-
-
-def _lift_rows(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
-    try:
-        return _keep(plan, lift_rows(program, plan))
-    except NotLocal as error:
-        raise _not_on_hosts(program, error) from error
-
-
-def _localize(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
+def _localize(program: Program, plan: BoundPlan, request: Request) -> Result:
     if plan.on_hosts:
         return _localize_rank(program, plan)
     if plan.emit == "pjit":
         return program, plan, "one global program, partitioned by XLA"
     try:
-        return _keep(plan, localize(program, plan))
+        program, note = localize(program, plan)
     except NotLocal as error:
         raise StrategyError(
             f"emit='pmap': {program.name} can't be written as the program of one device: {error}. "
             "Leave it to emit='pjit'"
         ) from error
+    return program, plan, note
 
 
-def _localize_rank(program: Program, plan: Plan) -> tuple[Program, Plan, str]:
+def _localize_rank(program: Program, plan: BoundPlan) -> tuple[Program, BoundPlan, str]:
     """One rank's program; its examples are its own where nothing but gradients and losses is reduced."""
     why = _needs_xla(plan)
     if plan.devices > 1 and why is None:
@@ -142,16 +123,12 @@ def _localize_rank(program: Program, plan: Plan) -> tuple[Program, Plan, str]:
             found, note = localize(program, plan)
             why = _obstacle(found)
             if why is None:
-                plan = dataclasses.replace(plan, road=("mpi", _reductions(found)))
-                return found, plan, note
+                return found, plan.noting(road="mpi", road_reason=_reductions(found)), note
         except NotLocal as error:
             why = str(error)
-    try:
-        found, note = localize(program, plan, examples=False)
-    except NotLocal as error:
-        raise _not_on_hosts(program, error) from error
-    road = ("xla", why or "") if plan.devices > 1 else ("", "one process")
-    return found, dataclasses.replace(plan, road=road), note
+    found, note = localize(program, plan, examples=False)
+    road, why = ("xla", why or "") if plan.devices > 1 else ("", "one process")
+    return found, plan.noting(road=road, road_reason=why), note
 
 
 def _reductions(program: Program) -> str:
@@ -161,7 +138,7 @@ def _reductions(program: Program) -> str:
     return f"{len(program.local.reductions)} reductions, {kinds}"
 
 
-def _needs_xla(plan: Plan) -> str | None:
+def _needs_xla(plan: BoundPlan) -> str | None:
     on_devices = [f for f in plan.families if not f.on_hosts]
     if on_devices:
         return "some tables are on devices"
@@ -189,60 +166,70 @@ def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
     return StrategyError(f"strategy: {program.name} can't be {what} with tables on hosts: {error}. {remedy}")
 
 
-def _reduce_tables(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
-    try:
-        return _keep(plan, reduce_tables(program, plan))
-    except NotLocal as error:
-        raise _not_on_hosts(program, error) from error
-
-
-def _once_per_row(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    assert plan is not None, "the plan is made before it is followed"
-    return _keep(plan, once_per_row(program, plan, request.options.rank_devices))
-
-
-def _shield(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
+def _shield(program: Program, plan: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
-    assert plan is not None, "the plan is made before it is followed"
-    by_rank = plan.on_hosts and plan.road[0] != "xla"
+    by_rank = plan.on_hosts and plan.plan.road != "xla"
     devices = (1 if by_rank else plan.devices) * request.options.rank_devices
     if devices == 1 or (plan.emit == "pmap" and not plan.on_hosts):
         return program, plan, "XLA partitions nothing"
     program, isolated = shield(program, plan, devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"
-    return program, dataclasses.replace(plan, isolated=isolated), note
+    return program, plan.noting(isolated=isolated), note
 
 
-def _split(program: Program, plan: Plan | None, request: Request) -> tuple[Program, Plan | None, str]:
-    if plan is None or not plan.on_hosts:
+def _split_stages(program: Program, plan: BoundPlan, request: Request) -> Result:
+    if not plan.on_hosts:
         return program, plan, "one program"
-    try:
-        stages = split_stages(program, plan.devices, {f.family for f in plan.families if f.on_hosts})
-    except NotLocal as error:
-        raise _not_on_hosts(program, error) from error
-    plan = dataclasses.replace(plan, stages=tuple(map(str, stages.items)))
+    stages = split_stages(program, plan.devices, {f.family for f in plan.families if f.on_hosts})
+    plan = plan.noting(stages=tuple(map(str, stages.items)))
     return dataclasses.replace(program, stages=stages), plan, f"{stages.programs} compiled programs"
+
+
+def _analyzing(run: Callable[[Program, Request], tuple[Program, str]]) -> Pass:
+    """A pass that finds out about a program."""
+
+    def analyze(program: Program, plan: BoundPlan | None, request: Request) -> Result:
+        program, note = run(program, request)
+        return program, plan, note
+
+    return analyze
+
+
+def _following(run: Callable[[Program, BoundPlan, Request], Result | tuple[Program, str]]) -> Pass:
+    """A pass that does what the plan says."""
+
+    def follow(program: Program, plan: BoundPlan | None, request: Request) -> Result:
+        assert plan is not None, "the plan is made before it is followed"
+        try:
+            result = run(program, plan, request)
+        except NotLocal as error:
+            raise _not_on_hosts(program, error) from error
+        return result if len(result) == 3 else (result[0], plan, result[1])
+
+    return follow
 
 
 #: What makes a program of the plan, in this order.
 _FOLLOWED: tuple[tuple[str, Pass], ...] = (
-    ("lift_rows", _lift_rows),
-    ("merge_pushes", _following(merge_pushes)),
-    ("place", _following(place)),
-    ("reduce_tables", _reduce_tables),
-    ("localize", _localize),
-    ("once_per_row", _once_per_row),
-    ("shield", _shield),
-    ("split_stages", _split),
+    ("lift_rows", _following(lambda program, plan, _: lift_rows(program, plan))),
+    ("merge_pushes", _following(lambda program, plan, _: merge_pushes(program, plan))),
+    ("place", _following(lambda program, plan, _: place(program, plan))),
+    ("reduce_tables", _following(lambda program, plan, _: reduce_tables(program, plan))),
+    ("localize", _following(_localize)),
+    (
+        "once_per_row",
+        _following(lambda program, plan, request: once_per_row(program, plan, request.options.rank_devices)),
+    ),
+    ("shield", _following(_shield)),
+    ("split_stages", _following(_split_stages)),
 )
 
 #: What finds out about a traced program.
 ANALYSIS: tuple[tuple[str, Pass], ...] = (
-    ("normalize", lambda program, plan, request: _keep(plan, normalize(program))),
-    ("classify", lambda program, plan, request: _keep(plan, classify(program))),
-    ("analyze_rows", _analyze_rows),
-    ("analyze_batch", _analyze_batch),
+    ("normalize", _analyzing(lambda program, _: normalize(program))),
+    ("classify", _analyzing(lambda program, _: classify(program))),
+    ("analyze_rows", _analyzing(_analyze_rows)),
+    ("analyze_batch", _analyzing(_analyze_batch)),
 )
 
 PIPELINE: tuple[tuple[str, Pass], ...] = (*ANALYSIS, ("choose", _choose), *_FOLLOWED)
@@ -278,8 +265,13 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
 
 
 def _run(
-    passes: Sequence[tuple[str, Pass]], program: Program, plan: Plan | None, request: Request, *, traced: bool = False
-) -> tuple[Program, Plan | None, list[Record]]:
+    passes: Sequence[tuple[str, Pass]],
+    program: Program,
+    plan: BoundPlan | None,
+    request: Request,
+    *,
+    traced: bool = False,
+) -> tuple[Program, BoundPlan | None, list[Record]]:
     """Passes one after the other, each checked; `traced`: nothing has checked the program yet."""
     records: list[Record] = []
     for name, run in passes:
@@ -291,7 +283,7 @@ def _run(
     return program, plan, records
 
 
-def follow(analysed: Program, plan: Plan, options: Options) -> Program:
+def follow(analysed: Program, plan: BoundPlan, options: Options) -> Program:
     """The program of another plan than the one that was chosen."""
     program = analysed
     for _, run in _FOLLOWED:

@@ -126,7 +126,7 @@ def measure(rows: int, rounds: int = 8) -> None:
         runners[method] = Runner(step, make_state(rows))
         runners[method].seconds(batch(0))
         assert step.plan is not None
-        (family,) = step.plan.families
+        (family,) = step.latest.compiled.bound.families
         print(f"{method}: {family.method}, capacity {family.capacity}", flush=True)
     ps = planned["ps"].plan
     assert ps is not None and ps.families[0].capacity is not None

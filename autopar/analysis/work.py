@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.analysis.primitives import MOVES
+from autopar.ir.figures import Work
 from autopar.ir.program import Block, Equation, Program, Var
 
 #: What multiplies; what adds up over an axis of its operands.
@@ -19,35 +19,6 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SUMS = _PRODUCTS | {"reduce_sum", "reduce_max", "reduce_min"}
 #: What XLA needs no pass of its own for.
 _PASSED = MOVES | {"optimization_barrier"}
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Floating-point operations of a step's products (matrix products and convolutions), and what is reduced.
-
-    Attributes:
-      examples: Operations of products with something of the batch in them: the devices share them.
-      parameters: Of all others: each device does them all.
-      moved_bytes: Bytes of the batch's values that products and elementwise operations read and write, if each product
-        reads and writes its operands, and what lies between two products writes each of its results once: some of that
-        is fused away, and all of it is shared by the devices.
-      sums: Of the sums over examples that are needed on every device (dense gradients, mostly): bytes, and how many
-        there are of so many. Sums of a loop's iterations count each. Gradients of lookups aren't among them.
-    """
-
-    examples: float = 0.0
-    parameters: float = 0.0
-    moved_bytes: float = 0.0
-    sums: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of all sums over examples."""
-        return sum(size * count for size, count in self.sums)
-
-    def on(self, devices: int) -> float:
-        """Of each of so many devices."""
-        return self.examples / devices + self.parameters
 
 
 def count_work(program: Program) -> Work:

@@ -14,13 +14,13 @@ from autopar.backends.gathered import GatheredRows, ReplicatedRows
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Program
 
 Array = Any
 
 
-def backends(plan: Plan, devices: Devices) -> Mapping[int, RowBackend]:
+def backends(plan: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
     """Family -> its backend; `allreduce_rows` needs none but the partitioner, or `reduce`."""
     found: dict[int, RowBackend] = {}
     for family in plan.families:
@@ -33,7 +33,7 @@ def backends(plan: Plan, devices: Devices) -> Mapping[int, RowBackend]:
     return found
 
 
-def mapped(program: Program, plan: Plan, devices: Devices) -> Callable[..., Sequence[Array]]:
+def mapped(program: Program, plan: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
     """The program of one device on all of them: a function of global arrays."""
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis)
@@ -45,7 +45,7 @@ def mapped(program: Program, plan: Plan, devices: Devices) -> Callable[..., Sequ
 
 
 def spread(
-    run: Callable[..., Sequence[Array]], plan: Plan, program: Program, devices: Devices
+    run: Callable[..., Sequence[Array]], plan: BoundPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """The same function of global arrays, with XLA told where its inputs and the new states are."""
     types = [v.type for v in program.block.inputs]
@@ -65,7 +65,7 @@ def spread(
 
 
 def on_ordinary_arrays(
-    run: Callable[..., Sequence[Array]], plan: Plan, program: Program, devices: Devices
+    run: Callable[..., Sequence[Array]], plan: BoundPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """The same function of arrays whose rows are in their own order."""
     outputs = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}

@@ -8,7 +8,7 @@ bandwidth are taken.
 
 from __future__ import annotations
 
-from autopar.cost.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec
 
 
 def traffic(collective: str, count: int, size: float) -> tuple[float, int]:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, HostRates, Rates
 from autopar.ir.figures import Term
-from autopar.ir.plan import HOSTED
 from autopar.ir.sizes import Sizes
+from autopar.ir.strategy import HOSTED
 
 #: Bytes of a row's number.
 ID_BYTES = 4

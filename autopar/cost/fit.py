@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.cluster import Link
 from autopar.cost.collectives import traffic
 from autopar.cost.units import format_bytes
+from autopar.ir.cluster import Link
 
 
 @dataclass(frozen=True, slots=True)

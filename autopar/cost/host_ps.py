@@ -6,7 +6,7 @@ touches), in a cluster of m machines with d workers each. Every server owns 1 / 
 
 from __future__ import annotations
 
-from autopar.cost.cluster import ClusterSpec, Link
+from autopar.ir.cluster import ClusterSpec, Link
 
 
 def transfer_s(cluster: ClusterSpec, size: float, link: Link) -> float:

@@ -6,18 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.cluster import state_budget
 from autopar.ir.paths import matches
-from autopar.ir.plan import Plan, Strategy, split_method
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace, host_refusal
-
-#: The part of a device's memory that states may take; the rest is for batches, activations and gradients.
-STATE_SHARE = 0.7
-
-
-def state_budget(memory: float) -> int:
-    """Bytes that the state may take of a device's memory."""
-    return int(STATE_SHARE * memory)
+from autopar.ir.strategy import Strategy, split_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +75,29 @@ def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
     return high
 
 
-def leaf_bytes(program: Program, plan: Plan, leaf: int) -> int:
+def leaf_bytes(program: Program, plan: BoundPlan, leaf: int) -> int:
     """Bytes of a leaf of the state on each device."""
     size = int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
     return size if plan.placements[leaf] is None else -(-size // plan.devices)
 
 
-def state_bytes(program: Program, plan: Plan) -> int:
+def state_bytes(program: Program, plan: BoundPlan) -> int:
     """Bytes of the state on each device, without what is on hosts."""
     return sum(leaf_bytes(program, plan, k) for k in _on_devices(program, plan))
 
 
-def hosted_bytes(program: Program, plan: Plan) -> int:
+def hosted_bytes(program: Program, plan: BoundPlan) -> int:
     """Bytes of what is on hosts, all of them together."""
     return sum(int(getattr(program.block.inputs[k].type, "nbytes", 0)) for k in _on_hosts(program, plan))
 
 
-def _on_hosts(program: Program, plan: Plan) -> set[int]:
+def _on_hosts(program: Program, plan: BoundPlan) -> set[int]:
     """Leaves of the state that are there."""
     hosted = {f.family for f in plan.families if f.on_hosts}
     return {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
 
 
-def _on_devices(program: Program, plan: Plan) -> list[int]:
+def _on_devices(program: Program, plan: BoundPlan) -> list[int]:
     """Leaves of the state that aren't on hosts."""
     away = _on_hosts(program, plan)
     return [k for k, given in enumerate(program.inputs) if given.role == "state" and k not in away]
@@ -126,7 +120,7 @@ class Shortage:
         return None if self.devices is None else math.ceil(self.devices / devices)
 
 
-def find_shortage(program: Program, plan: Plan, strategy: Strategy, memory: float) -> Shortage | None:
+def find_shortage(program: Program, plan: BoundPlan, strategy: Strategy, memory: float) -> Shortage | None:
     """By how much a plan's state doesn't fit; None if it does.
 
     Args:
@@ -140,7 +134,7 @@ def find_shortage(program: Program, plan: Plan, strategy: Strategy, memory: floa
         return None
     states = _on_devices(program, plan)
     spread = {k for k in states if plan.placements[k] is not None}
-    if plan.sparse != "off":
+    if plan.plan.sparse != "off":
         spaces = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]
         spread.update(k for s in spaces for k in s.leaves if k in states)
     sizes = {k: int(getattr(program.block.inputs[k].type, "nbytes", 0)) for k in states}
@@ -148,7 +142,7 @@ def find_shortage(program: Program, plan: Plan, strategy: Strategy, memory: floa
     return Shortage(missing, least_devices(whole, [sizes[k] for k in sorted(spread)], state_budget(memory)))
 
 
-def leave_devices(program: Program, plan: Plan, strategy: Strategy, memory: int) -> Mapping[str, int]:
+def leave_devices(program: Program, plan: BoundPlan, strategy: Strategy, memory: int) -> Mapping[str, int]:
     """The tables that don't fit the devices, and that the strategy leaves to autopar: path -> bytes with their slots.
 
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.

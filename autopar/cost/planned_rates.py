@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost.cluster import ClusterSpec
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.rates import FREE, Curve, HostRates, Rates, RowRate
+from autopar.ir.cluster import ClusterSpec
 
 _LARGE = float(1 << 30)
 #: Passes over its ids that a device makes to sort and find them: a radix sort's, assumed.

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.cluster import ClusterSpec
 from autopar.cost.exchange import HOSTED, Term, step_terms
-from autopar.cost.memory import STATE_SHARE
 from autopar.cost.planned_rates import planned_host_rates, planned_rates
 from autopar.cost.step_time import DenseLoad, step_parts
-from autopar.ir.plan import ROW_METHODS
+from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.sizes import HEADROOM, Sizes
+from autopar.ir.strategy import ROW_METHODS
 
 #: Of a step's products, those of the backward pass: two of three.
 BACKWARD = 2 / 3

@@ -82,3 +82,32 @@ class Term:
     sent: int = 0
     collective: str = ""
     fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations of a step's products (matrix products and convolutions), and what is reduced.
+
+    Attributes:
+      examples: Operations of products with something of the batch in them: the devices share them.
+      parameters: Of all others: each device does them all.
+      moved_bytes: Bytes of the batch's values that products and elementwise operations read and write, if each product
+        reads and writes its operands, and what lies between two products writes each of its results once: some of that
+        is fused away, and all of it is shared by the devices.
+      sums: Of the sums over examples that are needed on every device (dense gradients, mostly): bytes, and how many
+        there are of so many. Sums of a loop's iterations count each. Gradients of lookups aren't among them.
+    """
+
+    examples: float = 0.0
+    parameters: float = 0.0
+    moved_bytes: float = 0.0
+    sums: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of all sums over examples."""
+        return sum(size * count for size, count in self.sums)
+
+    def on(self, devices: int) -> float:
+        """Of each of so many devices."""
+        return self.examples / devices + self.parameters

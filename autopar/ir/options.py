@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.decisions import Decisions
 from autopar.ir.examples import BatchAxis
-from autopar.ir.plan import Emit, Sparse, Strategy
+from autopar.ir.plan import Plan
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
+from autopar.ir.strategy import Emit, Sparse, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +33,5 @@ class Options:
     journal_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
-    #: Those of an earlier plan, by which the step is to be run.
-    decisions: Decisions | None = None
+    #: An earlier plan, by which the step is to be run.
+    plan: Plan | None = None

@@ -1,108 +1,24 @@
-"""Decisions: what is lifted and how each parameter's gradient travels. The Program holds the facts.
+"""`Plan`: all that is decided of a step, and why, as plain data, by the paths of its parameters.
 
-Patterns over parameter paths: a pattern that matches a node covers its leaves; `*` stays within a segment, `**`
-crosses segments; the first match wins.
+`choose` makes it; `explain` prints it; a file holds it; `diff` compares it; runners follow it. It outlives the traced
+program, the process and the version of JAX. An `ir.bound_plan.BoundPlan` is what follows from it for one program.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-from typing import Literal as Choice
+from pathlib import Path
 
-from autopar.errors import StrategyError
-from autopar.ir.figures import Alpha, Growth, Term
-from autopar.ir.layout import RowLayout
+from autopar.errors import ArgumentsError, PlanError
+from autopar.ir.cluster import ClusterSpec, state_budget
+from autopar.ir.figures import Alpha, Growth, Term, Work
+from autopar.ir.plan_difference import PlanDifference, difference
+from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
-
-#: Methods that run a table's step on its touched rows.
-ROW_METHODS = ("ps", "allgather", "allreduce_rows")
-#: Methods by which every device has all rows of a table.
-REPLICATED = ("allgather", "allreduce_rows", "allreduce")
-METHODS = ("auto", "allreduce", *ROW_METHODS)
-Sparse = Choice["exact", "lazy", "off"]
-#: How a table on hosts is called among methods.
-HOSTED = "ps on hosts"
-#: Where a table's rows are.
-Where = Choice["devices", "hosts"]
-#: A method, or a method and where.
-Method = str | tuple[str, Where]
-Strategy = Method | Mapping[str, Method]
-#: "pjit": one global program, partitioned by XLA. "pmap": each device's own program, with explicit reductions.
-Emit = Choice["pjit", "pmap"]
-
-
-def split_method(given: Method) -> tuple[str, Where]:
-    """Method and place of what a user gives: `"ps"`, or `("ps", "hosts")`.
-
-    Raises:
-      StrategyError: there is no such method, or not there.
-    """
-    method, where = given if isinstance(given, tuple) and len(given) == 2 else (given, "devices")
-    if not isinstance(method, str) or method not in METHODS:
-        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
-    if where not in ("devices", "hosts"):
-        raise StrategyError(f"strategy: {given!r} is neither on 'devices' nor on 'hosts'")
-    if where == "hosts" and method != "ps":
-        raise StrategyError(f"strategy: {given!r}: tables on hosts are trained by 'ps' only")
-    return method, "hosts" if where == "hosts" else "devices"
-
-
-def asks_for_hosts(strategy: Strategy) -> bool:
-    """Whether a strategy puts any table in the memory of the hosts."""
-    given = strategy.values() if isinstance(strategy, Mapping) else [strategy]
-    return any(split_method(method)[1] == "hosts" for method in given)
-
-
-def without_hosts(strategy: Strategy) -> Strategy:
-    """The same for a step whose tables can't be on hosts: they are trained where they are."""
-
-    def of(given: Method) -> Method:
-        return "auto" if split_method(given)[1] == "hosts" else given
-
-    return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyPlan:
-    """A lifted family.
-
-    Attributes:
-      family: Its id in `Program.rows`.
-      rows: Static bound on the rows a step touches, one padding row included.
-      ids: Number of ids a step looks up, duplicates included.
-      method: How its rows travel ("ps" on one device, where nothing travels).
-      lazy: Only touched rows move, whatever the optimizer says.
-      asked: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else None.
-      capacity: The most rows that one device asks another one for; else None.
-      layout: How the rows are spread; else None.
-      imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
-      where: Whether its rows are on the devices, or in the memory of the hosts, owned by ranks.
-      journal: Steps that untouched rows may wait for before they are brought up to date (`ir.deferred`); 0 where no
-        step moves them.
-      tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
-    """
-
-    family: int
-    rows: int
-    ids: int
-    method: str
-    lazy: bool
-    asked: int | None = None
-    capacity: int | None = None
-    layout: RowLayout | None = None
-    tight: bool = False
-    imbalance: float | None = None
-    where: Where = "devices"
-    journal: int = 0
-
-    @property
-    def on_hosts(self) -> bool:
-        """Whether the rows are in the memory of the hosts."""
-        return self.where == "hosts"
-
+from autopar.ir.strategy import HOSTED, METHODS, Emit, Method, Sparse, Where
 
 #: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
 _DERIVED: Mapping[str, bool] = {"saved": False}
@@ -198,66 +114,122 @@ class DensePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decisions for one step at one set of shapes.
+    """The plan of a step at one set of shapes.
 
     Attributes:
-      families: The tables that are lifted, with their slots.
-      tables: Every table, lifted or not, with the reason.
+      step: The step's name.
+      devices: N, over which batches are spread; ranks, with tables on hosts.
+      cluster: The machines that it was made for; None: the devices here.
+      sparse, emit: As `parallelize` takes them.
+      tables: Every table that is looked up by rows, lifted or not.
       dense: The other leaves of the state.
-      sparse: "exact", "lazy" or "off".
-      devices: N, over which batches are spread.
-      placements: For each input of the program the axis along which it is spread over the devices; None: each device
-        holds all of it.
-      layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
-      fallback: The families once more with the capacity that no batch exceeds, if some are tight.
-      shares: Dense leaves that are spread and gathered for use -> the axis.
-      emit: Whether XLA partitions one program over the devices, or each device's own is written.
-      road: Of a step with tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
-        "xla" within them; and why.
-      stages: The same step's compiled programs and exchanges, in order.
+      state_bytes: Bytes of the state on each device.
+      work: Operations of the model, and what is reduced of its dense gradients.
+      parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
+      road: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or "xla" within
+        them.
+      road_reason: Why.
+      stages: With tables on hosts, a step's compiled programs and exchanges, in order, in words.
       isolated: What is kept from XLA's partitioner, which gets it wrong (`passes.shield`), in words.
+      source: The file that it was read from; empty if it was made here.
+
+    `autopar.plan` and files have all of them but `stages` and `isolated`; the plan of a compiled step (`step.plan`) has
+    nothing that is predicted: no `alpha`, `growth`, `work` and `parts`.
     """
 
-    families: tuple[FamilyPlan, ...]
+    step: str
+    devices: int
+    cluster: ClusterSpec | None
+    sparse: Sparse
+    emit: Emit
     tables: tuple[TablePlan, ...]
     dense: tuple[DensePlan, ...]
-    sparse: Sparse
-    devices: int = 1
-    placements: tuple[int | None, ...] = ()
-    layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
-    fallback: tuple[FamilyPlan, ...] = ()
-    shares: Mapping[int, int] = field(default_factory=dict)
-    emit: Emit = "pjit"
-    road: tuple[str, str] = ("", "")
-    stages: tuple[str, ...] = ()
-    isolated: tuple[str, ...] = ()
+    state_bytes: int
+    work: Work = field(default_factory=Work)
+    parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+    road: str = ""
+    road_reason: str = field(default="", compare=False, metadata=_DERIVED)
+    stages: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
+    isolated: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
+    source: str = field(default="", compare=False, metadata=_DERIVED)
+
+    @property
+    def name(self) -> str:
+        """The file that it is in, or whose plan it is."""
+        return self.source or f"the plan of {self.step}"
+
+    @property
+    def seconds(self) -> float:
+        """What a step is predicted to take; 0 where nothing is known of the devices."""
+        return sum(term.seconds for terms in self.parts.values() for term in terms)
+
+    @property
+    def lifts(self) -> bool:
+        """Whether any table's step runs on its touched rows."""
+        return any(table.lifted for table in self.tables)
 
     @property
     def on_hosts(self) -> bool:
         """Whether any table is in the memory of the hosts."""
-        return any(f.on_hosts for f in self.families)
+        return any(table.where == "hosts" for table in self.tables)
 
     @property
     def defers(self) -> bool:
         """Whether rows of any table wait for later steps."""
-        return any(f.journal for f in self.families)
+        return any(table.journal for table in self.tables)
 
     @property
-    def rewrites(self) -> bool:
-        """Whether the step is run otherwise than as JAX traced it."""
-        return self.lifts or bool(self.shares) or self.emit == "pmap" or bool(self.isolated)
-
-    @property
-    def lifts(self) -> bool:
-        """Whether anything is lifted."""
-        return bool(self.families)
+    def families(self) -> tuple[TablePlan, ...]:
+        """One table of each family: sizes and terms are those of a whole family."""
+        found: list[TablePlan] = []
+        for table in self.tables:
+            if not any(table.path in other.slots for other in found):
+                found.append(table)
+        return tuple(found)
 
     @property
     def parameters(self) -> tuple[TablePlan | DensePlan, ...]:
         """All of which something is decided: tables, and dense leaves in shards."""
         return *self.tables, *(leaf for leaf in self.dense if leaf.shared and leaf.reason)
 
-    def told(self, paths: Iterable[str], reason: str) -> Plan:
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Paths of the dense leaves that are kept in shards."""
+        return tuple(leaf.path for leaf in self.dense if leaf.shared)
+
+    @property
+    def strategy(self) -> Mapping[str, Method]:
+        """The method of each path. Longer paths come first: a path covers those that begin with it."""
+        methods: dict[str, Method] = dict.fromkeys(self.shared, "ps")
+        for table in self.tables:
+            methods[table.path] = (table.method, "hosts") if table.where == "hosts" else table.method
+        return {path: methods[path] for path in sorted(methods, key=lambda path: (-path.count("/"), path))}
+
+    @property
+    def digest(self) -> str:
+        """The same for equal decisions, on every process."""
+        limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.dealt, t.journal) for t in self.tables]
+        about = (self.devices, self.strategy, limits)
+        return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that each device of the cluster would need more for the state; 0 if it fits, or without a cluster."""
+        return 0 if self.cluster is None else max(0, self.state_bytes - state_budget(self.cluster.device.memory_bytes))
+
+    def table(self, path: str) -> TablePlan:
+        """The table of a path.
+
+        Raises:
+          ArgumentsError: there is none.
+        """
+        found = next((t for t in self.tables if t.path == path), None)
+        if found is None:
+            shown = ", ".join(t.path for t in self.tables) or "none"
+            raise ArgumentsError(f"{path!r} is no table of the plan of {self.step}; looked up by rows: {shown}")
+        return found
+
+    def with_reason(self, paths: Iterable[str], reason: str) -> Plan:
         """The plan with one more reason for some tables."""
         among = set(paths)
         tables = tuple(
@@ -265,35 +237,106 @@ class Plan:
         )
         return dataclasses.replace(self, tables=tables)
 
-    def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> Plan:
-        """The plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks for)."""
-        families = []
-        for family in self.families:
-            if family.family in sizes:
-                rows, asked = sizes[family.family]
-                family = dataclasses.replace(family, rows=self.devices * rows, asked=self.devices * asked)
-            families.append(family)
-        return dataclasses.replace(self, families=tuple(families))
-
-    def without_limits(self) -> Plan:
-        """The fallback's plan."""
-        return dataclasses.replace(self, families=self.fallback, fallback=())
-
-    @property
-    def decisions(self) -> tuple[Any, ...]:
-        """What the program depends on: plans of one step whose decisions are equal are compiled to the same."""
-        families = [dataclasses.replace(f, imbalance=None) for f in (*self.families, *self.fallback)]
-        return families, len(self.fallback), self.placements, self.layouts, self.shares, self.emit
-
     def changes(self, old: Plan) -> str:
         """What became other than in an earlier plan of the same step, in words."""
         before = {p.path: _shown(p) for p in old.parameters}
         pairs = [(p.path, before.get(p.path, ""), _shown(p)) for p in self.parameters]
         return ", ".join(f"{path} {a} -> {b}" for path, a, b in pairs if a != b) or "nothing changes"
 
-    def family(self, family: int) -> FamilyPlan | None:
-        """The plan of a family, None if it stays dense."""
-        return next((f for f in self.families if f.family == family), None)
+    def diff(self, new: Plan) -> PlanDifference:
+        """What is other in a plan made later, for people: facts, decisions, predictions; not the words about them.
+
+        Raises:
+          ArgumentsError: what was given isn't a plan.
+        """
+        new = require_plan(new, "diff")
+        mine, theirs = ({x.path: _facts(x) for x in (*p.tables, *p.dense)} for p in (self, new))
+        return difference({"the step": _step_facts(self), **mine}, {"the step": _step_facts(new), **theirs})
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, as JSON.
+
+        Raises:
+          PlanError: the file can't be written.
+        """
+        write_plan(path, self)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """The plan in a file; equal to the one that was saved.
+
+        Raises:
+          PlanError: the file can't be read, or is no plan, of another version, or damaged.
+        """
+        found = read_plan(path, Plan)
+        wrong = _impossible(found)
+        if wrong:
+            raise PlanError(f"{path}: the plan is damaged: {wrong}. {AGAIN}")
+        return dataclasses.replace(found, source=str(path))
+
+
+def require_plan(given: object, what: str) -> Plan:
+    """What was given as a plan; `what` names the function that wants one.
+
+    Raises:
+      ArgumentsError: it isn't one.
+    """
+    if not isinstance(given, Plan):
+        raise ArgumentsError(f"{what} takes a plan, autopar.plan(step, state, batch), not a {type(given).__name__}")
+    return given
+
+
+def _impossible(found: Plan) -> str:
+    """What no plan says; empty if there is nothing."""
+    if found.devices < 1:
+        return f"devices is {found.devices}"
+    for table in found.tables:
+        values = {
+            "method": table.method in METHODS[1:],
+            "where": table.where in ("devices", "hosts"),
+            "ids": table.ids >= 0,
+            "capacity": table.capacity is None or table.capacity >= 0,
+            "journal": table.journal >= 0,
+        }
+        wrong = next((name for name, is_right in values.items() if not is_right), "")
+        if wrong:
+            return f"{wrong} of {table.path} is {getattr(table, wrong)!r}"
+    return ""
+
+
+def _step_facts(plan: Plan) -> Mapping[str, str]:
+    return {
+        "name": plan.step,
+        "devices": str(plan.devices),
+        "cluster": "the devices here" if plan.cluster is None else str(plan.cluster),
+        "sparse": plan.sparse,
+        "emit": plan.emit,
+        "bytes of state on a device": str(plan.state_bytes),
+    }
+
+
+def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
+    """What is said of a parameter, in words that are the same where the difference doesn't matter."""
+    shape = {"shape": str(list(entry.shape)), "dtype": entry.dtype}
+    if isinstance(entry, DensePlan):
+        return {"kind": "dense", **shape, "kept": "in shares" if entry.shared else "whole"}
+    measured = "measured" if entry.tight else "a bound"
+    seconds = entry.seconds.get(entry.taken)
+    return {
+        "kind": "table",
+        **shape,
+        "axis of rows": str(entry.axis),
+        "slots": ", ".join(entry.slots) or "none",
+        "ids": str(entry.ids),
+        "method": entry.method,
+        "where": entry.where,
+        "rows updated": "touched" if entry.lifted else "all",
+        "capacity": "none" if entry.capacity is None else f"{entry.capacity} ({measured})",
+        "rows": "dealt out" if entry.dealt else "in shares of adjacent ones",
+        "journal": str(entry.journal),
+        "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
+        "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",
+    }
 
 
 def _shown(parameter: TablePlan | DensePlan) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Curve, Rates, RowRate
-from autopar.ir.plan import METHODS
+from autopar.ir.strategy import METHODS
 from autopar.measure.loops import (
     collective_points,
     loop_seconds,

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar.backends.devices import Devices
-from autopar.cost.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.errors import ArgumentsError, AutoparError
+from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
 from autopar.measure.calibrate import cache_file, write_file
@@ -36,7 +36,7 @@ _RUNS = 3
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Cluster(ClusterSpec):
     """Machines that are alike, each with some devices: those that are here, known by name, or described in a file.
 
@@ -187,13 +187,13 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
     return cluster
 
 
-def require_cluster(given: Any) -> Cluster:
+def require_cluster(given: Any) -> ClusterSpec:
     """What was given as a cluster, if it is one.
 
     Raises:
       ArgumentsError: it isn't.
     """
-    if not isinstance(given, Cluster):
+    if not isinstance(given, ClusterSpec):
         raise ArgumentsError(f"cluster is a {type(given).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')")
     return given
 

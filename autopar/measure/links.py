@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar.backends.devices import Devices
-from autopar.cost.cluster import Link
 from autopar.cost.fit import fit_collective
+from autopar.ir.cluster import Link
 from autopar.measure.loops import collective_points, undisturbed
 
 #: Of the result of a collective on one device, in bytes.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.cluster import Link
 from autopar.cost.fit import fit_collective
+from autopar.ir.cluster import Link
 from autopar.measure.loops import undisturbed
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import machine_name

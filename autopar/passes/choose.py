@@ -6,33 +6,28 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.measurements import UNMEASURED, Measurements
-from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, state_budget, state_bytes
+from autopar.cost.memory import Shardable, choose_sharded, state_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan, FamilyPlan
+from autopar.ir.cluster import STATE_SHARE, state_budget
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.options import Options
 from autopar.ir.paths import matches
-from autopar.ir.plan import (
-    REPLICATED,
-    DensePlan,
-    FamilyPlan,
-    Plan,
-    Strategy,
-    TablePlan,
-    split_method,
-)
+from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
+from autopar.ir.strategy import REPLICATED, Strategy, split_method
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 from autopar.passes.choosing.shares import dense_plan, share_dense
 
 
-def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[Plan, str]:
+def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[BoundPlan, str]:
     """Decide for every table of an analysed program.
 
     Args:
       program: An analysed program.
-      options: What the user chose. With the decisions of an earlier plan `strategy` is theirs.
+      options: What the user chose. With an earlier plan `strategy` is that of the plan.
       measured: What is known of the devices and of an example batch. Where the state takes too much of the devices'
         memory, tables that are left to "auto" are sharded. Without rates the fewest bytes are chosen.
 
@@ -41,18 +36,18 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     """
     methods, shared, hosts = _methods(program, options.strategy)
     has_effects = any(e.effects for e in program.block.equations)
-    decisions = options.decisions
-    decided = {} if decisions is None else {k: decisions.of(program.inputs[k].path) for k, _ in program.tables}
+    earlier = options.plan
+    decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
     choices = Choices(options, measured, methods, hosts, not has_effects, decided)
     made = [decide_family(program, space, choices) for space in program.rows.spaces]
     plan = _assemble(program, options, made, shared)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
-        sharded = _too_large(program, plan, made, choices, measured.memory)
+        sharded = _too_large(program, plan.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
             made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
         plan = _assemble(program, options, made, shared) if sharded else plan
     tables = sum(len(told) for _, told in made)
-    lifted = sum(t.lifted for t in plan.tables)
+    lifted = sum(t.lifted for t in plan.plan.tables)
     return plan, f"{lifted} of {tables} tables run on their touched rows"
 
 
@@ -63,7 +58,7 @@ def compares_methods(program: Program, options: Options) -> bool:
     return any(compares(program, space, choices) for space in program.rows.spaces)
 
 
-def _assemble(program: Program, options: Options, decided: Sequence[Decision], shared: Mapping[int, str]) -> Plan:
+def _assemble(program: Program, options: Options, decided: Sequence[Decision], shared: Mapping[int, str]) -> BoundPlan:
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
     families = [chosen for chosen, _ in decided if chosen is not None]
     order = {given.path: k for k, given in enumerate(program.inputs)}
@@ -80,8 +75,9 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], s
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
     fallback = tuple(safe) if any(f.tight for f in tight) else ()
-    given = (options.sparse, options.devices, placements, layouts, fallback, shares, options.emit)
-    return Plan(tuple(tight), tuple(tables), dense, *given)
+    plan = Plan(program.name, options.devices, None, options.sparse, options.emit, tuple(tables), dense, state_bytes=0)
+    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shares)
+    return bound.noting(state_bytes=state_bytes(program, bound))
 
 
 def _too_large(
@@ -92,7 +88,7 @@ def _too_large(
     Returns:
       Number of the family's space -> the reason.
     """
-    needed, budget = state_bytes(program, plan), state_budget(memory)
+    needed, budget = plan.state_bytes, state_budget(memory)
     if needed <= budget:
         return {}
     open_: list[int] = []

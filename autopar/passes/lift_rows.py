@@ -1,4 +1,4 @@
-"""Rewrite the step into row space: what the Plan lifts runs on the touched rows only.
+"""Rewrite the step into row space: what the plan lifts runs on the touched rows only.
 
     ids -> route -> pull -> the step's own equations on [rows, ...] -> sweep (if need be) -> commit
 
@@ -22,8 +22,8 @@ import numpy as np
 from autopar.analysis.fates import Fates
 from autopar.analysis.row_ids import RowIds
 from autopar.analysis.rules import resized
+from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import FamilyPlan, Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations
@@ -38,14 +38,14 @@ from autopar.passes.lifting.sweeping import Exact, sweep
 _BLOCK_ROWS = 512
 
 
-def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
+def lift_rows(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     """The program with every family that the plan lifts in row space.
 
     Raises:
       NotDeferrable: rows of some leaves can't wait.
       NotLocal: all rows of a table on hosts are needed where no program has them.
     """
-    if not plan.lifts:
+    if not plan.families:
         return program, "nothing is lifted"
     lift = _Lift.of(program, plan)
     block = lift.run()
@@ -63,7 +63,7 @@ def lift_rows(program: Program, plan: Plan) -> tuple[Program, str]:
 @dataclass(eq=False)
 class _Lift:
     program: Program
-    plan: Plan
+    plan: BoundPlan
     facts: RowFacts
     scope: Scope
     spaces: dict[int, RowSpace]
@@ -79,7 +79,7 @@ class _Lift:
     journals: dict[int, StepJournal] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, plan: Plan) -> _Lift:
+    def of(program: Program, plan: BoundPlan) -> _Lift:
         facts: RowFacts = program.rows
         spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
         block = program.block

@@ -27,14 +27,14 @@ from autopar.analysis.local import (
     place_spread,
     resized_params,
 )
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localizing.local_forms import Forms, Shared
 from autopar.passes.localizing.local_rows import ROW_OPS
 
 
-def localize(program: Program, plan: Plan, *, examples: bool = True) -> tuple[Program, str]:
+def localize(program: Program, plan: BoundPlan, *, examples: bool = True) -> tuple[Program, str]:
     """The program of each device, with `local` facts.
 
     Args:
@@ -86,7 +86,7 @@ def _add_with_line(walk: Localizer, block: Block, equation: Equation) -> None:
         raise
 
 
-def _is_owned(program: Program, plan: Plan, k: int) -> bool:
+def _is_owned(program: Program, plan: BoundPlan, k: int) -> bool:
     """Whether an input is spread along its rows, over their owners."""
     planned = {f.family for f in plan.families if f.layout is not None}
     space = program.rows.space_of(k)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.analysis.rules import resized
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
 from autopar.ir.slicing import eliminate_dead
 
@@ -26,9 +26,9 @@ from autopar.ir.slicing import eliminate_dead
 _ADDING = ("ap.aggregate", "ap.push")
 
 
-def merge_pushes(program: Program, plan: Plan) -> tuple[Program, str]:
+def merge_pushes(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     """The lifted program with as few exchanges of gradients as its sums allow."""
-    if not plan.lifts:
+    if not plan.families:
         return program, "nothing is lifted"
     before = _count(program.block)
     asked = {f.family: f.asked for f in plan.families if f.asked is not None}

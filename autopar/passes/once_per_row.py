@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from autopar import jax_compat
 from autopar.analysis.local import OncePerRow
 from autopar.analysis.work import flops, products
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.distinct import row_places
@@ -42,7 +42,7 @@ _GATHERS = frozenset({"ap.lookup", "gather"})
 _SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
-def once_per_row(program: Program, plan: Plan, devices: int = 1) -> tuple[Program, str]:
+def once_per_row(program: Program, plan: BoundPlan, devices: int = 1) -> tuple[Program, str]:
     """The program of one rank with what depends on single rows computed once for each.
 
     Args:
@@ -50,7 +50,7 @@ def once_per_row(program: Program, plan: Plan, devices: int = 1) -> tuple[Progra
       plan: What it was made by.
       devices: Of a rank: they share the lookups, but each has all rows.
     """
-    if not plan.on_hosts or plan.road[0] == "xla":
+    if not plan.on_hosts or plan.plan.road == "xla":
         return program, "for a rank's own program, with tables on hosts"
     found: list[Ids] = []
     block = _of_block(program.block, devices, found)

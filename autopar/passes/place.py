@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar.analysis.rules import ALIGNED
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
 
 
-def place(program: Program, plan: Plan) -> tuple[Program, str]:
+def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     """The program with `replicate` and `spread` where shares are used (`Plan.shares`)."""
     if not plan.shares:
         return program, "no dense parameter is spread"

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, place_spread
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import OPERATIONS, plain_name, split
-from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.reducing.table_body import Body, RowSource, TableRows
@@ -31,7 +31,7 @@ _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows
 _REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 
 
-def reduce_tables(program: Program, plan: Plan) -> tuple[Program, str]:
+def reduce_tables(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     """The program with its reads of whole tables on hosts as `reduce_table` equations.
 
     Raises:

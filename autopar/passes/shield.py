@@ -23,12 +23,12 @@ from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
 from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartitioned
 from autopar.analysis.rules import RESIZE, resized
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.expand import expand
-from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 
 
-def shield(program: Program, plan: Plan, devices: int) -> tuple[Program, tuple[str, ...]]:
+def shield(program: Program, plan: BoundPlan, devices: int) -> tuple[Program, tuple[str, ...]]:
     """The program with `isolated` equations in place of what XLA gets wrong.
 
     Args:
@@ -46,7 +46,7 @@ def shield(program: Program, plan: Plan, devices: int) -> tuple[Program, tuple[s
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
 
 
-def _batch_axes(program: Program, plan: Plan, devices: int) -> Mapping[Var, int]:
+def _batch_axes(program: Program, plan: BoundPlan, devices: int) -> Mapping[Var, int]:
     """Where the batch lies, followed once more: passes have made variables since it was."""
     if program.local is None:
         axes: BatchAxes = {v: program.batch[v] for v in program.block.inputs if v in program.batch}

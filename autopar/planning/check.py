@@ -26,11 +26,11 @@ from autopar.cost import Term, step_terms
 from autopar.cost.exchange import ID_TERMS
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import DensePlan, TablePlan
+from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.explain import format_bytes
-from autopar.planning.step_plan import StepPlan, plan_of
+from autopar.planning.plan import plan_of
 from autopar.run.hosts import HostRunner
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
@@ -126,7 +126,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
     return compare(made, read_collectives(runner.lower().compile().as_text()))
 
 
-def compare(plan: StepPlan, found: Sequence[Collective]) -> Check:
+def compare(plan: Plan, found: Sequence[Collective]) -> Check:
     """A plan and the collectives of a program that was compiled by it."""
     if plan.devices == 1:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in found]
@@ -191,7 +191,7 @@ def _reduced(table: TablePlan, pool: _Pool) -> list[CheckRow]:
     return [CheckRow("all-reduce", f"{table.path}, {method}", planned, *pool.take("all-reduce", nbytes))]
 
 
-def _exchanged(plan: StepPlan, op: str, pool: _Pool) -> list[CheckRow]:
+def _exchanged(plan: Plan, op: str, pool: _Pool) -> list[CheckRow]:
     """What is exchanged of all tables' rows by one collective, and what XLA gathers besides."""
     whole = any(array[:2] == (op, size) for array in pool.arrays for size in _lifted_sizes(plan))
     sent, count = pool.rest(op)
@@ -206,7 +206,7 @@ def _exchanged(plan: StepPlan, op: str, pool: _Pool) -> list[CheckRow]:
     return [CheckRow(op, what, planned, planned, count), CheckRow(op, "arrays of the model", alien, sent - planned, 0)]
 
 
-def _possible(plan: StepPlan, op: str) -> set[int]:
+def _possible(plan: Plan, op: str) -> set[int]:
     """Bytes that the tables' exchanges by one collective may take: families of the same ids may send them once."""
     found, groups = {0}, collections.defaultdict(list)
     for table in plan.families:
@@ -231,11 +231,11 @@ def _sizes_of(leaves: Sequence[TablePlan | DensePlan]) -> frozenset[int]:
     return frozenset(_nbytes(leaf.shape, leaf.dtype) for leaf in leaves if leaf.shape)
 
 
-def _lifted_sizes(plan: StepPlan) -> frozenset[int]:
+def _lifted_sizes(plan: Plan) -> frozenset[int]:
     return _sizes_of([table for table in plan.tables if table.lifted])
 
 
-def _has_shares(plan: StepPlan) -> bool:
+def _has_shares(plan: Plan) -> bool:
     """Whether XLA gathers and scatters leaves of its own accord."""
     return any(leaf.shared for leaf in plan.dense) or any(t.method == "ps" and not t.lifted for t in plan.tables)
 

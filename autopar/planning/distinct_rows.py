@@ -26,7 +26,7 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) ->
       leaves: Its flat arguments, or those that ids depend on.
       devices: Of each rank.
     """
-    program, plan = entry.compiled.analysed, entry.compiled.plan
+    program, plan = entry.compiled.analysed, entry.compiled.bound
     sizes: dict[int, tuple[int, int]] = {}
     for space in program.rows.spaces:
         family = plan.family(space.family)

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 
 from autopar.cost.planned_rates import planned_rates
-from autopar.ir.plan import Strategy, asks_for_hosts, without_hosts
-from autopar.measure.cluster import Cluster, require_cluster
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.strategy import Strategy, asks_for_hosts, without_hosts
+from autopar.measure.cluster import require_cluster
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.step import ParallelStep
 
 
-def elsewhere(step: ParallelStep, cluster: Cluster) -> ParallelStep:
+def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
     """The step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone.
 
     Tables that the strategy puts on hosts are there, with a rank for each device.

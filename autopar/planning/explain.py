@@ -18,19 +18,19 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cost.formulas import table_3
-from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget, state_bytes
+from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.examples import example_axes
-from autopar.ir.plan import DensePlan, TablePlan
+from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, measure_alpha
-from autopar.measure.cluster import Cluster
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.elsewhere import elsewhere
-from autopar.planning.step_plan import StepPlan, plan_of
+from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
@@ -189,7 +189,7 @@ class Explanation:
         return Text(f"{text}.\nTraced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms:")
 
 
-def explain(step: AnyStep, *args: Any, cluster: Cluster | None = None, **kwargs: Any) -> Explanation:
+def explain(step: AnyStep, *args: Any, cluster: ClusterSpec | None = None, **kwargs: Any) -> Explanation:
     """The plan of a step, per parameter, with the reasons.
 
     Args:
@@ -219,7 +219,7 @@ def explain(step: AnyStep, *args: Any, cluster: Cluster | None = None, **kwargs:
     return _explain(entry, leaves, step.name, cluster)
 
 
-def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Cluster | None = None) -> Explanation:
+def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: ClusterSpec | None = None) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
     tables, dense = {t.path: t for t in plan.tables}, {leaf.path: leaf for leaf in plan.dense}
     rows: list[ExplainedLeaf] = []
@@ -258,7 +258,7 @@ def _isolated(entry: Entry, devices: int) -> tuple[str, ...]:
     plan = entry.compiled.plan
     isolated = plan.isolated
     if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
-        isolated = shield(entry.compiled.program, plan, devices)[1]
+        isolated = shield(entry.compiled.program, entry.compiled.bound, devices)[1]
     if not isolated:
         return ()
     shown = [f"  {text}" for text in isolated[:_SHOWN_DENSE]]
@@ -267,21 +267,21 @@ def _isolated(entry: Entry, devices: int) -> tuple[str, ...]:
     return "XLA's partitioner gets wrong what follows, so it is kept from it:", *shown, *more
 
 
-def _predicted(made: StepPlan) -> str:
+def _predicted(made: Plan) -> str:
     """What a step is predicted to take, by part."""
     parts = {part: sum(t.seconds for t in terms) for part, terms in made.parts.items()}
     shown = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items() if seconds)
     return f"A step is predicted to take {made.seconds * 1e3:.2f} ms: {shown}."
 
 
-def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
+def _memory(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
     """For which machines it is planned, if not for those here, and whether the state fits their devices."""
-    program, plan, options = entry.compiled.analysed, entry.compiled.plan, entry.options
+    program, plan, options = entry.compiled.analysed, entry.compiled.bound, entry.options
     memory = entry.machine.memory_bytes
     shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
     if memory is None or (cluster is None and shortage is None):
         return ()
-    state = f"The state takes {format_bytes(state_bytes(program, plan))} of {format_bytes(memory)} on each device"
+    state = f"The state takes {format_bytes(plan.plan.state_bytes)} of {format_bytes(memory)} on each device"
     if shortage is not None:
         state += f": {format_bytes(shortage.missing)} more than fit beside the model; {_remedy(shortage, cluster)}"
     if cluster is None:
@@ -294,7 +294,7 @@ def _memory(entry: Entry, cluster: Cluster | None) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _remedy(shortage: Shortage, cluster: Cluster | None) -> str:
+def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
     """How many devices would be enough."""
     if shortage.devices is None:
         return "more devices don't help, for too much of it is on each of them"
@@ -306,12 +306,12 @@ def _remedy(shortage: Shortage, cluster: Cluster | None) -> str:
 def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
     """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
     plan = entry.compiled.plan
-    road, why = plan.road
+    why = plan.road_reason
     told = {
         "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
         "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
         "": f"Nothing is reduced: {why}",
-    }[road]
+    }[plan.road]
     once = once_per_row_of(entry, leaves, devices)
     if once is not None:
         told += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
@@ -323,8 +323,8 @@ def _dense_row(entry: Entry, k: int, told: DensePlan) -> ExplainedLeaf:
     program, plan = entry.compiled.analysed, entry.compiled.plan
     type_, path = program.block.inputs[k].type, program.inputs[k].path
     size = getattr(type_, "nbytes", 0)
-    share = size // plan.devices if k in plan.shares else size
-    action = "in shares, ps" if k in plan.shares else "as it is"
+    share = size // plan.devices if told.shared else size
+    action = "in shares, ps" if told.shared else "as it is"
     row = ExplainedLeaf(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
     return dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent) if told.reason else row
 
@@ -344,11 +344,11 @@ def _table_row(
     lazy = entry.compiled.plan.sparse == "lazy"
     action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
     planned = int(dense * alpha.share) if told.lifted and alpha else dense
-    if table in entry.compiled.plan.shares:
+    if table in entry.compiled.bound.shares:
         action, planned = "all rows, in shares", dense // devices
     line, reason, remedy = _short(told.line), told.reason, told.remedy
     sent = told.sent if first else {}
-    family = entry.compiled.plan.family(space.family)
+    family = entry.compiled.bound.family(space.family)
     if family is not None and family.journal:
         action += ", others deferred"
         reason += f"; {format_bytes(_journal_bytes(entry, space.family))} for what they missed"

@@ -9,9 +9,11 @@ from typing import Any
 from autopar.cost.exchange import HOSTED
 from autopar.cost.simulate import SIMULATED, StepTime, TableLoad, Workload, crossovers, scaling
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import Method, TablePlan
-from autopar.measure.cluster import Cluster, require_cluster
-from autopar.planning.step_plan import StepPlan, dense_load, require_plan
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan, TablePlan, require_plan
+from autopar.ir.strategy import Method
+from autopar.measure.cluster import require_cluster
+from autopar.planning.plan import dense_load
 
 #: Devices that are simulated by default: 1 to 10,000.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
@@ -28,7 +30,7 @@ class Simulation:
     """
 
     step: str
-    cluster: Cluster
+    cluster: ClusterSpec
     times: tuple[StepTime, ...]
 
     @property
@@ -55,9 +57,9 @@ class Simulation:
 
 
 def simulate(
-    plan: StepPlan,
+    plan: Plan,
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterSpec | None = None,
     devices: Sequence[int] | int = COUNTS,
     methods: Mapping[str, Method | str] | Method | str = "auto",
     overlap: float = 0.0,
@@ -112,7 +114,7 @@ def _named(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str
     return {path: name(method) for path, method in methods.items()}
 
 
-def workload(plan: StepPlan) -> Workload:
+def workload(plan: Plan) -> Workload:
     """What each device does in a step of a plan.
 
     Raises:

@@ -9,9 +9,9 @@ from autopar.cost import Term, step_terms
 from autopar.cost.exchange import host_terms
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import METHODS, Method, TablePlan, split_method
+from autopar.ir.plan import Plan, TablePlan, require_plan
+from autopar.ir.strategy import METHODS, Method, split_method
 from autopar.planning.explain import format_bytes
-from autopar.planning.step_plan import StepPlan, require_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Why:
         return "\n".join(lines)
 
 
-def why(plan: StepPlan, path: str, method: Method) -> Why:
+def why(plan: Plan, path: str, method: Method) -> Why:
     """Why a table isn't trained by another method: what that would take, beside what was chosen.
 
     Args:

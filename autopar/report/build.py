@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from autopar.cost.simulate import StepTime
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import TablePlan
-from autopar.measure.cluster import Cluster
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan, TablePlan
 from autopar.planning.simulate import Simulation, simulate
-from autopar.planning.step_plan import StepPlan
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
@@ -51,9 +50,9 @@ class _Parts:
 
 
 def report(
-    plan: StepPlan,
+    plan: Plan,
     *,
-    cluster: Cluster | None = None,
+    cluster: ClusterSpec | None = None,
     measured: Measured | None = None,
     table: str | None = None,
 ) -> Report:
@@ -88,7 +87,7 @@ def report(
       ['bytes_by_alpha', 'bytes_by_devices', 'table_3', 'parts', 'methods', 'speedup']
     """
     figures, made = require_figures(), _Parts()
-    if not isinstance(plan, StepPlan):
+    if not isinstance(plan, Plan):
         raise ArgumentsError("report takes a plan: report(autopar.plan(step, state, batch, cluster=...))")
     shown = _shown(plan, table)
     where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
@@ -124,7 +123,7 @@ def require_figures() -> ModuleType:
     return figures
 
 
-def _shown(plan: StepPlan, path: str | None) -> TablePlan | None:
+def _shown(plan: Plan, path: str | None) -> TablePlan | None:
     """The table of the figures."""
     if path is None:
         return largest(plan)
@@ -135,13 +134,13 @@ def _shown(plan: StepPlan, path: str | None) -> TablePlan | None:
     return found
 
 
-def _unknown(plan: StepPlan, table: TablePlan | None = None) -> str:
+def _unknown(plan: Plan, table: TablePlan | None = None) -> str:
     if plan.devices == 1:
         return f"the plan of {plan.step} is of one device, which sends nothing; plan(..., cluster=...) for several"
     return "no table goes by its rows" if table is None else f"it is trained whole ({table.reason})"
 
 
-def _add_bytes(made: _Parts, figures: ModuleType, plan: StepPlan, table: TablePlan) -> None:
+def _add_bytes(made: _Parts, figures: ModuleType, plan: Plan, table: TablePlan) -> None:
     alpha, (devices, theirs) = by_alpha(table), by_table_3(table)
     made.tables["methods"] = method_rows(plan)
     made.tables["crossovers"] = crossing_rows({"alpha": alpha, "devices": devices})
@@ -182,7 +181,7 @@ def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return any(a > 0 and b > 0 and abs(math.log(b / a)) > _OTHER for a, b in zip(ours, theirs, strict=True))
 
 
-def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TablePlan | None) -> None:
+def _add_times(made: _Parts, figures: ModuleType, plan: Plan, table: TablePlan | None) -> None:
     made.tables["parts"] = part_rows(plan)
     made.draw(
         "parts",
@@ -199,7 +198,7 @@ def _add_times(made: _Parts, figures: ModuleType, plan: StepPlan, table: TablePl
 
 
 def _add_scaling(
-    made: _Parts, figures: ModuleType, plan: StepPlan, cluster: Cluster | None, table: TablePlan | None
+    made: _Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: TablePlan | None
 ) -> None:
     if plan.devices == 1:
         made.notes.append(f"No speed-up: {_unknown(plan)}.")

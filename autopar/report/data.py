@@ -9,9 +9,8 @@ from typing import Any
 
 from autopar.cost.formulas import table_3
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import TablePlan
+from autopar.ir.plan import Plan, TablePlan
 from autopar.planning.simulate import Simulation
-from autopar.planning.step_plan import StepPlan
 from autopar.report.curves import Curves, local_alpha, own_bytes
 
 #: A row of a table: column -> value.
@@ -68,7 +67,7 @@ def _timing(row: tuple[Any, ...]) -> Timing:
     return found
 
 
-def largest(plan: StepPlan) -> TablePlan | None:
+def largest(plan: Plan) -> TablePlan | None:
     """Of the tables whose sizes are known the one with the most bytes; None where there is none."""
     return max((t for t in plan.families if t.sizes is not None), key=table_bytes, default=None)
 
@@ -78,7 +77,7 @@ def table_bytes(table: TablePlan) -> int:
     return 0 if table.sizes is None else table.sizes.extent * table.sizes.row_bytes
 
 
-def parameter_rows(plan: StepPlan) -> list[Row]:
+def parameter_rows(plan: Plan) -> list[Row]:
     """The state, by parameter."""
     rows: list[Row] = [
         {
@@ -109,7 +108,7 @@ def parameter_rows(plan: StepPlan) -> list[Row]:
     return rows
 
 
-def method_rows(plan: StepPlan) -> list[Row]:
+def method_rows(plan: Plan) -> list[Row]:
     """What each method would send and take in a step of the plan, by table."""
     rows: list[Row] = []
     for table in plan.families:
@@ -140,7 +139,7 @@ def crossing_rows(curves: Mapping[str, Curves]) -> list[Row]:
     ]
 
 
-def part_rows(plan: StepPlan) -> list[Row]:
+def part_rows(plan: Plan) -> list[Row]:
     """All that a step does, by part, as predicted."""
     return [
         {"part": part, "what": t.name, "predicted ms": 1e3 * t.seconds, "bytes a device sends": t.sent}

@@ -113,7 +113,7 @@ def check_same_plan(processes: Processes, compiled: Compiled) -> None:
       AutoparError: another plan.
     """
     name = compiled.program.name
-    text = _plain([*f"{compiled.plan}".split("TablePlan"), *format_program(compiled.program).splitlines()])
+    text = _plain([*f"{compiled.bound}".split("TablePlan"), *format_program(compiled.program).splitlines()])
     if len(set(processes.gather(_digest("\n".join(text).encode()).encode(), f"comparing plans of {name}"))) > 1:
         k, a, b = _compare(processes, name, text)
         raise AutoparError(

@@ -17,9 +17,9 @@ from autopar.backends.donation import donation_order
 from autopar.backends.layouts import placed
 from autopar.backends.watched import watched
 from autopar.compile import Compiled
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.run.buffers import separated
 from autopar.tables.deferred import DeferredTable, Journal, Journaling, common_journal
@@ -34,7 +34,7 @@ def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
 
 
-def _layout(plan: Plan, family: int) -> RowLayout | None:
+def _layout(plan: BoundPlan, family: int) -> RowLayout | None:
     """How a family's rows are spread over the devices."""
     found = plan.family(family)
     return None if found is None else found.layout
@@ -55,7 +55,7 @@ class DevicesRunner:
         self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, out_tree: Any, donate: bool
     ) -> None:
         self._out_tree = out_tree
-        plan, analysed = compiled.plan, compiled.analysed
+        plan, analysed = compiled.bound, compiled.analysed
         self._journalings = [
             Journaling(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
         ]

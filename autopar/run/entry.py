@@ -17,8 +17,8 @@ from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM
 from autopar.measure.alpha import id_inputs
@@ -107,12 +107,12 @@ class Entry:
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
-        plan = self.compiled.plan
-        if plan.defers:  # ordinary arrays have no rows that wait
+        plan = self.compiled.bound
+        if plan.plan.defers:  # ordinary arrays have no rows that wait
             return self.plain
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
-        return self._typed(emit(self.compiled.program.block)) if plan.lifts else self.plain
+        return self._typed(emit(self.compiled.program.block)) if plan.families else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """With the plain step's types, weak or strong: a row that is written back takes its table's type."""
@@ -130,7 +130,7 @@ class Entry:
     def run_stored(self) -> Callable[..., Sequence[Any]]:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
-        plan, program, analysed = self.compiled.plan, self.compiled.program, self.compiled.analysed
+        plan, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
         if not plan.rewrites:
             return spread(self.plain, plan, analysed, self.devices)
         run = self._emitted(program, plan)
@@ -138,7 +138,7 @@ class Entry:
             run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), program)
         return spread(self._typed(run), plan, analysed, self.devices)
 
-    def _emitted(self, program: Program, plan: Plan) -> Callable[..., Sequence[Any]]:
+    def _emitted(self, program: Program, plan: BoundPlan) -> Callable[..., Sequence[Any]]:
         assert self.devices is not None, "one device needs no backends"
         if plan.emit == "pmap":
             return mapped(program, plan, self.devices)

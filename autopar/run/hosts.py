@@ -37,10 +37,10 @@ class HostRunner:
         self._out_tree = out_tree
         self._local = compiled.program.local
         self._donate = donate
-        plan, self._program = compiled.plan, compiled.analysed
+        plan, self._program = compiled.bound, compiled.analysed
         self._plan = plan
         self._check_others()
-        self._ranks = Ranks(exchange(), plan.road[0])
+        self._ranks = Ranks(exchange(), compiled.plan.road)
         self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
         hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {

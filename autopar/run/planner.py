@@ -17,8 +17,8 @@ from autopar.cost.measurements import Measurements
 from autopar.cost.memory import leave_devices
 from autopar.errors import StepError
 from autopar.ir.options import Options
-from autopar.ir.plan import Method, without_hosts
 from autopar.ir.program import Input, Program
+from autopar.ir.strategy import Method, without_hosts
 from autopar.ir.trace import block_of
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
@@ -113,13 +113,14 @@ class Planner:
             options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
             compiled = self._compile(program, options, leaves)
         elif memory is not None and options.may_leave and not options.hosts:
-            leaving = leave_devices(compiled.analysed, compiled.plan, options.strategy, memory)
+            leaving = leave_devices(compiled.analysed, compiled.bound, options.strategy, memory)
             if leaving:
                 options = _hosted(options, leaving)
                 inputs, outputs = describe(call, states, traced.out_info, options.devices)
                 program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
                 compiled = self._compile(program, options, leaves)
-                compiled = dataclasses.replace(compiled, plan=compiled.plan.told(leaving, _LEFT.format(memory / 2**30)))
+                plan = compiled.plan.with_reason(leaving, _LEFT.format(memory / 2**30))
+                compiled = dataclasses.replace(compiled, bound=dataclasses.replace(compiled.bound, plan=plan))
         given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         return Entry(call, states, compiled, *given, fun=fun, told=() if written is None else tuple(written.told))
 
@@ -161,7 +162,7 @@ class Planner:
         """What the user chose, as text."""
         o = self.options
         strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
-        plan = "" if o.decisions is None else f", plan={o.decisions.digest}"
+        plan = "" if o.plan is None else f", plan={o.plan.digest}"
         return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}{plan}"
 
 

@@ -198,7 +198,7 @@ class ParallelStep:
         grown = entry
         while grown is entry:  # capacities are rounded
             grown = self._again(entry, entry.example, 2 * entry.headroom)
-        pairs = zip(entry.compiled.plan.families, grown.compiled.plan.families, strict=True)
+        pairs = zip(entry.compiled.bound.families, grown.compiled.bound.families, strict=True)
         shown = ", ".join(f"{a.capacity} to {b.capacity}" for a, b in pairs if a.capacity != b.capacity)
         warn(
             f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
@@ -228,7 +228,7 @@ class ParallelStep:
             compiled = self.planner.plan_again(entry, example, headroom)
         if self.watch is not None:
             self.watch.forget(entry)
-        if compiled.plan.decisions == entry.compiled.plan.decisions:
+        if compiled.bound.decisions == entry.compiled.bound.decisions:
             entry.example, entry.headroom = example, headroom
             return entry
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)

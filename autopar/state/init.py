@@ -133,7 +133,7 @@ class Maker:
                 f"nothing that {name} returns is state of {step.name}: nothing of it comes back with something added "
                 "to it. Name the state with parallelize(step, state_argnums=...)"
             )
-        make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.plan, step.devices
+        make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
         if plan.on_hosts:
             return HostMaker.of_plan(make, entry, found)
         if devices is None:

@@ -60,7 +60,7 @@ class HostMaker:
         entry: The step.
         found: Which input of the step each leaf is.
         """
-        program, plan = entry.compiled.analysed, entry.compiled.plan
+        program, plan = entry.compiled.analysed, entry.compiled.bound
         hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
         known: dict[int, HostLeaf] = {}
         for space in program.rows.spaces:

@@ -74,7 +74,7 @@ def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Map
     """
     given = call_of(step, "the checkpoint", state, batch, call)
     entry = plan_of(step, "the checkpoint", given)
-    plan, program = entry.compiled.plan, entry.compiled.analysed
+    plan, program = entry.compiled.bound, entry.compiled.analysed
     order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
     inputs = [order.get(id(leaf)) for leaf in jax.tree.leaves(state)]
     if not any(k is not None and program.inputs[k].role == "state" for k in inputs):

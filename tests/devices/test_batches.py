@@ -56,7 +56,7 @@ def recurrent(state: Any, batch: Any) -> Any:
 def batch_placements(planned: Any) -> dict[str, int | None]:
     """Path of an input that is no state -> the axis along which it is spread."""
     entry = planned.latest
-    pairs = zip(entry.compiled.analysed.inputs, entry.compiled.plan.placements, strict=True)
+    pairs = zip(entry.compiled.analysed.inputs, entry.compiled.bound.placements, strict=True)
     return {given.path: axis for given, axis in pairs if given.role == "batch"}
 
 
@@ -69,7 +69,7 @@ def test_time_major_batches(method: str, axis: Any) -> None:
     for k in range(3):
         (mine, a), (theirs, b) = planned(mine, time_major(k)), plain(theirs, time_major(k))
         same((mine, a), (theirs, b))
-    assert planned.plan is not None and len(planned.plan.families) == 2
+    assert planned.plan is not None and len(planned.latest.compiled.bound.families) == 2
     named = isinstance(axis, dict)
     expected = {"batch/ids": 1, "batch/negatives": None, "batch/weights": 0 if named else None}
     assert batch_placements(planned) == expected
@@ -78,7 +78,7 @@ def test_time_major_batches(method: str, axis: Any) -> None:
     assert f"s32[{LENGTH},{BATCH // 4}]{{1,0}} parameter" in text
     asked = {LENGTH * BATCH // 4 + 8, LENGTH * BATCH // 4}
     if method == "ps":
-        assert {f.asked // 4 for f in planned.plan.families if f.asked} == asked
+        assert {f.asked // 4 for f in planned.latest.compiled.bound.families if f.asked} == asked
 
 
 def test_verify_and_explain_know_the_axis() -> None:
@@ -118,7 +118,7 @@ def test_a_batch_axis_of_another_kind(axis: Any) -> None:
 def state_placements(planned: Any, *args: Any) -> dict[str, int]:
     """Path of a leaf of the state that is spread -> its axis; tables left out."""
     entry = planned.entry(*args)
-    program, plan = entry.compiled.analysed, entry.compiled.plan
+    program, plan = entry.compiled.analysed, entry.compiled.bound
     tables = {k for space in program.rows.spaces if plan.family(space.family) for k in space.leaves}
     pairs = enumerate(zip(program.inputs, plan.placements, strict=True))
     return {g.path: axis for k, (g, axis) in pairs if g.role == "state" and axis is not None and k not in tables}

@@ -30,7 +30,7 @@ def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     lifted = set(case.tables) if chosen.lifts else set()
     assert {p.path for p in plan.parameters if p.lifted} == lifted
     assert plan.defers == (chosen.moves and bool(lifted))
-    assert {f.method for f in plan.families} <= {strategy if isinstance(strategy, str) else "ps"}
+    assert {t.method for t in plan.tables if t.lifted} <= {strategy if isinstance(strategy, str) else "ps"}
     found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(5)])
     assert found.ok, str(found)
 
@@ -44,6 +44,6 @@ def test_variant(name: str) -> None:
     case = VARIANTS[name].make()
     step = autopar.parallelize(case.step, strategy="ps", mesh=mesh_of(3), donate=False)
     entry = step.entry(case.state, case.batches(0))
-    assert {f.method for f in entry.compiled.plan.families} == {"ps"}
+    assert {f.method for f in entry.compiled.bound.families} == {"ps"}
     found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
     assert found.ok, str(found)

@@ -60,7 +60,7 @@ def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
 def test_one_method_for_all_leaves_dense_parameters_alone() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     planned.entry(make_state(), IDS)
-    assert planned.plan is not None and not planned.plan.shares
+    assert planned.plan is not None and not planned.latest.compiled.bound.shares
 
 
 @pytest.mark.parametrize(

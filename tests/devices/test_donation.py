@@ -64,7 +64,7 @@ def test_with_a_fallback() -> None:
         table, slot, _ = planned(slot, table, ids)
         assert where is None or buffers((slot, table)) == where
         where = buffers((slot, table))
-    assert planned.plan is not None and planned.plan.fallback
+    assert planned.plan is not None and planned.latest.compiled.bound.fallback
     assert not large_copies(planned.lower(*CASES["containers"].states(), ids).compile().as_text(), SHARE)
 
 

@@ -120,13 +120,13 @@ def test_a_batch_that_exceeds_the_capacity() -> None:
     even = np.random.default_rng(0).integers(0, 400, (8, 20), np.int32)
     unequal = even // 4 * 4  # all of one owner
     same(evaluate(params, even), predict(plain, even))
-    assert evaluate.plan is not None and evaluate.plan.families[0].tight
-    small = evaluate.plan.families[0].capacity
+    assert evaluate.plan is not None and evaluate.latest.compiled.bound.families[0].tight
+    small = evaluate.latest.compiled.bound.families[0].capacity
     with pytest.warns(autopar.CapacityWarning, match="with the same result"):
         for _ in range(2):  # that the capacity was exceeded may be known a call later only
             same(evaluate(params, unequal), predict(plain, unequal))
             time.sleep(0.1)
-    assert small is not None and evaluate.plan.families[0].capacity > small
+    assert small is not None and evaluate.latest.compiled.bound.families[0].capacity > small
     same(evaluate(params, unequal), predict(plain, unequal))
 
 
@@ -150,7 +150,7 @@ def test_tables_in_several_layouts() -> None:
     ids = ids_in(0, 41)["ids"]
     apart = autopar.parallelize(lambda p, ids: (p["a"][ids], p["b"][ids]), mesh=FOUR)
     same(apart({"a": dealt, "b": plain}, ids), (a[ids], b[ids]))
-    assert apart.plan is not None and len(apart.plan.families) == 2
+    assert apart.plan is not None and len(apart.latest.compiled.bound.families) == 2
     added = autopar.parallelize(lambda p, ids: (p["a"] + p["b"])[ids], mesh=FOUR)
     same(added({"a": dealt, "b": plain}, ids), (a + b)[ids])
     assert added.plan is not None and not added.plan.lifts

@@ -34,7 +34,7 @@ def test_frequent_rows_are_dealt_out() -> None:
     new, _ = planned(make_state(400), ids_in(0, 60, length=20))
     assert isinstance(new["params"]["emb"], autopar.Table)
     assert planned.plan is not None
-    (family,) = planned.plan.families
+    (family,) = planned.latest.compiled.bound.families
     assert family.layout is not None and family.layout.dealt and family.tight
     assert family.capacity is not None and family.capacity <= 16
     assert family.imbalance is not None and 1 <= family.imbalance < 1.6, "nearly 4 if rows lay as they are"
@@ -67,19 +67,19 @@ def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -
     even, unequal = ids_in(0, 400, length=20), ids_in(0, 90, 1, length=20)
     planned.entry(mine, even)
     assert planned.plan is not None
-    small = planned.plan.families[0].capacity
+    small = planned.latest.compiled.bound.families[0].capacity
     # Whether it was exceeded is known when a step has run, which nobody waits for.
     with pytest.warns(autopar.CapacityWarning, match="with the same result; capacities grow"):
         for batch in (even, unequal, even, even):
             (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
             same((mine, a), (theirs, b))
-    assert small is not None and planned.plan.families[0].capacity > small
+    assert small is not None and planned.latest.compiled.bound.families[0].capacity > small
 
 
 def test_shapes_alone_give_the_safe_capacity() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (make_state(400), ids_in(0, 400)))
-    (family,) = planned.entry(*shapes).compiled.plan.families
+    (family,) = planned.entry(*shapes).compiled.bound.families
     assert not family.tight and family.capacity == 10
 
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.ir.plan import Emit
+from autopar.ir.strategy import Emit
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import same
 from tests.support.single_rows import batch_of, state_of, train

@@ -147,7 +147,7 @@ def test_a_position_that_cannot_be(position: Any) -> None:
             lambda: autopar.Cluster.named("dgx-h100").save("/nowhere/x.toml"),
             "/nowhere/x.toml: .* can't be written: No su",
         ),
-        (lambda: autopar.StepPlan.load(3), "3 is no path of a plan"),
+        (lambda: autopar.Plan.load(3), "3 is no path of a plan"),
         (lambda: autopar.plan(planned(), STATE, BATCH).diff(3), "diff takes a plan, .* not a int"),
         (lambda: autopar.why(3, "t", "ps"), "why takes a plan, .* not a int"),
         (lambda: autopar.simulate(3), "simulate takes a plan, .* not a int"),

@@ -16,7 +16,7 @@ from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.backends.reductions import reduce_some
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Block, Equation
 from autopar.ir.reductions import REDUCERS
 
@@ -27,7 +27,7 @@ _Taken = tuple[int, int, tuple[Any, ...]]
 class OtherRows:
     """The off-row form of an `ap.sweep` or `ap.reduce_others` equation."""
 
-    def __init__(self, equation: Equation, plan: Plan, ranks: Ranks) -> None:
+    def __init__(self, equation: Equation, plan: BoundPlan, ranks: Ranks) -> None:
         self._params = p = equation.params
         self._ranks = ranks
         (body,) = equation.bodies

@@ -22,7 +22,7 @@ from autopar.backends.host.view import AllRanks, RankView
 from autopar.backends.protocol import RowBackend
 from autopar.backends.spread import backends
 from autopar.backends.watched import watched
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.stages import Side
 from autopar.launch.progress import mark
 from autopar.mpi.buffers import Buffers
@@ -90,7 +90,7 @@ class Ranks:
 
     # --- programs ---
 
-    def backends(self, plan: Plan, side: Side) -> Mapping[int, RowBackend]:
+    def backends(self, plan: BoundPlan, side: Side) -> Mapping[int, RowBackend]:
         """Of families on devices."""
         return backends(plan, self.device_view) if self.is_global and side == "device" else {}
 

@@ -24,10 +24,10 @@ from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name, split
-from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
@@ -95,7 +95,7 @@ class StagedProgram:
     def __init__(
         self,
         program: Program,
-        plan: Plan,
+        plan: BoundPlan,
         ranks: Ranks,
         buckets: ShapeBuckets,
         bucket: ShapeBucket,

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 
 Array = Any
 
@@ -88,7 +88,7 @@ def _resized(rows: Array, count: int, axis: int) -> Array:
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
-def host_backends(plan: Plan, view: Devices) -> Mapping[int, RowBackend]:
+def host_backends(plan: BoundPlan, view: Devices) -> Mapping[int, RowBackend]:
     """Family on hosts -> its operations within a program."""
     return {f.family: RankRows(view, f.layout, 0) for f in plan.families if f.on_hosts and f.layout is not None}
 

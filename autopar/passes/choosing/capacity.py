@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.analysis.row_ids import RowIds
+from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import FamilyPlan
 from autopar.ir.rowspace import RowSpace
 
 #: Contiguous shares are kept where the busiest message is at most this much longer than with rows dealt out.

@@ -14,12 +14,14 @@ from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, ste
 from autopar.cost.measurements import Measurements
 from autopar.cost.model import journal_steps, lifting_pays
 from autopar.errors import StrategyError
+from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
-from autopar.ir.plan import ROW_METHODS, FamilyPlan, TablePlan
+from autopar.ir.plan import TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
+from autopar.ir.strategy import ROW_METHODS
 from autopar.passes.choosing.capacity import (
     bounds,
     device_ids,

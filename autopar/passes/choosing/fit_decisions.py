@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.ir.decisions import Decisions
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
@@ -17,30 +17,30 @@ from autopar.ir.rowspace import RowSpace
 _REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...); or leave plan= away"
 
 
-def check_facts(program: Program, decisions: Decisions, devices: int) -> None:
+def check_facts(program: Program, earlier: Plan, devices: int) -> None:
     """That the plan is of an analysed program's tables, on so many devices.
 
     Raises:
       PlanError: it isn't; all that differs is named.
     """
-    if decisions.devices != devices:
-        hosted = any(table.where == "hosts" for table in decisions.tables)
+    if earlier.devices != devices:
+        hosted = any(table.where == "hosts" for table in earlier.tables)
         what, remedy = ("ranks", "Start so many: mpirun -n") if hosted else ("devices", "Give a mesh of")
         raise PlanError(
-            f"{decisions.source} is for {decisions.devices} {what}, and {program.name} runs on {devices}. {remedy} "
-            f"{decisions.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
+            f"{earlier.name} is for {earlier.devices} {what}, and {program.name} runs on {devices}. {remedy} "
+            f"{earlier.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
         )
-    known = {t.path for t in decisions.tables}
+    known = {t.path for t in earlier.tables}
     found = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
     states = {given.path for given in program.inputs}
-    wrong = [f"{t.path} is no table of the step" for t in decisions.tables if t.path not in found]
-    wrong += [f"{path} isn't in the step's state" for path in decisions.shared if path not in states]
+    wrong = [f"{t.path} is no table of the step" for t in earlier.tables if t.path not in found]
+    wrong += [f"{path} isn't in the step's state" for path in earlier.shared if path not in states]
     for path, (space, table) in found.items():
         if path in known:
-            wrong += _differences(program, space, table, decisions.of(path))
+            wrong += _differences(program, space, table, earlier.table(path))
         else:
             wrong.append(f"{path} is looked up by rows, and isn't in the plan")
-    _raise(program, decisions, wrong)
+    _raise(program, earlier, wrong)
 
 
 def _differences(program: Program, space: RowSpace, table: int, told: TablePlan) -> list[str]:
@@ -57,32 +57,32 @@ def _differences(program: Program, space: RowSpace, table: int, told: TablePlan)
     return [f"{told.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]
 
 
-def check_followed(program: Program, decisions: Decisions, plan: Plan) -> None:
-    """That what was decided now is what the plan says.
+def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
+    """That what was decided now is what the earlier plan says.
 
     Raises:
       PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.
     """
-    made = {t.path: t for t in plan.tables}
+    tables = {t.path: t for t in made.plan.tables}
     wrong = []
     for space in program.rows.spaces:
-        family = plan.family(space.family)
+        family = made.family(space.family)
         where, journal = ("devices", 0) if family is None else (family.where, family.journal)
         for k in space.tables:
-            told, now = decisions.of(program.inputs[k].path), made[program.inputs[k].path]
+            told, now = earlier.table(program.inputs[k].path), tables[program.inputs[k].path]
             then, here = _words(told.lifted, told.method, told.where), _words(now.lifted, now.method, where)
             if then != here:
                 line = f", {now.line}" if now.line else ""
                 wrong.append(f"{told.path}: {then} in the plan, {here} in the step ({now.reason}{line})")
             elif told.journal != journal:
                 wrong.append(f"{told.path}: rows wait for {told.journal} steps in the plan, for {journal} in the step")
-    _raise(program, decisions, wrong)
+    _raise(program, earlier, wrong)
 
 
 def _words(lifted: bool, method: str, where: str) -> str:
     return f"{method} on {'touched' if lifted else 'all'} rows{' on hosts' if where == 'hosts' else ''}"
 
 
-def _raise(program: Program, decisions: Decisions, wrong: Sequence[str]) -> None:
+def _raise(program: Program, earlier: Plan, wrong: Sequence[str]) -> None:
     if wrong:
-        raise PlanError(f"{decisions.source} doesn't fit {program.name}: {'; '.join(wrong)}. {_REMEDY}")
+        raise PlanError(f"{earlier.name} doesn't fit {program.name}: {'; '.join(wrong)}. {_REMEDY}")

@@ -14,8 +14,8 @@ import numpy as np
 
 from autopar.analysis.row_ids import Index
 from autopar.analysis.rules import RESIZE, resized
+from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
 from autopar.ir.slicing import clone

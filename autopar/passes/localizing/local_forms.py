@@ -15,7 +15,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
 from autopar.analysis.rules import resized
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 
@@ -23,7 +23,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteT
 class Shared:
     """What the walks through a program and its bodies have in common."""
 
-    plan: Plan
+    plan: BoundPlan
     examples: bool
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)

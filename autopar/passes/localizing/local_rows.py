@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
+from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.operations import split
-from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import Atom, Block, Equation, RouteType, Var
 from autopar.passes.localizing.local_forms import Forms
 

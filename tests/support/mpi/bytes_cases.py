@@ -119,7 +119,7 @@ def count_step(counters: Counters, sizes: Sizes) -> None:
         assert np.isfinite(float(loss))
 
     counters.phase("step", counted)
-    assert step.plan is not None and step.plan.road[0] == "mpi", step.plan and step.plan.road
+    assert step.plan is not None and step.plan.road == "mpi", step.plan and step.plan.road
 
 
 if __name__ == "__main__":

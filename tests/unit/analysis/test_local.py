@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from autopar.analysis.local import PARTIAL, Spread, State
 from autopar.backends.devices import Mapped
 from autopar.backends.emit import emit
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
@@ -40,7 +41,7 @@ def local_program(
 ) -> tuple[Localizer, Block, list[State]]:
     """The walk through a function, its local block with results as they come, and what each device has of those."""
     block = block_of(jax.make_jaxpr(fun)(*args))
-    walk = Localizer(Shared(Plan((), (), (), "exact", devices=N), True))
+    walk = Localizer(Shared(BoundPlan(Plan("step", N, None, "exact", "pjit", (), (), 0)), True))
     inputs = tuple(walk.define(v, s) for v, s in zip(block.inputs, given, strict=True))
     for equation in block.equations:
         walk.add(equation)

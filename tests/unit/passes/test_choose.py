@@ -10,24 +10,24 @@ import pytest
 from autopar import StrategyError
 from autopar.compile import analyze_program
 from autopar.cost.measurements import Measurements
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes.choose import choose, compares_methods
 from tests.support.programs import ROWS, projected, sgd, tied
 from tests.support.rates import rates
 
 
-def decided(program: Program, measured: Measurements | None = None, **options: Any) -> Plan:
+def decided(program: Program, measured: Measurements | None = None, **options: Any) -> BoundPlan:
     given = Options(**options)
     analysed = analyze_program(program, given).program
     return choose(analysed, given, measured or Measurements())[0]
 
 
 def test_what_can_be_lifted_is() -> None:
-    (table,) = decided(sgd(), strategy="ps").tables
+    (table,) = decided(sgd(), strategy="ps").plan.tables
     assert (table.path, table.method, table.lifted, table.axis, table.ids) == ("table", "ps", True, 0, 3)
-    (table,) = decided(tied(), strategy="ps").tables
+    (table,) = decided(tied(), strategy="ps").plan.tables
     assert (table.method, table.lifted, table.refused) == ("allreduce", False, True)
     assert "over all rows of the table" in table.reason
 
@@ -50,17 +50,17 @@ def test_the_cheapest_method_is_taken() -> None:
     """By rates, and by bytes where there are none."""
     replicated = {"allgather", "allreduce_rows", "allreduce"}
     for name, others in (("all_to_all", replicated), ("all_reduce", {"ps", "allgather"})):
-        (table,) = decided(projected(), Measurements(rates=rates(**{name: 1.0})), devices=2).tables
+        (table,) = decided(projected(), Measurements(rates=rates(**{name: 1.0})), devices=2).plan.tables
         assert table.method in others and set(table.seconds) == {"ps", *replicated}
-    (table,) = decided(projected(), devices=2).tables
+    (table,) = decided(projected(), devices=2).plan.tables
     assert not table.terms and table.sent[table.method] == min(table.sent.values())
 
 
 def test_memory_that_does_not_suffice_shards_a_table() -> None:
     free = decided(projected(), Measurements(rates=rates(all_to_all=1.0), memory=1 << 20), devices=2)
     tight = decided(projected(), Measurements(rates=rates(all_to_all=1.0), memory=60), devices=2)
-    assert free.tables[0].method != "ps" == tight.tables[0].method
-    assert "would take" in tight.tables[0].reason
+    assert free.plan.tables[0].method != "ps" == tight.plan.tables[0].method
+    assert "would take" in tight.plan.tables[0].reason
 
 
 def test_an_example_says_how_much_room_there_is() -> None:
@@ -71,13 +71,13 @@ def test_an_example_says_how_much_room_there_is() -> None:
     bound = choose(analysed, Options(**options))[0]
     ids = {family: [np.full((64,), ROWS - 1, np.int32)]}
     measured = choose(analysed, Options(**options), Measurements(ids=ids))[0]
-    assert bound.tables[0].capacity == 3 and not bound.tables[0].tight, "an owner's rows"
-    assert measured.tables[0].capacity == 3, "capacities are multiples of 8: nothing is saved here"
+    assert bound.plan.tables[0].capacity == 3 and not bound.plan.tables[0].tight, "an owner's rows"
+    assert measured.plan.tables[0].capacity == 3, "capacities are multiples of 8: nothing is saved here"
     assert measured.families[0].imbalance is not None and bound.families[0].imbalance is None
 
 
 def test_dense_leaves_in_shards() -> None:
     plan = decided(projected(), strategy={"w": "ps"}, devices=2)
-    (leaf,) = plan.dense
+    (leaf,) = plan.plan.dense
     assert leaf.shared and leaf.sent and plan.shares == {1: 0}
-    assert [p.path for p in plan.parameters] == ["table", "w"]
+    assert [p.path for p in plan.plan.parameters] == ["table", "w"]

@@ -20,8 +20,8 @@ import pytest
 from autopar import jax_compat
 from autopar.backends.emit import emit
 from autopar.compile import PIPELINE, Request
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
-from autopar.ir.plan import Plan
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import Row, RowFacts
@@ -42,7 +42,7 @@ class Stage:
     name: str
     note: str
     program: Program
-    plan: Plan | None
+    plan: BoundPlan | None
 
 
 def stages(name: str) -> list[Stage]:
@@ -76,7 +76,7 @@ def _findings(stage: Stage) -> list[str]:
         lines += _facts(program)
     elif stage.name == "choose" and stage.plan is not None:
         lines += [f"family {f.family}: {f.method}, {f.rows} rows, {f.ids} ids" for f in stage.plan.families]
-        lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.plan.parameters]
+        lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.plan.plan.parameters]
     elif stage.name == "split_stages":
         lines += map(str, program.stages.items if program.stages is not None else ())
     return lines

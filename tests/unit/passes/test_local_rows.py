@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.analysis.local import PARTIAL
-from autopar.ir.plan import FamilyPlan, Plan
+from autopar.ir.bound_plan import BoundPlan, FamilyPlan
+from autopar.ir.plan import Plan
 from autopar.ir.program import ArrayType, Equation, Var
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -14,7 +15,7 @@ from autopar.passes.localizing.local_forms import Shared
 def test_what_must_be_finite_is_a_whole_sum() -> None:
     """A device's part may be 0, or infinite, where the sum isn't: the condition of a sweep reads sums."""
     scalar, bit = ArrayType((), np.dtype(np.float32)), ArrayType((), np.dtype(bool))
-    plan = Plan((FamilyPlan(0, 4, 3, "allreduce_rows", False),), (), (), "exact", devices=2)
+    plan = BoundPlan(Plan("step", 2, None, "exact", "pjit", (), (), 0), (FamilyPlan(0, 4, 3, "allreduce_rows", False),))
     walk = Localizer(Shared(plan, True))
     rows, frontier, finite, nonzero = (Var(scalar) for _ in range(4))
     for var in (rows, frontier, finite, nonzero):

@@ -13,7 +13,8 @@ import pytest
 
 import autopar
 from autopar.cost import Device, Link
-from autopar.cost.memory import STATE_SHARE, Shardable, choose_sharded, least_devices
+from autopar.cost.memory import Shardable, choose_sharded, least_devices
+from autopar.ir.cluster import STATE_SHARE
 from autopar.measure.cluster import Cluster
 from autopar.planning.elsewhere import elsewhere
 from tests.support.settings import set_machine, set_options

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import Cluster, PlanError, StepPlan
+from autopar import Cluster, Plan, PlanError
 from autopar.cost import Device, Link, Sizes, Term, sent_bytes
 from autopar.ir.plan import DensePlan, TablePlan
 from autopar.measure.alpha import Alpha
@@ -50,13 +50,13 @@ def shapes(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def plan_of(tx: Any = SGD, *, cluster: Cluster | None = None, ids: Any = IDS, **options: Any) -> StepPlan:
+def plan_of(tx: Any = SGD, *, cluster: Cluster | None = None, ids: Any = IDS, **options: Any) -> Plan:
     written = {k: options.pop(k) for k in ("tied", "more") if k in options}
     return autopar.plan(autopar.parallelize(make_step(tx, **written), **options), make_state(tx), ids, cluster=cluster)
 
 
 #: One of everything.
-BY_HAND = StepPlan(
+BY_HAND = Plan(
     step="train",
     devices=2,
     cluster=Cluster("two", 2, 1, Device("d", 1e9, 1e12, 1e11, "assumed"), Link(1e-6, 1e9), Link(0.1 + 0.2, 1e8), 2**34),
@@ -94,7 +94,7 @@ BY_HAND = StepPlan(
 
 def test_a_file_reads_as_it_was_written(tmp_path: Path) -> None:
     BY_HAND.save(tmp_path / "plan.json")
-    assert StepPlan.load(tmp_path / "plan.json") == BY_HAND
+    assert Plan.load(tmp_path / "plan.json") == BY_HAND
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     lines = [line.strip() for line in (tmp_path / "plan.json").read_text().splitlines()]
     assert '"reason": "it \\"pays\\" [so far]",' in lines and '"path": "params/wörter",' in lines
@@ -104,7 +104,7 @@ def test_a_file_reads_as_it_was_written(tmp_path: Path) -> None:
 
 def test_files_of_version_1_are_read() -> None:
     """By every later autopar, too: this file isn't to be written anew."""
-    assert StepPlan.load(GOLDEN) == BY_HAND
+    assert Plan.load(GOLDEN) == BY_HAND
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_files_of_version_1_are_read() -> None:
 def test_plans_of_steps_survive_a_file(made: Any, tmp_path: Path) -> None:
     plan = made()
     plan.save(tmp_path / "plan.json")
-    assert StepPlan.load(str(tmp_path / "plan.json")) == plan
+    assert Plan.load(str(tmp_path / "plan.json")) == plan
 
 
 def damaged(change: Any) -> str:
@@ -159,13 +159,13 @@ def test_what_is_no_plan_is_told(change: Any, message: str, tmp_path: Path) -> N
     file = tmp_path / "plan.json"
     file.write_text(damaged(change))
     with pytest.raises(PlanError, match=message):
-        StepPlan.load(file)
+        Plan.load(file)
 
 
 def test_files_that_cannot_be_had(tmp_path: Path) -> None:
     (tmp_path / "image").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="image is no plan: it is no text"):
-        StepPlan.load(tmp_path / "image")
+        Plan.load(tmp_path / "image")
     with pytest.raises(PlanError, match="missing: the plan can't be read: No such file"):
         autopar.parallelize(make_step(), plan=tmp_path / "missing")
     with pytest.raises(PlanError, match="the plan can't be written: No such file"):
@@ -244,7 +244,7 @@ def test_options_that_the_plan_decides() -> None:
         autopar.parallelize(make_step(), plan={})  # type: ignore[call-overload]
 
 
-def misfit(made: StepPlan, step: Any, state: Any) -> str:
+def misfit(made: Plan, step: Any, state: Any) -> str:
     with pytest.raises(PlanError) as found:
         autopar.parallelize(step, plan=made).entry(state, IDS)
     return str(found.value)
@@ -285,7 +285,7 @@ def test_rows_that_wait_now_do_not_fit_rows_that_did_not() -> None:
     )
     longer = dataclasses.replace(made, tables=(dataclasses.replace(table, journal=7),))
     planned = autopar.parallelize(make_step(ADAM), plan=longer)
-    assert [f.journal for f in planned.entry(make_state(ADAM), IDS).compiled.plan.families] == [7]
+    assert [f.journal for f in planned.entry(make_state(ADAM), IDS).compiled.bound.families] == [7]
 
 
 # --- why ---

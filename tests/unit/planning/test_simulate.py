@@ -38,7 +38,7 @@ CLUSTER = Cluster("chalk", 8, 4, Device("chalk", 1e9, 1e9, 1e9), Link(1e-3, 1e9)
 LOAD = TableLoad("emb", 100_000, 256, 512, 1000, lambda n: 100_000 * (1 - np.exp(-n * 900 / 100_000)))
 
 
-def planned(devices: int, step: Any, *args: Any, **options: Any) -> autopar.StepPlan:
+def planned(devices: int, step: Any, *args: Any, **options: Any) -> autopar.Plan:
     return autopar.plan(autopar.parallelize(step, **options), *args, cluster=CLUSTER.of(devices, 1))
 
 
@@ -259,7 +259,7 @@ def test_sizes_are_those_that_are_planned() -> None:
 
     rng = np.random.default_rng(0)
 
-    def at(devices: int) -> autopar.StepPlan:
+    def at(devices: int) -> autopar.Plan:
         ids = (rng.zipf(1.2, (devices * 64, 8)).clip(max=50_000) - 1).astype(np.int32)
         return planned(devices, step, jnp.zeros((50_000, 16)), {"ids": ids})
 

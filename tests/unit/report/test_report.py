@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import Plan
 from autopar.cost import sent_bytes, transfer_bytes
 from autopar.ir.plan import TablePlan
 from autopar.measure.cluster import Cluster
-from autopar.planning.step_plan import StepPlan
 from autopar.report.curves import (
     alpha_at,
     by_alpha,
@@ -54,7 +54,7 @@ def step(state: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
 
-def planned(examples: int = 48 * 64, cluster: Cluster | None = CLUSTER, real: bool = True) -> StepPlan:
+def planned(examples: int = 48 * 64, cluster: Cluster | None = CLUSTER, real: bool = True) -> Plan:
     """Tables of 200,000 and 5,000 rows; ids by Zipf's law, or only their shapes."""
     shapes = {"items": (200_000, 32), "kinds": (5000, 32), "w": (32, 32)}
     state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -67,17 +67,17 @@ def planned(examples: int = 48 * 64, cluster: Cluster | None = CLUSTER, real: bo
 
 
 @pytest.fixture(scope="module")
-def plan() -> StepPlan:
+def plan() -> Plan:
     return planned()
 
 
 @pytest.fixture(scope="module")
-def made(plan: StepPlan) -> autopar.Report:
+def made(plan: Plan) -> autopar.Report:
     return autopar.report(plan, measured=MEASURED)
 
 
 @pytest.fixture(scope="module")
-def items(plan: StepPlan) -> TablePlan:
+def items(plan: Plan) -> TablePlan:
     return plan.table("items")
 
 
@@ -139,7 +139,7 @@ def test_crossings_by_hand() -> None:
 
 
 @pytest.mark.parametrize("curve", [by_alpha, by_devices])
-def test_curves_cross_where_they_say(plan: StepPlan, curve: Any) -> None:
+def test_curves_cross_where_they_say(plan: Plan, curve: Any) -> None:
     count = 0
     for table in plan.families:
         assert table.sizes is not None
@@ -160,7 +160,7 @@ def test_points_are_spread() -> None:
     assert (points[0], points[-1]) == (2, 10_000) and points == sorted(set(points))
 
 
-def test_the_largest_table_is_drawn(plan: StepPlan, items: TablePlan) -> None:
+def test_the_largest_table_is_drawn(plan: Plan, items: TablePlan) -> None:
     assert largest(plan) == items
     other = next(t.path for t in plan.families if t != items)
     assert other in autopar.report(plan, table=other).captions["bytes_by_alpha"]
@@ -170,7 +170,7 @@ def test_the_largest_table_is_drawn(plan: StepPlan, items: TablePlan) -> None:
         autopar.report(autopar.parallelize(step))  # type: ignore[arg-type]
 
 
-def test_tables_say_what_the_plan_says(plan: StepPlan, made: autopar.Report, items: TablePlan) -> None:
+def test_tables_say_what_the_plan_says(plan: Plan, made: autopar.Report, items: TablePlan) -> None:
     rows = {row["method"]: row for row in made.tables["methods"] if row["table"] == items.path}
     assert items.sizes is not None
     assert {m: row["bytes a device sends"] for m, row in rows.items()} == sent_bytes(items.sizes)
@@ -237,7 +237,7 @@ def test_one_page_holds_all(made: autopar.Report, tmp_path: Path) -> None:
     assert made._repr_html_() in text
 
 
-def test_names_are_escaped(plan: StepPlan) -> None:
+def test_names_are_escaped(plan: Plan) -> None:
     text = autopar.report(dataclasses.replace(plan, step="<script>step & co"))._repr_html_()
     assert "&lt;script&gt;step &amp; co" in text and "<script>" not in text
 
@@ -266,20 +266,20 @@ def test_what_is_left_out_is_said() -> None:
     assert list(autopar.report(without, cluster=CLUSTER).figures)[-1] == "speedup"
 
 
-def changed(plan: StepPlan, **sizes: Any) -> StepPlan:
+def changed(plan: Plan, **sizes: Any) -> Plan:
     """The plan with other sizes of its tables."""
     tables = [dataclasses.replace(t, sizes=dataclasses.replace(t.sizes, **sizes)) for t in plan.tables if t.sizes]
     return dataclasses.replace(plan, tables=tuple(tables))
 
 
-def test_methods_that_send_nothing_are_not_drawn(plan: StepPlan) -> None:
+def test_methods_that_send_nothing_are_not_drawn(plan: Plan) -> None:
     """Where every device has the whole batch, only "ps" sends something; nothing has no place on a log axis."""
     found = autopar.report(changed(plan, spread=False))
     assert [text.get_text() for text in found.figures["bytes_by_devices"].axes[0].texts] == ["ps"]
     assert {row["method"]: row["bytes a device sends"] for row in found.tables["methods"]}["allgather"] == 0
 
 
-def test_tables_on_hosts_are_drawn_and_said(plan: StepPlan) -> None:
+def test_tables_on_hosts_are_drawn_and_said(plan: Plan) -> None:
     tables = tuple(dataclasses.replace(t, where="hosts", method="ps", terms={}) for t in plan.tables)
     found = autopar.report(dataclasses.replace(plan, tables=tables))
     assert "methods" not in found.figures and found.notes == ()
@@ -288,7 +288,7 @@ def test_tables_on_hosts_are_drawn_and_said(plan: StepPlan) -> None:
 
 
 @pytest.mark.parametrize(("count", "shown"), [(2, ["far", "near 0", "near 1"]), (20, ["far"])])
-def test_of_many_times_those_outside_the_band_are_labelled(plan: StepPlan, count: int, shown: list[str]) -> None:
+def test_of_many_times_those_outside_the_band_are_labelled(plan: Plan, count: int, shown: list[str]) -> None:
     told = {f"near {k}": (1.0 + k, 1.1 * (1.0 + k)) for k in range(count)} | {"far": (9.0, 4.0)}
     (axes,) = autopar.report(plan, measured=told).figures["measured"].axes
     assert sorted(text.get_text() for text in axes.texts) == shown
@@ -337,7 +337,7 @@ def test_matplotlib_is_imported_when_it_is_needed() -> None:
     assert "reports need matplotlib" in told and "pip install 'autopar[report]'" in told
 
 
-def test_nothing_of_matplotlib_is_set(plan: StepPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_matplotlib_is_set(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is pyplot needed, which keeps every figure."""
     import matplotlib
 

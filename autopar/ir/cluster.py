@@ -13,6 +13,15 @@ from typing import Any, Literal, Self
 
 from autopar.errors import ArgumentsError
 
+#: The part of a device's memory that states may take; the rest is for batches, activations and gradients.
+STATE_SHARE = 0.7
+
+
+def state_budget(memory: float) -> int:
+    """Bytes that the state may take of a device's memory."""
+    return int(STATE_SHARE * memory)
+
+
 #: Between the devices of a machine, or between machines.
 Level = Literal["inside", "between"]
 
@@ -67,7 +76,7 @@ class Device:
             raise ArgumentsError(f"{self.name}: memory_bytes, flops_s and memory_bytes_s are more than 0")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ClusterSpec:
     """Machines that are alike, each with some devices.
 
@@ -95,13 +104,20 @@ class ClusterSpec:
     host_bytes_s: float = 50e9
     to_host: Link = PCIE
     host_source: str = ""
-    measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict, hash=False)
+    measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not all(isinstance(n, int) and n >= 1 for n in (self.machines, self.devices)):
             raise ArgumentsError(
                 f"a cluster of {self.machines} machines of {self.devices} devices: whole numbers, 1 at least of each"
             )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it has the same machines, whatever it was made from: a plan's file has no `autopar.Cluster`."""
+        return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.machines, self.devices, self.device))
 
     @property
     def count(self) -> int:

@@ -1,0 +1,121 @@
+"""`BoundPlan`: a `Plan` as one traced program follows it: families, inputs and layouts by number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.ir.layout import RowLayout
+from autopar.ir.plan import Plan
+from autopar.ir.strategy import Emit, Where
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPlan:
+    """A lifted family.
+
+    Attributes:
+      family: Its id in `Program.rows`.
+      rows: Static bound on the rows a step touches, one padding row included.
+      ids: Number of ids a step looks up, duplicates included.
+      method: How its rows travel ("ps" on one device, where nothing travels).
+      lazy: Only touched rows move, whatever the optimizer says.
+      asked: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else None.
+      capacity: The most rows that one device asks another one for; else None.
+      layout: How the rows are spread; else None.
+      imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
+      where: Whether its rows are on the devices, or in the memory of the hosts, owned by ranks.
+      journal: Steps that untouched rows may wait for before they are brought up to date (`ir.deferred`); 0 where no
+        step moves them.
+      tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
+    """
+
+    family: int
+    rows: int
+    ids: int
+    method: str
+    lazy: bool
+    asked: int | None = None
+    capacity: int | None = None
+    layout: RowLayout | None = None
+    tight: bool = False
+    imbalance: float | None = None
+    where: Where = "devices"
+    journal: int = 0
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether the rows are in the memory of the hosts."""
+        return self.where == "hosts"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPlan:
+    """What follows from a plan for one traced program.
+
+    Attributes:
+      plan: The plan.
+      families: The tables that are lifted, with their slots.
+      placements: For each input of the program the axis along which it is spread over the devices; None: each device
+        holds all of it.
+      layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
+      fallback: The families once more with the capacity that no batch exceeds, if some are tight.
+      shares: Dense leaves that are spread and gathered for use -> the axis.
+    """
+
+    plan: Plan
+    families: tuple[FamilyPlan, ...] = ()
+    placements: tuple[int | None, ...] = ()
+    layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
+    fallback: tuple[FamilyPlan, ...] = ()
+    shares: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """N."""
+        return self.plan.devices
+
+    @property
+    def emit(self) -> Emit:
+        """Whether XLA partitions one program over the devices, or each device's own is written."""
+        return self.plan.emit
+
+    @property
+    def on_hosts(self) -> bool:
+        """Whether any table is in the memory of the hosts."""
+        return any(f.on_hosts for f in self.families)
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the step is run otherwise than as JAX traced it."""
+        return bool(self.families or self.shares or self.plan.isolated) or self.emit == "pmap"
+
+    @property
+    def decisions(self) -> tuple[Any, ...]:
+        """What the program depends on: plans of one step whose decisions are equal are compiled to the same."""
+        families = [dataclasses.replace(f, imbalance=None) for f in (*self.families, *self.fallback)]
+        return families, len(self.fallback), self.placements, self.layouts, self.shares, self.emit
+
+    def family(self, family: int) -> FamilyPlan | None:
+        """The plan of a family, None if it stays dense."""
+        return next((f for f in self.families if f.family == family), None)
+
+    def noting(self, **fields: Any) -> BoundPlan:
+        """The same with fields of the plan that passes find out: who reduces, stages, what is isolated."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
+
+    def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> BoundPlan:
+        """The plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks for)."""
+        families = []
+        for family in self.families:
+            if family.family in sizes:
+                rows, asked = sizes[family.family]
+                family = dataclasses.replace(family, rows=self.devices * rows, asked=self.devices * asked)
+            families.append(family)
+        return dataclasses.replace(self, families=tuple(families))
+
+    def without_limits(self) -> BoundPlan:
+        """The fallback's plan."""
+        return dataclasses.replace(self, families=self.fallback, fallback=())

@@ -1,0 +1,59 @@
+"""What a user may ask for: methods, and which parameters they are for.
+
+Patterns over parameter paths: a pattern that matches a node covers its leaves; `*` stays within a segment, `**`
+crosses segments; the first match wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal as Choice
+
+from autopar.errors import StrategyError
+
+#: Methods that run a table's step on its touched rows.
+ROW_METHODS = ("ps", "allgather", "allreduce_rows")
+#: Methods by which every device has all rows of a table.
+REPLICATED = ("allgather", "allreduce_rows", "allreduce")
+METHODS = ("auto", "allreduce", *ROW_METHODS)
+Sparse = Choice["exact", "lazy", "off"]
+#: How a table on hosts is called among methods.
+HOSTED = "ps on hosts"
+#: Where a table's rows are.
+Where = Choice["devices", "hosts"]
+#: A method, or a method and where.
+Method = str | tuple[str, Where]
+Strategy = Method | Mapping[str, Method]
+#: "pjit": one global program, partitioned by XLA. "pmap": each device's own program, with explicit reductions.
+Emit = Choice["pjit", "pmap"]
+
+
+def split_method(given: Method) -> tuple[str, Where]:
+    """Method and place of what a user gives: `"ps"`, or `("ps", "hosts")`.
+
+    Raises:
+      StrategyError: there is no such method, or not there.
+    """
+    method, where = given if isinstance(given, tuple) and len(given) == 2 else (given, "devices")
+    if not isinstance(method, str) or method not in METHODS:
+        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    if where not in ("devices", "hosts"):
+        raise StrategyError(f"strategy: {given!r} is neither on 'devices' nor on 'hosts'")
+    if where == "hosts" and method != "ps":
+        raise StrategyError(f"strategy: {given!r}: tables on hosts are trained by 'ps' only")
+    return method, "hosts" if where == "hosts" else "devices"
+
+
+def asks_for_hosts(strategy: Strategy) -> bool:
+    """Whether a strategy puts any table in the memory of the hosts."""
+    given = strategy.values() if isinstance(strategy, Mapping) else [strategy]
+    return any(split_method(method)[1] == "hosts" for method in given)
+
+
+def without_hosts(strategy: Strategy) -> Strategy:
+    """The same for a step whose tables can't be on hosts: they are trained where they are."""
+
+    def of(given: Method) -> Method:
+        return "auto" if split_method(given)[1] == "hosts" else given
+
+    return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)

@@ -1,0 +1,152 @@
+"""`plan`: the plan of a step with what each part of it is predicted to take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.analysis.work import Work, count_work
+from autopar.cost import Growth, Rates, Term, step_terms
+from autopar.cost.exchange import host_terms
+from autopar.cost.planned_rates import planned_host_rates
+from autopar.cost.rates import NO_HOST_TIME, HostRates
+from autopar.cost.step_time import DenseLoad, step_parts
+from autopar.errors import ArgumentsError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan, TablePlan
+from autopar.ir.program import Program
+from autopar.ir.rowspace import RowSpace
+from autopar.ir.strategy import HOSTED
+from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
+from autopar.passes.choosing.capacity import device_ids
+from autopar.planning.alpha import Alphas
+from autopar.planning.distinct_rows import once_per_row_of
+from autopar.planning.elsewhere import elsewhere
+from autopar.run.entry import Entry
+from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
+
+
+def plan(
+    step: AnyStep,
+    *args: Any,
+    cluster: ClusterSpec | None = None,
+    alphas: Alphas | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """The plan of a step, as plain data.
+
+    Args:
+      step, *args, cluster, **kwargs: As for `explain`.
+      alphas: What `measure_alpha` found on batches of the step. Each table's growth is taken from it, and its alpha
+        where the batch is given as shapes. Without it growth is that of the devices' shares of the one batch.
+
+    Raises:
+      ArgumentsError: no arguments, `step` is no step of `parallelize`, or a table that `alphas` doesn't have.
+    """
+    require_step(step, "plan")
+    if not args and not kwargs:
+        raise ArgumentsError(f"plan takes a step's arguments as well: plan({step.name}, state, batch)")
+    pure, arrays, named = unwrapped(step, args, kwargs, "plan")
+    entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
+    return plan_of(entry, step.name, pure.leaves(arrays, named), cluster, alphas)
+
+
+def plan_of(
+    entry: Entry,
+    name: str,
+    leaves: Sequence[Any] | None,
+    cluster: ClusterSpec | None = None,
+    alphas: Alphas | None = None,
+) -> Plan:
+    """The same of an entry; `leaves` are flat arguments, by which alpha is measured."""
+    program, made = entry.compiled.analysed, entry.compiled.plan
+    decided = {t.path: t for t in made.tables}
+    # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
+    measure = entry.machine.rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
+    rates = None if measure is None else measure()
+    hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
+    tables = []
+    for space in program.rows.spaces:
+        for table in space.tables:
+            path = program.inputs[table].path
+            seen = None if alphas is None or not space.accesses else alphas.table(path).growth
+            touched = _touched(program, space, leaves, made.devices, seen)
+            found = dataclasses.replace(decided[path], alpha=touched.alpha, growth=touched.growth)
+            tables.append(dataclasses.replace(found, terms=_terms(entry, found, rates, hosts)))
+    told = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(entry, leaves)}
+    found = dataclasses.replace(made, **told)
+    return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates, hosts))
+
+
+def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
+    """What the step computes; of devices' own programs with the sums that these have, which stand after loops."""
+    work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
+    once = once_per_row_of(entry, leaves, devices=1)
+    if once is not None:
+        work = dataclasses.replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
+    if facts is None:
+        return work
+    sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)
+    return dataclasses.replace(work, sums=tuple(sorted(sums.items())))
+
+
+def _parts(found: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
+    """What the whole step is predicted to take."""
+    tables = [(t.taken, t.sizes) for t in found.families if t.sizes is not None]
+    return step_parts(rates, dense_load(found), tables, found.devices, hosts)
+
+
+def dense_load(found: Plan) -> DenseLoad:
+    """What a step does on each device with all leaves whose rows don't go by themselves."""
+    whole = [t for t in found.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
+    sizes = [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
+    leaves = [leaf.nbytes // (found.devices if leaf.shared else 1) for leaf in found.dense]
+    leaves += [size for size, table in sizes for _ in range(1 + len(table.slots))]
+    sums, work = (*found.work.sums, *((size, 1) for size, _ in sizes)), found.work
+    moved = work.moved_bytes / found.devices
+    return DenseLoad(work.on(found.devices), sums, tuple(leaves), moved, by_mpi=found.road == "mpi")
+
+
+@dataclass(frozen=True, slots=True)
+class _Touched:
+    """What rows a step looks up in a family."""
+
+    alpha: Alpha | None
+    growth: Growth | None
+
+
+def _touched(
+    program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: Growth | None
+) -> _Touched:
+    """By the batch, as far as it is known, and by what was seen of others."""
+    if not space.accesses:
+        return _Touched(None, None)
+    ids, extent = program.ids[space.family], space.extent
+    each, flat = ids.count_on(devices), example_ids(program, ids, leaves)
+    seen = None if seen is None else seen.with_ids(each)
+    if flat is not None:
+        asked = device_ids(flat, ids.batched, devices, extent)
+        growth = seen or (growth_of(asked, extent, each) if any(ids.batched) else None)
+        return _Touched(alpha_of(asked, extent, ids.count), growth)
+    if seen is not None:
+        return _Touched(Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen)
+    return _Touched(most(ids, extent, devices), None)
+
+
+def _terms(entry: Entry, table: TablePlan, rates: Rates | None, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
+    """What each method does, by rates; of a step that is run by a plan what that one says, if it is of these sizes."""
+    if table.sizes is None:
+        return {}
+    if table.where == "hosts":
+        there = {} if rates is None else step_terms(rates, table.sizes.on_devices())
+        return {HOSTED: host_terms(table.sizes, hosts), **there} if there else {}
+    if rates is not None:
+        return step_terms(rates, table.sizes)
+    earlier = None if entry.options.plan is None else entry.options.plan.table(table.path)
+    return earlier.terms if earlier is not None and earlier.sizes == table.sizes else {}
