@@ -42,38 +42,47 @@ _WIDE = 130
 
 @dataclass(frozen=True, slots=True)
 class ExplainedLeaf:
-    """One parameter (and, for a table, its optimizer slots).
+    """A leaf of the plan, and what its update takes on this batch.
 
     Attributes:
-      path, shape, kind: As in the state; kind is "sparse" (looked up by rows) or "dense".
+      plan: What is decided of it, and why.
       nbytes: Bytes of the parameter and of its slots.
+      slots: How many leaves are counted with it.
       alpha: Share of rows that a batch touches, None for a dense parameter.
-      action: What was done.
+      action: How it is updated, in words.
       dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
-      line: Where it is looked up, or what refused it.
-      reason, remedy: Why, and what would change it.
-      method: How a table's rows travel.
+      deferred: What deferred rows take, in words.
       sent: On several devices, method -> bytes that each device would send in a step.
       seconds: Method -> what its exchanges and updates were predicted to take.
       table_3: The paper's figures for the table itself (`cost.transfer_bytes`).
     """
 
-    path: str
-    shape: tuple[int, ...]
-    kind: str
+    plan: TablePlan | DensePlan
     nbytes: int
     slots: int
     alpha: Alpha | None
     action: str
     dense_bytes: int
     planned_bytes: int
-    line: str = ""
-    reason: str = ""
-    remedy: str = ""
-    method: str = ""
+    deferred: str = ""
     sent: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     table_3: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """As in the state."""
+        return self.plan.path
+
+    @property
+    def kind(self) -> str:
+        """ "sparse" (looked up by rows) or "dense"."""
+        return "sparse" if isinstance(self.plan, TablePlan) else "dense"
+
+    @property
+    def reason(self) -> str:
+        """Why it is updated so; empty where there is nothing to say."""
+        return "; ".join(filter(None, (self.plan.reason, self.deferred)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +175,7 @@ class Explanation:
         for row in shown:
             style = "green" if row.planned_bytes < row.dense_bytes else "yellow" if row.kind == "sparse" else ""
             slots = f" with {row.slots} slot{'s' if row.slots > 1 else ''}" if row.slots else ""
-            shape = f"[{', '.join(map(str, row.shape))}]".replace("[", r"\[")
+            shape = f"[{', '.join(map(str, row.plan.shape))}]".replace("[", r"\[")
             details = () if narrow else (shape, format_bytes(row.nbytes) + slots, row.kind)
             table.add_row(row.path, *details, _alpha(row.alpha), row.action, _traffic(row), style=style)
         rest = dense[:0] if len(dense) <= _SHOWN_DENSE else sorted(dense, key=lambda r: -r.nbytes)[_SHOWN_DENSE:]
@@ -221,16 +230,8 @@ def explain(step: AnyStep, *args: Any, cluster: ClusterSpec | None = None, **kwa
 
 def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: ClusterSpec | None = None) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
-    tables, dense = {t.path: t for t in plan.tables}, {leaf.path: leaf for leaf in plan.dense}
-    rows: list[ExplainedLeaf] = []
-    members: set[int] = set()
-    for space in program.rows.spaces:
-        for n, table in enumerate(space.tables):
-            rows.append(_table_row(entry, space, table, n == 0, tables[program.inputs[table].path], leaves))
-        members.update(space.leaves)
-    for k, given in enumerate(program.inputs):
-        if given.role == "state" and k not in members:
-            rows.append(_dense_row(entry, k, dense[given.path]))
+    rows = [_table_row(entry, space, k, leaves) for space in program.rows.spaces for k in space.tables]
+    rows += [_dense_row(leaf, plan.devices) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
@@ -318,49 +319,41 @@ def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
     return f"{told}.\nStages: {', '.join(plan.stages)}."
 
 
-def _dense_row(entry: Entry, k: int, told: DensePlan) -> ExplainedLeaf:
-    """A dense leaf's row: one in shares is updated on its owner."""
-    program, plan = entry.compiled.analysed, entry.compiled.plan
-    type_, path = program.block.inputs[k].type, program.inputs[k].path
-    size = getattr(type_, "nbytes", 0)
-    share = size // plan.devices if told.shared else size
-    action = "in shares, ps" if told.shared else "as it is"
-    row = ExplainedLeaf(path, type_.shape, "dense", size, 0, None, action, 2 * size, 2 * share)
-    return dataclasses.replace(row, reason=told.reason, method=told.method, sent=told.sent) if told.reason else row
+def _dense_row(leaf: DensePlan, devices: int) -> ExplainedLeaf:
+    """A dense leaf's row: one in shards is updated on its owner."""
+    size = leaf.nbytes
+    action, kept = ("in shares, ps", size // devices) if leaf.shared else ("as it is", size)
+    return ExplainedLeaf(leaf, size, 0, None, action, 2 * size, 2 * kept, sent=leaf.sent)
 
 
-def _table_row(
-    entry: Entry, space: RowSpace, table: int, first: bool, told: TablePlan, leaves: Sequence[Any] | None
-) -> ExplainedLeaf:
-    """A table's row; the family's slots are counted with its first table."""
-    program = entry.compiled.analysed
-    var = program.block.inputs[table]
-    slots = [k for k in space.leaves if k not in space.tables] if first else []
-    size = var.type.nbytes + sum(program.block.inputs[k].type.nbytes for k in slots)
-    is_read = program.inputs[table].role == "table"
-    dense = size if is_read else touched_bytes(table_bytes=var.type.nbytes, family_bytes=size)
-    devices = entry.compiled.plan.devices
+def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | None) -> ExplainedLeaf:
+    """A table's row; the family's slots, and what is exchanged, are counted with its first table."""
+    program, bound, devices = entry.compiled.analysed, entry.compiled.bound, entry.compiled.plan.devices
+    table, first = bound.plan.table(program.inputs[k].path), k == space.tables[0]
+    nbytes = program.block.inputs[k].type.nbytes
+    slots = [leaf for leaf in space.leaves if leaf not in space.tables] if first else []
+    size = nbytes + sum(program.block.inputs[leaf].type.nbytes for leaf in slots)
+    is_read = program.inputs[k].role == "table"
+    dense = size if is_read else touched_bytes(table_bytes=nbytes, family_bytes=size)
     alpha = measure_alpha(program, space, leaves, devices) if space.accesses else None
-    lazy = entry.compiled.plan.sparse == "lazy"
-    action = ("touched rows, lazy" if lazy else "touched rows") if told.lifted else "all rows"
-    planned = int(dense * alpha.share) if told.lifted and alpha else dense
-    if table in entry.compiled.bound.shares:
+    action, planned, deferred = "all rows", dense, ""
+    if table.lifted:
+        action = "touched rows, lazy" if bound.plan.sparse == "lazy" else "touched rows"
+        planned = int(dense * alpha.share) if alpha else dense
+    if k in bound.shares:
         action, planned = "all rows, in shares", dense // devices
-    line, reason, remedy = _short(told.line), told.reason, told.remedy
-    sent = told.sent if first else {}
-    family = entry.compiled.bound.family(space.family)
-    if family is not None and family.journal:
+    if table.journal:
         action += ", others deferred"
-        reason += f"; {format_bytes(_journal_bytes(entry, space.family))} for what they missed"
-    if family is not None and family.on_hosts:
+        deferred = f"{format_bytes(_journal_bytes(entry, space.family))} for what they missed"
+    if table.where == "hosts":
         action += ", ps on hosts"
-    elif (told.sent or is_read) and told.lifted:
-        action += f", {told.method}"
-    details = (line, reason, remedy, told.method, sent, told.seconds if first else {})
-    paper = table_3(b=var.type.nbytes, n=devices, alpha=alpha.local_share) if sent and alpha else {}
-    return ExplainedLeaf(
-        told.path, var.shape, "sparse", size, len(slots), alpha, action, dense, planned, *details, paper
-    )
+    elif (table.sent or is_read) and table.lifted:
+        action += f", {table.method}"
+    row = ExplainedLeaf(table, size, len(slots), alpha, action, dense, planned, deferred)
+    if not first:
+        return row
+    paper = table_3(b=nbytes, n=devices, alpha=alpha.local_share) if table.sent and alpha else {}
+    return dataclasses.replace(row, sent=table.sent, seconds=table.seconds, table_3=paper)
 
 
 def _journal_bytes(entry: Entry, family: int) -> int:
@@ -393,10 +386,9 @@ def _traffic(row: ExplainedLeaf) -> str:
 
 def _reason(row: ExplainedLeaf, unit: str) -> Text:
     text = Text.assemble(("  " + row.path, "bold"), f": {row.action}: {row.reason}")
-    if row.line:
-        text.append(f" ({row.line})")
-    if row.remedy:
-        text.append(f". To change it: {row.remedy}")
+    if isinstance(row.plan, TablePlan):
+        text.append(f" ({_short(row.plan.line)})" if row.plan.line else "")
+        text.append(f". To change it: {row.plan.remedy}" if row.plan.remedy else "")
     if row.sent:
         shown = ", ".join(f"{method} {format_bytes(size)}" for method, size in row.sent.items())
         text.append(f"\n    each {unit} sends in a step: {shown}")

@@ -43,10 +43,10 @@ def test_tables_alpha_lines_and_reasons() -> None:
     told = autopar.explain(planned, state, IDS)
     rows = {r.path: r for r in told.rows}
     emb, tied = rows["params/emb"], rows["params/tied"]
-    assert (emb.action, emb.slots, emb.shape, emb.nbytes) == ("touched rows", 1, (ROWS, 4), 2 * ROWS * 16)
+    assert (emb.action, emb.slots, emb.plan.shape, emb.nbytes) == ("touched rows", 1, (ROWS, 4), 2 * ROWS * 16)
     assert emb.alpha is not None and emb.alpha.measured and emb.alpha.rows == 4 and emb.alpha.ids == 6
     assert emb.planned_bytes == int(emb.dense_bytes * 4 / ROWS)
-    assert "test_explain.py" in emb.line
+    assert "test_explain.py" in emb.plan.line
     assert tied.action == "all rows" and "softmax" in tied.reason and "sampled softmax" in tied.remedy
     assert "test_explain.py" in tied.line
     assert rows["params/w"].kind == "dense" and rows["params/w"].alpha is None
@@ -79,8 +79,8 @@ def test_a_sum_over_rows_is_called_a_softmax_only_where_it_is_one(metric: Any, r
     table = jnp.ones((50, 4))
     told = autopar.explain(autopar.parallelize(step), {"t": table, "opt": tx.init(table)}, IDS)
     (row,) = [r for r in told.rows if r.path == "t"]
-    assert row.action == "all rows" and row.reason == reason and "test_explain.py" in row.line
-    assert ("sampled softmax" in row.remedy) == ("softmax" in reason) and row.remedy
+    assert row.action == "all rows" and row.reason == reason and "test_explain.py" in row.plan.line
+    assert ("sampled softmax" in row.plan.remedy) == ("softmax" in reason) and row.plan.remedy
 
 
 def test_shapes_give_an_upper_bound_and_run_nothing() -> None:
@@ -106,7 +106,7 @@ def test_an_optimizer_that_moves_every_row_is_named() -> None:
     told = autopar.explain(autopar.parallelize(step, strategy="ps"), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
     assert emb.action == "touched rows, others deferred" and "they wait for up to 256 steps" in emb.reason
-    assert "KiB for what they missed" in emb.reason and "test_explain.py" in emb.line
+    assert "KiB for what they missed" in emb.reason and "test_explain.py" in emb.plan.line
 
 
 def test_an_optimizer_that_mixes_rows_is_named() -> None:
@@ -114,15 +114,15 @@ def test_an_optimizer_that_mixes_rows_is_named() -> None:
     told = autopar.explain(autopar.parallelize(step), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
     assert emb.action == "all rows" and "reduce_sum over all rows" in emb.reason
-    assert "test_explain.py" in emb.line
+    assert "test_explain.py" in emb.plan.line
 
 
 def test_a_table_in_a_while_loop_is_named_with_a_remedy() -> None:
     case = VARIANTS["steps_while"].make()
     told = autopar.explain(autopar.parallelize(case.step), case.state, case.batches(0))
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "all rows" and "inside a while loop" in emb.reason and "lax.scan" in emb.remedy
-    assert "whole_steps.py" in emb.line
+    assert emb.action == "all rows" and "inside a while loop" in emb.reason and "lax.scan" in emb.plan.remedy
+    assert "whole_steps.py" in emb.plan.line
 
 
 def test_few_rows_against_many_ids_stay_dense_unless_named() -> None:
