@@ -47,8 +47,8 @@ def test_tables_alpha_lines_and_reasons() -> None:
     assert emb.alpha is not None and emb.alpha.measured and emb.alpha.rows == 4 and emb.alpha.ids == 6
     assert emb.planned_bytes == int(emb.dense_bytes * 4 / ROWS)
     assert "test_explain.py" in emb.plan.line
-    assert tied.action == "all rows" and "softmax" in tied.reason and "sampled softmax" in tied.remedy
-    assert "test_explain.py" in tied.line
+    assert tied.action == "all rows" and "softmax" in tied.reason and "sampled softmax" in tied.plan.remedy
+    assert "test_explain.py" in tied.plan.line
     assert rows["params/w"].kind == "dense" and rows["params/w"].alpha is None
     text = str(told)
     assert "params/emb" in text and "0.01%" in text and "times less" in text and "analyze_rows" in text
