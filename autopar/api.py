@@ -94,7 +94,7 @@ def parallelize(
 
     Args:
       step: A function of arrays, such as `(state, batch) -> (state, metrics)` or
-        `(params, opt_state, batch) -> (params, opt_state, loss)`. Arguments that come back are the state.
+        `(params, opt_state, batch) -> (params, opt_state, loss)`. State: the arguments that the step returns updated.
       mesh: Devices to run on: all of the process by default.
       data_axis: The mesh's axis over which batches are spread; its first by default.
       axis_name: Of a step that is written for one device of several, as for `jax.pmap(step, axis_name=...)`, the name
@@ -118,7 +118,7 @@ def parallelize(
         the step is planned.
       donate: Whether the state is updated in place.
       state_argnums: Positions of the state, where it can't be found by its coming back.
-      batch_argnums: Positions of arguments that are no state, though something like them comes back.
+      batch_argnums: Positions of arguments that are no state, though the step returns something like them.
       static_argnums: Positions of arguments that are no arrays; each value of theirs is planned by itself.
       replan: What is done where batches come to touch other numbers of rows than the one that the plan was made by:
         "warn" (an `AlphaDriftWarning`), "auto": on several devices the plan is made again, with a warning that says so

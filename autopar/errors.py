@@ -22,7 +22,7 @@ class ArgumentsError(AutoparError):
 
 
 class StateError(ArgumentsError):
-    """The state can't be told from the other arguments, or it doesn't come back as it went in."""
+    """The state can't be told from the other arguments, or the step doesn't return it as it was given."""
 
 
 class DonatedStateError(AutoparError, RuntimeError):
@@ -65,7 +65,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class StateWarning(UserWarning):
-    """No argument was recognised as state, though something comes back in an argument's form: the step runs plain."""
+    """No argument was recognised as state, though something like one is returned: the step runs plain."""
 
 
 class UncheckedWarning(UserWarning):

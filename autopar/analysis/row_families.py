@@ -2,7 +2,7 @@
 
 A table's family is kept if
 
-- each of its leaves comes back, off the touched rows, as it was or as a constant (under `lazy`: as anything);
+- the step returns each of its leaves, off the touched rows, as it was or as a constant (under `lazy`: as anything);
 - every use of it that is no row equation can read the leaf as a whole (before or after the update);
 - the ids of its lookups can be computed before its rows are read.
 """
@@ -175,7 +175,7 @@ class Families:
             names = ", ".join(self.program.inputs[k].path for k in owners[:2])
             return Refusal(f"{path} is made anew from all rows of {names}", source)
         return self._product(space) or Refusal(
-            f"{path} comes back as something that is not computed row by row", source
+            f"the step returns {path} as something that is not computed row by row", source
         )
 
     def _undeferred(self, space: RowSpace) -> Refusal | None:

@@ -2,7 +2,7 @@
 
 A file holds `{"format": ..., "version": ..., "plan": {...}}`. What is read is checked against the types of the
 dataclass, field by field, so that a damaged file is told where it is damaged. Fields that have a default may be
-missing.
+missing; one that was renamed is read by its old name, too (`formerly` in its metadata).
 """
 
 from __future__ import annotations
@@ -120,6 +120,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
     found = value if isinstance(value, dict) else _fail("an object", value, where)
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    names: dict[str, str] = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
+    found = {names.get(str(key), str(key)): x for key, x in found.items()}
     for key in found:
         if key not in hints:
             raise _Damaged(f"there is no {where}.{key}")

@@ -180,8 +180,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state' (it comes back), 'table' (it is only read, and comes in a layout), 'journal' (it
-    comes back, and is autopar's own) or 'batch' (everything else). `layout`: of a table its layout and row axis."""
+    """A flat input: `role` is 'state' (the step returns it updated), 'table' (only read, and given in a layout), 'journal'
+    (state of autopar's own) or 'batch' (everything else). `layout`: of a table its layout and row axis."""
 
     path: str
     role: str

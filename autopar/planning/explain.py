@@ -91,7 +91,7 @@ class Explanation:
 
     Attributes:
       updates: Whether there is a state.
-      told: What is to be known of how the step was read.
+      notes: What is to be known of how the step was read.
       processes: Whose devices they are.
       hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
     """
@@ -105,7 +105,7 @@ class Explanation:
     updates: bool = True
     processes: int = 1
     hosted: str = ""
-    told: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def dense_bytes(self) -> int:
@@ -120,13 +120,13 @@ class Explanation:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.rows:  # an evaluation
             text = (
-                "no argument comes back with something added to it, so there is no state to update: it runs as under "
-                "jax.jit. If an argument is state, name it with parallelize(step, state_argnums=...)"
+                "the step returns no argument updated, so there is no state: it runs as under jax.jit. If an argument "
+                "is state, name it with parallelize(step, state_argnums=...)"
             )
-            return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}"), *map(Text, self.told)]
+            return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}"), *map(Text, self.notes)]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r, "rank" if self.hosted else "device") for r in self.rows if r.reason]
-        parts += map(Text, self.told)
+        parts += map(Text, self.notes)
         if self.hosted:
             parts.append(Text(self.hosted))
         parts.append(self._totals())
@@ -241,7 +241,7 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     there += _isolated(entry, 1 if cluster is not None else jax.local_device_count())
     if _is_undivided(entry):
         there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
-    return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.told))
+    return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.notes))
 
 
 def _is_undivided(entry: Entry) -> bool:

@@ -50,13 +50,13 @@ class Why:
 
     Attributes:
       path: Of the table.
-      told: In words.
+      text: Why, in words.
       chosen: The road of the plan; None where nothing is known of what it takes.
       other: The one not taken; None where it can't be taken.
     """
 
     path: str
-    told: str
+    text: str
     chosen: Road | None = None
     other: Road | None = None
 
@@ -72,7 +72,7 @@ class Why:
 
     def __str__(self) -> str:
         roads = [road for road in (self.chosen, self.other) if road is not None]
-        lines = [f"{self.path}: {self.told}", *(line for road in roads for line in road.lines())]
+        lines = [f"{self.path}: {self.text}", *(line for road in roads for line in road.lines())]
         if self.ratio is not None:
             timed = all(road.timed for road in roads)
             what = "takes {} times as long" if timed else "sends {} times as many bytes; times aren't known"
@@ -114,12 +114,12 @@ def why(plan: Plan, path: str, method: Method) -> Why:
         line = f", {table.line}" if table.line else ""
         remedy = f". To change it: {table.remedy}" if table.remedy else ""
         return Why(path, f"it can't have {name}: {table.reason}{line}{remedy}", chosen)
-    told = f"{taken} was chosen, not {name} ({table.reason})"
+    text = f"{taken} was chosen, not {name} ({table.reason})"
     if plan.devices == 1:
         rows = "" if table.alpha is None else f": a step touches {table.alpha.rows} of {table.alpha.extent} rows"
-        return Why(path, f"{told}. On one device nothing is sent{rows}")
+        return Why(path, f"{text}. On one device nothing is sent{rows}")
     other = _road(table, asked, where)
-    return Why(path, told if other is not None else f"{told}. What {name} would take isn't known", chosen, other)
+    return Why(path, text if other is not None else f"{text}. What {name} would take isn't known", chosen, other)
 
 
 def _name(method: str, where: str) -> str:

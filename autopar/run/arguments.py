@@ -1,7 +1,7 @@
 """A call's arguments: which are state, and what each leaf is called.
 
-State is what comes back: an argument whose structure, shapes and dtypes are those of the output or of a part of it,
-and of which some leaf is carried on to its new value.
+State: the arguments that the step returns updated. An argument is one if its structure, shapes and dtypes are those of
+the output or of a part of it, and if some leaf's new value is made of the old one.
 A lone array is taken for state only where everything before it is state (`step(w, batch) -> (w, loss)`), because an
 input and an output of one shape are common otherwise (an autoencoder's).
 """
@@ -237,8 +237,8 @@ def find_states(
       batch_argnums: Positions of what is no state.
 
     Raises:
-      StateError: a named state, or something that looks like one, doesn't come back as it went in.
-      ArgumentsError: two arguments could be the one that comes back.
+      StateError: a named state, or something that looks like one, isn't returned as it was given.
+      ArgumentsError: two arguments could be the one that is returned.
     """
     leaves, treedef = jax.tree.flatten(outputs)
     nodes = list(_nodes(treedef, 0))
@@ -304,12 +304,12 @@ def _check_missing(
     found: Mapping[int, int],
     named: bool,
 ) -> None:
-    """Say so where an argument that doesn't come back was meant to, or is one of two that could."""
+    """Say so where an argument that isn't returned was meant to be, or is one of two that could."""
     twin = next((j for j in found if _same_form(call.arguments[j], argument)), None)
     if twin is not None:
         raise ArgumentsError(
-            f"arguments {call.arguments[twin].name!r} and {argument.name!r} have the same form, and only one like them "
-            "comes back: say which is the state, parallelize(step, state_argnums=...)"
+            f"arguments {call.arguments[twin].name!r} and {argument.name!r} have the same form, and the step returns "
+            "only one like them: say which is the state, parallelize(step, state_argnums=...)"
         )
     size = len(argument.types)
     lone = argument.is_lone_array
@@ -321,13 +321,13 @@ def _check_missing(
     if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):
         path, old, new = next(p for p in pairs if not alike(p[1], p[2]))
         raise StateError(
-            f"{argument.name!r} comes back with another type at {path or 'its only leaf'}: it went in as {old} and "
-            f"returned as {new}. Cast it in the step, or say parallelize(step, state_argnums=()) if it is no state"
+            f"the step returns {argument.name!r} with another type at {path or 'its only leaf'}: {new}, and was given "
+            f"{old}. Cast it in the step, or say parallelize(step, state_argnums=()) if it is no state"
         )
     if named:
         raise StateError(
-            f"state_argnums names {argument.name!r}, but nothing of its structure comes back. Return the new value "
-            "of every state from the step"
+            f"state_argnums names {argument.name!r}, but the step returns nothing of its structure. Return the new "
+            "value of every state"
         )
 
 

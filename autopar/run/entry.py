@@ -56,7 +56,7 @@ class Entry:
     """What is known of the step at one set of shapes.
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
-    traced, the user's step or one made of it; `told` is what `explain` says of that.
+    traced, the user's step or one made of it; `notes` are what `explain` says of that.
     """
 
     call: Call
@@ -73,7 +73,7 @@ class Entry:
     machine: Machine = NOWHERE
     headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
-    told: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def takes(self, call: Call) -> bool:
         """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def keeps_tables(self) -> bool:
-        """Whether the step's state comes back as tables of autopar's own."""
+        """Whether the step returns state as tables of autopar's own."""
         return self.compiled.plan.on_hosts or self.compiled.plan.defers
 
     def example_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:

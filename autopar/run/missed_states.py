@@ -1,8 +1,8 @@
 """Arguments that look like state where nothing was found to be it: a step that would run plain without a word.
 
-A train step's state comes back in its own form, made of what went in. That is how `arguments.find_states` knows it, but
+A train step returns its state updated, in the same form. That is how `arguments.find_states` knows it, but
 for what could as well be something else: a lone array behind others (a prediction has its inputs' shape, and a
-residual network even adds to them), a state that comes back scaled (so does a gradient with weight decay, though by
+residual network even adds to them), a state that is returned scaled (so does a gradient with weight decay, though by
 less than half: those are told apart here by the constant). Here such arguments are looked for once more, to be told of,
 not to be acted on: a user who means them names them.
 
@@ -71,10 +71,9 @@ def _told(name: str, found: Sequence[Argument]) -> str:
     names = " and ".join(repr(argument.name) for argument in found)
     places = tuple(argument.position for argument in found if argument.position is not None)
     by_name = "" if len(places) == len(found) else " and pass it by position"
-    come = "comes" if len(found) == 1 else "come"
     shown = f"({', '.join(map(str, places))}{',' if len(places) == 1 else ''})" if places else "(...)"
     return (
         f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in place "
-        f"or by rows. But {names} {come} back in the same form. If that is state, say parallelize(step, "
+        f"or by rows. But it returns {names} in the same form. If that is state, say parallelize(step, "
         f"state_argnums={shown}){by_name}; if not, state_argnums=()"
     )

@@ -50,21 +50,6 @@ class PerDevice:
     batch_axis: BatchAxis
 
 
-@dataclass(eq=False)
-class GlobalStep:
-    """The step of all devices, a function of global arrays.
-
-    Attributes:
-      fun: Can be traced with the call's arguments.
-      states: Which of them are state.
-      told: What differs from device to device, for `explain`; complete once `fun` was traced.
-    """
-
-    fun: Callable[..., Any]
-    states: States
-    told: list[str]
-
-
 def unknown_axis(name: str, error: NameError) -> Exception:
     """What to raise for a step that reduces over devices without `axis_name=`; another NameError is the step's own."""
     if "axis name" not in str(error):
@@ -93,8 +78,12 @@ class CallOfOne:
     batch_argnums: Sequence[int]
     static_argnums: Sequence[int]
 
-    def everywhere(self) -> GlobalStep:
+    def everywhere(self) -> tuple[Callable[..., Any], list[str]]:
         """What N devices that run the step compute together.
+
+        Returns:
+          A function of global arrays, which can be traced with the call's arguments; and what differs from device to
+          device, for `explain`, complete once that was traced.
 
         Raises:
           ArgumentsError: the examples can't be divided among the devices.
@@ -104,10 +93,10 @@ class CallOfOne:
         device, count = self.device, self.device.count
         states, block, keys = self._first_look()
         axes = self._example_axes(states, keys)
-        told = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
-        told += own_sums(block, axes, device.axis, count)
+        notes = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
+        notes += own_sums(block, axes, device.axis, count)
         paths = [given.path for given in describe(self.call, states, None)[0]]
-        told += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
+        notes += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
         static = frozenset(self.static_argnums)
         dynamic = [k for k in range(len(args)) if k not in static]
         named = [n for n in kwargs if any(a.position is None and a.name == n for a in self.call.arguments)]
@@ -133,10 +122,10 @@ class CallOfOne:
             paths = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(returned.unflatten(results))]
             own = [path or "output" for path, axis in zip(paths, along, strict=True) if axis is not None]
             kept = [f"result {path} is each device's own: stacked, [devices, ...]" for path in own]
-            told[:] = [t for t in told if "stacked" not in t] + kept
+            notes[:] = [text for text in notes if "stacked" not in text] + kept
             return returned.unflatten(list(map(_stacked, results, along)))
 
-        return GlobalStep(whole, states, told)
+        return whole, notes
 
     def _example_axes(self, states: States, keys: Collection[int]) -> list[int | None]:
         """Of all leaves the axis that devices share, None where each has all: of states, and of single keys."""

@@ -29,7 +29,7 @@ from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, check_positions, describe
 from autopar.run.entry import Entry
 from autopar.run.missed_states import warn_of_missed_states
-from autopar.run.per_device import CallOfOne, GlobalStep, PerDevice, unknown_axis
+from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
 from autopar.run.state_match import match_states
 from autopar.tables.host import HostTable
 
@@ -84,8 +84,7 @@ class Planner:
         check_positions(call, self.state_argnums, self.batch_argnums)
         start = time.perf_counter()
         try:
-            written = self._written_for(call)
-            fun = self.fun if written is None else written.fun
+            fun, notes = self._written_for(call)
             traced = jax_compat.trace(fun, args, kwargs, static_argnums=self.static_argnums)
         except NameError as error:
             raise unknown_axis(self.name, error) from error
@@ -122,7 +121,7 @@ class Planner:
                 plan = compiled.plan.with_reason(leaving, _LEFT.format(memory / 2**30))
                 compiled = dataclasses.replace(compiled, bound=dataclasses.replace(compiled.bound, plan=plan))
         given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
-        return Entry(call, states, compiled, *given, fun=fun, told=() if written is None else tuple(written.told))
+        return Entry(call, states, compiled, *given, fun=fun, notes=tuple(notes))
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
         """The same step once more, by another example and headroom."""
@@ -145,10 +144,10 @@ class Planner:
             check_same_plan(self.processes, compiled)
         return compiled
 
-    def _written_for(self, call: Call) -> GlobalStep | None:
-        """Of a step that is written for one of several devices the step of all of them."""
+    def _written_for(self, call: Call) -> tuple[Callable[..., Any], Sequence[str]]:
+        """The user's step; of one that is written for one of several devices that of all of them, and notes on it."""
         if self.per_device is None:
-            return None
+            return self.fun, ()
         given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
         return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
 

@@ -130,8 +130,8 @@ class Maker:
         roles = [given.role for given in entry.compiled.analysed.inputs]
         if not any(k is not None and roles[k] == "state" for k in found):
             raise StateError(
-                f"nothing that {name} returns is state of {step.name}: nothing of it comes back with something added "
-                "to it. Name the state with parallelize(step, state_argnums=...)"
+                f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
+                "Name the state with parallelize(step, state_argnums=...)"
             )
         make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
         if plan.on_hosts:

@@ -1,4 +1,4 @@
-"""Steps whose states have one shape and come back in another order, and where their buffers are."""
+"""Steps that return states of one shape in another order, and where their buffers are."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ CASES = {
     "an untouched state": Case(
         _untouched, lambda: ({"frozen": some(0)}, {"table": some(1)}), lambda r: (r[2], r[1]), {"state_argnums": (0, 1)}
     ),
-    "a state that comes back twice": Case(_twice, lambda: ((some(0), some(1)),), lambda r: (r[3],)),
+    "a state that is returned twice": Case(_twice, lambda: ((some(0), some(1)),), lambda r: (r[3],)),
 }
 
 
@@ -109,7 +109,7 @@ def _adam(m: Any, v: Any, table: Any, ids: jax.Array) -> Any:
 ADAM = Case(_adam, lambda: ({"m": some(0)}, {"v": some(1)}, {"t": some(2)}), lambda r: (r[2], r[1], r[0]))
 
 #: Those whose other results are as large as a table, and may be copies of one.
-LARGE_RESULTS = frozenset({"gradients first", "gradients of the state's form", "a state that comes back twice"})
+LARGE_RESULTS = frozenset({"gradients first", "gradients of the state's form", "a state that is returned twice"})
 
 
 def stored(leaf: Any) -> jax.Array:

@@ -283,11 +283,11 @@ LAYER, INPUT = {"w": jnp.eye(3)}, jnp.ones((4, 3))
 @pytest.mark.parametrize(
     ("step", "arguments", "told"),
     [
-        (factors, FACTORS, r"'u' and 'v' come back .*state_argnums=\(1, 2\)"),
-        (factors_by_hand, FACTORS, r"'u' and 'v' come back .*state_argnums=\(1, 2\)"),
-        (after_the_batch, (IDS, make_table()), r"'table' comes back .*state_argnums=\(1,\)"),
-        (shrunk, (make_table(), IDS), r"'state' comes back .*state_argnums=\(0,\)"),
-        (shrunk, ({"t": make_table()}, IDS), r"'state' comes back .*state_argnums=\(0,\)"),
+        (factors, FACTORS, r"returns 'u' and 'v' in.*state_argnums=\(1, 2\)"),
+        (factors_by_hand, FACTORS, r"returns 'u' and 'v' in.*state_argnums=\(1, 2\)"),
+        (after_the_batch, (IDS, make_table()), r"returns 'table' in.*state_argnums=\(1,\)"),
+        (shrunk, (make_table(), IDS), r"returns 'state' in.*state_argnums=\(0,\)"),
+        (shrunk, ({"t": make_table()}, IDS), r"returns 'state' in.*state_argnums=\(0,\)"),
         (autoencoder, (LAYER, INPUT), ""),
         (residual, (LAYER, INPUT), ""),
         (gradients, (LAYER, INPUT), ""),

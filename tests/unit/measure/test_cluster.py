@@ -105,7 +105,7 @@ def test_large_tables_are_served_and_small_ones_reduced(rows: int, method: str) 
 @pytest.mark.parametrize(("rows", "said"), [(1_000_000, "on each device."), (2_000_000_000, "more than fit beside")])
 def test_whether_the_state_fits_is_told(rows: int, said: str) -> None:
     told = autopar.explain(autopar.parallelize(step), *arguments(rows, 48), cluster=Cluster.named("parallax-8x6"))
-    assert "The state takes " in told.told[0] and said in told.told[0]
+    assert "The state takes " in told.notes[0] and said in told.notes[0]
 
 
 def test_a_plan_as_data() -> None:

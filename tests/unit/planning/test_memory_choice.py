@@ -143,7 +143,7 @@ def test_the_user_has_the_last_word() -> None:
 )
 def test_where_nothing_fits_it_is_told_by_how_much(state: int, said: str) -> None:
     told = autopar.explain(autopar.parallelize(step), *arguments(), cluster=cluster_with(state))
-    assert said in told.told[0]
+    assert said in told.notes[0]
 
 
 def test_six_machines_are_enough() -> None:
@@ -151,7 +151,7 @@ def test_six_machines_are_enough() -> None:
     made = autopar.plan(autopar.parallelize(step), *arguments(), cluster=cluster)
     assert (made.state_bytes, made.missing_bytes) == (160 << 10, (96 << 10) - 1)
     for machines, fits in ((5, False), (6, True)):
-        text = autopar.explain(autopar.parallelize(step), *arguments(120 * 8), cluster=cluster.of(machines)).told[0]
+        text = autopar.explain(autopar.parallelize(step), *arguments(120 * 8), cluster=cluster.of(machines)).notes[0]
         assert ("more than fit" not in text) == fits, text
 
 
@@ -160,5 +160,5 @@ def test_one_device_that_is_too_small() -> None:
     planned = autopar.parallelize(step)
     set_options(planned, may_leave=False)
     set_machine(planned, 100_000)
-    told = autopar.explain(planned, *arguments()).told
+    told = autopar.explain(planned, *arguments()).notes
     assert "on each device: " in told[0] and "23 devices are enough" in told[0]

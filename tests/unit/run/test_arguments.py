@@ -148,7 +148,7 @@ def test_evaluation_reads_the_state_and_keeps_it() -> None:
     for _ in range(2):
         same(predict(params, IDS), params["emb"][IDS] @ params["w"])
     assert not params["emb"].is_deleted()
-    assert "no argument comes back with something added to it" in str(autopar.explain(predict))
+    assert "the step returns no argument updated" in str(autopar.explain(predict))
 
 
 def test_a_prediction_of_the_inputs_shape_is_no_state() -> None:
@@ -189,12 +189,12 @@ def test_state_that_comes_back_with_another_dtype() -> None:
         new, _, loss = update(params, TX.init(params), ids)
         return {**new, "w": new["w"].astype(jnp.bfloat16)}, loss
 
-    with pytest.raises(autopar.StateError, match=r"w: it went in as f32\[3,3\] and returned as bf16\[3,3\]"):
+    with pytest.raises(autopar.StateError, match=r"w: bf16\[3,3\], and was given f32\[3,3\]"):
         autopar.parallelize(halved)(make_params(), IDS)
 
 
 def test_state_argnums_that_name_no_state() -> None:
-    with pytest.raises(autopar.StateError, match="'ids'.*nothing of its structure comes back"):
+    with pytest.raises(autopar.StateError, match="'ids'.*returns nothing of its structure"):
         autopar.parallelize(update, state_argnums=(0, 1, 2))(make_params(), TX.init(make_params()), IDS)
 
 
