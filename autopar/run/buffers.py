@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,26 +13,19 @@ from autopar.run.lost_state import first_deleted
 from autopar.tables.kinds import copied
 
 
-def separated(states: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """State leaves, each with buffers of its own: it is to be updated in place by itself.
-
-    Args:
-      states: Flat leaves of the state.
-      others: All other leaves of the call.
-    """
-    return list(map(_separator(others), states))
-
-
-def _separator(others: Iterable[Any]) -> Callable[[Any], Any]:
-    """A function that copies a leaf whose buffer is another's, or was given to it before."""
-    seen: set[Any] = {b for tree in others for b in _buffers(tree)}
-
-    def own(leaf: Any) -> Any:
-        shared = seen.intersection(_buffers(leaf))
-        seen.update(_buffers(leaf))
-        return copied(leaf) if shared else leaf
-
-    return own
+def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any]:
+    """A call's flat leaves; a leaf of the state (`states` are their numbers) whose buffer another leaf has, too, is
+    copied: it is to be updated in place by itself."""
+    found, states = list(leaves), frozenset(states)
+    if not states:
+        return found
+    seen = {buffer for k, leaf in enumerate(leaves) if k not in states for buffer in _buffers(leaf)}
+    for k in sorted(states):
+        own = _buffers(leaves[k])
+        if seen.intersection(own):
+            found[k] = copied(leaves[k])
+        seen.update(own)
+    return found
 
 
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:

@@ -21,7 +21,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
-from autopar.run.buffers import separated
+from autopar.run.buffers import with_own_buffers
 from autopar.tables.deferred import DeferredTable, Journal, Journaling, common_journal
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.sharded import Table
@@ -136,10 +136,10 @@ class DevicesRunner:
     def _separate(self, leaves: Sequence[Any], placed: list[Any]) -> None:
         """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself."""
         if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in self._states):  # the user's
-            others = [x for k, x in enumerate(leaves) if k not in self._states]
-            for k, own in zip(self._states, separated([leaves[k] for k in self._states], others), strict=True):
-                if own is not leaves[k]:
-                    placed[k] = self._placed(k, own)
+            own = with_own_buffers(leaves, self._states)
+            for k in self._states:
+                if own[k] is not leaves[k]:
+                    placed[k] = self._placed(k, own[k])
         held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._states}
         for k in self._states:
             if id(placed[k]) in held:

@@ -25,7 +25,7 @@ from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.progress import PROGRESS, mark
 from autopar.mpi.host_memory import require_memory
-from autopar.run.buffers import separated
+from autopar.run.buffers import with_own_buffers
 from autopar.tables.host import HostTable, exchange
 from autopar.tables.kinds import is_table
 
@@ -253,12 +253,7 @@ class HostRunner:
         """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
         if not self._donate or self._ranks.is_global or self._are_own(leaves):
             return leaves
-        states = sorted(self._states - set(self._tables))
-        others = [x for k, x in enumerate(leaves) if k not in self._states]
-        found = list(leaves)
-        for k, leaf in zip(states, separated([leaves[k] for k in states], others), strict=True):
-            found[k] = leaf
-        return found
+        return with_own_buffers(leaves, self._states - set(self._tables))
 
     def _are_own(self, leaves: Sequence[Any]) -> bool:
         """Whether the state is what the last step returned, and in no other argument: buffers of its own, then."""

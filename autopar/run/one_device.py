@@ -10,7 +10,7 @@ import jax
 from autopar.backends.donation import donation_order, has_unread_states
 from autopar.interrupts import interruptible
 from autopar.ir.program import Program
-from autopar.run.buffers import is_shared_buffer, separated
+from autopar.run.buffers import is_shared_buffer, with_own_buffers
 
 
 class OneDeviceRunner:
@@ -32,7 +32,7 @@ class OneDeviceRunner:
         self._order = sorted(range(len(order)), key=order.__getitem__)
         self._out_tree = out_tree
         self._types = [v.type for v in program.block.inputs]
-        self._states = [k for k, given in enumerate(program.inputs) if given.role == "state"] if donate else []
+        self._states = {k for k, given in enumerate(program.inputs) if given.role == "state"} if donate else set()
         self._is_new = True
 
         def step(*leaves: Any) -> Any:
@@ -42,7 +42,7 @@ class OneDeviceRunner:
 
         step.__name__ = step.__qualname__ = name
         keep = donate and has_unread_states(program)
-        self._run = jax.jit(step, donate_argnums=tuple(self._states), keep_unused=keep)
+        self._run = jax.jit(step, donate_argnums=tuple(sorted(self._states)), keep_unused=keep)
 
     def lower(self) -> Lowered:
         """`jax.jit(...).lower` at the plan's shapes."""
@@ -56,26 +56,17 @@ class OneDeviceRunner:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments."""
         if self._is_new:  # a state of the user's own may share buffers; what a step returns doesn't
-            leaves, self._is_new = self._separated(leaves), False
+            leaves, self._is_new = with_own_buffers(leaves, self._states), False
         try:
             return self._results(self._run(*leaves))
         except (RuntimeError, ValueError) as error:
             if not is_shared_buffer(error) or any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
                 raise
-            return self._results(self._run(*self._separated(leaves)))
+            return self._results(self._run(*with_own_buffers(leaves, self._states)))
 
     def _results(self, found: Any) -> Any:
         """The step's, of what was returned to JAX, whose own way to a tree is the faster one."""
         return found if self._is_in_order else self._out_tree.unflatten([found[k] for k in self._order])
-
-    def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        if not self._states:
-            return leaves
-        found = list(leaves)
-        others = [x for k, x in enumerate(leaves) if k not in set(self._states)]
-        for k, own in zip(self._states, separated([leaves[k] for k in self._states], others), strict=True):
-            found[k] = own
-        return found
 
 
 class Lowered:
