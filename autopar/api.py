@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import jax
 import numpy as np
@@ -28,44 +28,28 @@ from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep
 
 
+class _Given(TypedDict, total=False):
+    """The options of `parallelize`."""
+
+    mesh: Any
+    data_axis: str | None
+    axis_name: str | None
+    batch_axis: BatchAxis
+    emit: Emit | None
+    strategy: Strategy | None
+    sparse: Sparse | None
+    plan: StepPlan | str | Path | None
+    donate: bool
+    state_argnums: int | Sequence[int] | None
+    batch_argnums: int | Sequence[int] | None
+    static_argnums: int | Sequence[int]
+    replan: Replan
+
+
 @overload
-def parallelize(
-    step: Callable[..., Any],
-    /,
-    *,
-    mesh: Any = ...,
-    data_axis: str | None = ...,
-    axis_name: str | None = ...,
-    batch_axis: BatchAxis = ...,
-    emit: Emit | None = ...,
-    strategy: Strategy | None = ...,
-    sparse: Sparse | None = ...,
-    plan: StepPlan | str | Path | None = ...,
-    donate: bool = ...,
-    state_argnums: int | Sequence[int] | None = ...,
-    batch_argnums: int | Sequence[int] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    replan: Replan = ...,
-) -> ParallelStep: ...
+def parallelize(step: Callable[..., Any], /, **options: Unpack[_Given]) -> ParallelStep: ...
 @overload
-def parallelize(
-    step: None = None,
-    /,
-    *,
-    mesh: Any = ...,
-    data_axis: str | None = ...,
-    axis_name: str | None = ...,
-    batch_axis: BatchAxis = ...,
-    emit: Emit | None = ...,
-    strategy: Strategy | None = ...,
-    sparse: Sparse | None = ...,
-    plan: StepPlan | str | Path | None = ...,
-    donate: bool = ...,
-    state_argnums: int | Sequence[int] | None = ...,
-    batch_argnums: int | Sequence[int] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    replan: Replan = ...,
-) -> Callable[[Callable[..., Any]], ParallelStep]: ...
+def parallelize(step: None = None, /, **options: Unpack[_Given]) -> Callable[[Callable[..., Any]], ParallelStep]: ...
 
 
 def parallelize(

@@ -41,7 +41,7 @@ def choose_coordinator(world: World) -> str:
         for address in addresses:
             reached = world.comm.allgather(world.rank == 0 or _answers(address, port, word))
             if all(reached):
-                return f"{address}:{_free_port(world, port)}"
+                return f"{address}:{_free_port(world)}"
             far = ", ".join(str(rank) for rank, reaches in enumerate(reached) if not reaches)
             failed.append(f"{address} not from rank {far}")
     raise LaunchError(
@@ -52,9 +52,9 @@ def choose_coordinator(world: World) -> str:
     )
 
 
-def _free_port(world: World, tried: int) -> int:
+def _free_port(world: World) -> int:
     """A port of rank 0 that is free now. Not the one that was tried, whose connections linger."""
-    port = tried
+    port = 0
     if world.rank == 0:
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]

@@ -10,12 +10,13 @@ runner also leaves one of the program's results here (`dispatched`): as long as 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -98,13 +99,19 @@ class Progress:
             PAGE.pack_into(self._page, 0, self._flags, step, len(text))
             self._page[PAGE.size : PAGE.size + len(text)] = text
 
-    def during(self, what: str, kind: Kind) -> During:
-        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`."""
-        return During(self, what, kind)
+    @contextlib.contextmanager
+    def during(self, what: str, kind: Kind = "computes") -> Iterator[None]:
+        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`.
+
+        At its end that of before is made again; not after an exception, which is told where it was raised.
+        """
+        step, what_before, kind_before, _ = self._last
+        self.mark(step, what, kind)
+        yield
+        self.mark(step, what_before, kind_before)
 
     @property
     def last(self) -> Mark:
-        """The last mark."""
         return Mark(*self._last, self._count)
 
     def dispatched(self, result: Any) -> None:
@@ -142,26 +149,6 @@ def _is_ready(result: Any) -> bool:
         return result is None or result.is_ready()
     except RuntimeError:
         return True
-
-
-class During:
-    """A mark at a block's beginning, and what was marked before again at its end, as of then."""
-
-    __slots__ = ("_before", "_kind", "_progress", "_what")
-    _before: tuple[int, str, Kind, float]
-    _kind: Kind
-
-    def __init__(self, progress: Progress, what: str, kind: Kind) -> None:
-        self._progress, self._what, self._kind = progress, what, kind
-
-    def __enter__(self) -> None:
-        self._before = self._progress._last
-        self._progress.mark(self._before[0], self._what, self._kind)
-
-    def __exit__(self, *raised: object) -> None:
-        if raised[0] is None:  # Else it is told where it was raised.
-            step, what, kind, _ = self._before
-            self._progress.mark(step, what, kind)
 
 
 #: The progress of this process.
