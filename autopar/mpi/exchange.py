@@ -82,8 +82,6 @@ class Exchange:
         """Collective.
 
         Args:
-          rank: This rank.
-          size: How many there are.
           comm: An mpi4py communicator that nothing else uses; None with one rank, and MPI isn't touched.
           polling: Whether to wait by polling; None: where ranks or other threads want the cores (`waiting`).
           shares_cores: Whether other threads of the program communicate, as gloo's do.
@@ -118,9 +116,7 @@ class Exchange:
         """
         dtype = number_dtype(share)
         if self.size == 1:
-            rows = places.astype(dtype, copy=False)
-            n = rows.size
-            return Asked(rows, (0, n), (np.arange(n),))
+            return Asked(places.astype(dtype, copy=False), (0, places.size), (np.arange(places.size),))
         if places.dtype != np.int64:
             places = places.astype(number_dtype(share * self.size), copy=False)  # that the shares' ends fit
         bounds = self._bounds(places, share)
@@ -133,7 +129,6 @@ class Exchange:
         """Brings this rank the rows that it asked for, and the others theirs.
 
         Args:
-          asked: What `ask` returned.
           rows: `[u, ...]` of any dtype: this rank's rows, in the order of `asked.rows`.
           out: Where to write them: C order, `[at least n, ...]`, of the same dtype.
 
@@ -170,7 +165,6 @@ class Exchange:
         Sums of 16-bit and 8-bit floats are taken in float32 and rounded once; those of bools are "or".
 
         Args:
-          asked: What `ask` returned.
           sums: `[n, ...]`, in the order of the places that were asked for. Not read after the call.
           out: Where to write: C order, `[at least u, ...]`, of the same dtype.
 
@@ -211,7 +205,7 @@ class Exchange:
 
         Args:
           arrays: Of the same shapes and dtypes on all ranks.
-          op: "sum", "prod", "max", "min", "and" or "or".
+          op: One of `packing.OPS`.
           memory: Bytes for the results, aligned, at least `packed_bytes(arrays, op)` of them.
 
         Returns:

@@ -34,15 +34,13 @@ def world() -> World:
     """The world of this process. Starts MPI under an MPI launcher (collectively: every rank must call it).
 
     Returns:
-      The world; `World(0, 1, None)` without a launcher, where no MPI is started and mpi4py isn't imported.
+      `World(0, 1, None)` without a launcher, where no MPI is started and mpi4py isn't imported.
 
     Raises:
       LaunchError: mpi4py is missing, or belongs to another MPI than the launcher.
     """
     started = launched()
-    if started is None:
-        return World(0, 1, None)
-    mpi = _start_mpi(started)
+    mpi = None if started is None else _start_mpi(started)
     if mpi is None:
         return World(0, 1, None)
     comm = mpi.COMM_WORLD.Dup()
