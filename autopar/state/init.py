@@ -74,14 +74,7 @@ def init(
       >>> table = autopar.init(make_table, jax.random.key(0), step=step, batch=ids)
       >>> table, _ = step(table, ids)
     """
-    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
-        raise ArgumentsError(f"init takes a step that parallelize returned, not a {type(step).__name__}")
-    if (batch is None) == (call is None):
-        raise ArgumentsError(
-            f"init needs to know what {step.name} is called with: batch=..., or, for a step with other arguments than "
-            "a state and a batch, call=lambda made: (made, ...)"
-        )
-    step, batch, call = unbound(step, batch, call)
+    step, batch, call = unbound("init", "made", step, batch, call)
     if not callable(make_state):
         raise ArgumentsError(f"init takes a function that makes the state first, not a {type(make_state).__name__}")
     name = getattr(make_state, "__name__", "make_state")
@@ -117,22 +110,14 @@ class Maker:
     whole: bool = False
 
     @staticmethod
-    def of(
-        step: ParallelStep, name: str, traced: Any, batch: Any, call: Callable[[Any], Sequence[Any]] | None
-    ) -> Maker | HostMaker:
+    def of(step: ParallelStep, name: str, traced: Any, batch: Any, call: Call | None) -> Maker | HostMaker:
         """The maker of what a traced `make_state` returns."""
-        # A leaf is found again, among the step's arguments, by being the same object.
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
-        given = call_of(step, name, made, batch, call)
-        entry = plan_of(step, name, given)
-        order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
-        found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
-        roles = [given.role for given in entry.compiled.analysed.inputs]
-        if not any(k is not None and roles[k] == "state" for k in found):
-            raise StateError(
-                f"nothing that {name} returns is state of {step.name}: nothing of it comes back with something added "
-                "to it. Name the state with parallelize(step, state_argnums=...)"
-            )
+        no_state = (
+            f"nothing that {name} returns is state of {step.name}: nothing of it comes back with something added "
+            "to it. Name the state with parallelize(step, state_argnums=...)"
+        )
+        entry, found = entry_of(step, name, made, batch, call, no_state)
         make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.plan, step.devices
         if plan.on_hosts:
             return HostMaker.of_plan(make, entry, found)
@@ -184,14 +169,55 @@ class Maker:
         return leaves
 
 
-def unbound(step: ParallelStep | BoundStep, batch: Any, call: Call | None) -> tuple[ParallelStep, Any, Call | None]:
-    """A step, and how it is called; of a method the step itself, which is called with the object as well."""
+def unbound(
+    user: str, made: str, step: ParallelStep | BoundStep, batch: Any, call: Call | None
+) -> tuple[ParallelStep, Any, Call | None]:
+    """A step, and how it is called; of a method the step itself, which is called with the object as well.
+
+    `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
+    """
+    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
+        raise ArgumentsError(f"{user} takes a step that parallelize returned, not a {type(step).__name__}")
+    if (batch is None) == (call is None):
+        raise ArgumentsError(
+            f"{user} needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
+            f"than a state and a batch, call=lambda {made}: ({made}, ...)"
+        )
     if isinstance(step, BoundStep):
         return step.step, None, step.calling(batch, call)
     return step, batch, call
 
 
-def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
+def entry_of(
+    step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None, no_state: str
+) -> tuple[Entry, list[int | None]]:
+    """The plan of a step for a state, and which of the step's inputs each leaf of the state is.
+
+    Args:
+      name: Of what makes the state.
+      made: The state, of shapes: each an object of its own, by which it is found among the step's arguments.
+      no_state: Why nothing of it is, if so.
+    """
+    given = _call_of(step, name, made, batch, call)
+    try:
+        entry = step.entry(*given)
+    except AutoparError:
+        raise
+    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ArgumentsError(
+            f"{step.name} can't be traced with what {name} returns and these other arguments: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
+    found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
+    inputs = entry.compiled.analysed.inputs
+    if not any(k is not None and inputs[k].role == "state" for k in found):
+        raise StateError(no_state)
+    return entry, found
+
+
+def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
     """All arguments of the step, of shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0
@@ -209,16 +235,3 @@ def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | N
     if not isinstance(given, (tuple, list)):
         raise ArgumentsError(f"call gives a tuple of the step's arguments, not a {type(given).__name__}")
     return tuple(given)
-
-
-def plan_of(step: ParallelStep, name: str, given: tuple[Any, ...]) -> Entry:
-    try:
-        return step.entry(*given)
-    except AutoparError:
-        raise
-    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise ArgumentsError(
-            f"{step.name} can't be traced with what {name} returns and these other arguments: "
-            f"{type(error).__name__}: {error}"
-        ) from error

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.rules import resized
 from autopar.backends.across import local, place
 from autopar.backends.devices import Devices
 from autopar.backends.host.ranks import Ranks
@@ -55,20 +56,9 @@ class HostMaker:
 
     @staticmethod
     def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, found: Sequence[int | None]) -> HostMaker:
-        """Args:
-        make: From flat arrays to flat leaves.
-        entry: The step.
-        found: Which input of the step each leaf is.
-        """
-        program, plan = entry.compiled.analysed, entry.compiled.plan
-        hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
-        known: dict[int, HostLeaf] = {}
-        for space in program.rows.spaces:
-            layout = hosted.get(space.family)
-            for leaf, axis in zip(space.leaves, space.axes, strict=True):
-                if layout is not None:
-                    known[leaf] = HostLeaf(program.inputs[leaf].path, layout, axis)
-        tables = [None if k is None else known.get(k) for k in found]
+        """`found`: which input of the step each leaf is."""
+        inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
+        tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in found]
         return HostMaker(make, Ranks(exchange(), "xla" if exchange().size > 1 else ""), tables)
 
     @property
@@ -104,23 +94,18 @@ class HostMaker:
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
-        require_memory(
-            self.ranks.exchange,
-            {t.path: ((t.layout.share, *_others(x.shape, t.axis)), x.dtype) for t, x in self._pairs(made)},
-        )
+        pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
+        own = {t.path: (resized(x.shape, t.axis, t.layout.share), x.dtype) for t, x in pairs}
+        require_memory(self.ranks.exchange, own)
         for k, table in enumerate(self.tables):
             made[k] = self.ranks.own(made[k]) if table is None else HostTable(self._stored(made[k], table))
         return made
-
-    def _pairs(self, leaves: Sequence[Any]) -> list[tuple[HostLeaf, Any]]:
-        return [(t, x) for t, x in zip(self.tables, leaves, strict=True) if t is not None]
 
     def _stored(self, leaf: Any, table: HostLeaf) -> HostRows:
         ranks = self.ranks.exchange
         if self._by_itself:
             return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
-        others = _others(leaf.shape, table.axis)
-        shape = (*others[: table.axis], table.layout.extent, *others[table.axis :])
+        shape = resized(leaf.shape, table.axis, table.layout.extent)
         found = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
         share = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
@@ -133,5 +118,12 @@ class HostMaker:
         return found
 
 
-def _others(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
+def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
+    """Input of a step -> layout and row axis, of those that are in host memory."""
+    layouts = {f.family: f.layout for f in entry.compiled.plan.families if f.on_hosts and f.layout is not None}
+    return {
+        leaf: (layouts[space.family], axis)
+        for space in entry.compiled.analysed.rows.spaces
+        if space.family in layouts
+        for leaf, axis in zip(space.leaves, space.axes, strict=True)
+    }

@@ -52,7 +52,6 @@ def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, .
     """Write arrays, down to the disk.
 
     Args:
-      version: The checkpoint's directory.
       arrays: By name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
 
     Raises:
@@ -77,7 +76,6 @@ def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, A
     """Arrays by name, from files that were checked (`checksums.check_files`).
 
     Args:
-      version: The checkpoint's directory.
       wanted: By name, for all arrays: shape, dtype, and the `jax.sharding.Sharding` of those that are to be read onto
         the devices of this process, part by part; None: as NumPy arrays.
 

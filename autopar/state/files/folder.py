@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from autopar.errors import CheckpointError, MissingCheckpointError
 
@@ -33,18 +32,6 @@ _LINE = re.compile(r"(version-\d{6,})(?: crc32=([0-9a-f]{8})\n|\n?)", re.ASCII)
 
 #: Seconds until a directory that another machine made must be seen on this one: NFS remembers what wasn't there.
 _VISIBLE_S = 30.0
-
-
-class Current(NamedTuple):
-    """The version that counts.
-
-    Attributes:
-      path: Its directory.
-      crc32: Its manifest's checksum; None: it is in format 1, which has none.
-    """
-
-    path: Path
-    crc32: int | None
 
 
 @dataclass(frozen=True)
@@ -72,8 +59,8 @@ class Folder:
 
     # --- reading ---
 
-    def current(self) -> Current:
-        """The version that counts.
+    def current(self) -> tuple[Path, int | None]:
+        """The directory of the version that counts, and its manifest's checksum; None in format 1, which has none.
 
         Raises:
           MissingCheckpointError: there is none.
@@ -94,7 +81,7 @@ class Folder:
                 f"{self.path / POINTER} names {name!r}, which isn't there: the checkpoint was copied in part, or "
                 "somebody removed files of it"
             )
-        return Current(self.path / name, None if crc32 is None else int(crc32, 16))
+        return self.path / name, None if crc32 is None else int(crc32, 16)
 
     def _why_missing(self) -> str:
         if not self.path.exists():
@@ -186,14 +173,9 @@ def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
 
 @contextlib.contextmanager
 def named(path: Path, done: str) -> Iterator[None]:
-    """Give the system's errors the path that they are about.
+    """Give the system's errors the path that they are about: a CheckpointError in place of an OSError.
 
-    Args:
-      path: Of a file or a directory.
-      done: What is done to it: "written", "read".
-
-    Raises:
-      CheckpointError: in place of an OSError.
+    `done`: what is done to the file or directory, "written" or "read".
     """
     try:
         yield
