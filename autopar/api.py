@@ -18,8 +18,7 @@ from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
 from autopar.ir.plan import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
-from autopar.measure.machine import Machine
-from autopar.measure.memory import memory_of
+from autopar.measure.machine import Machine, memory_of
 from autopar.mpi.world import world
 from autopar.planning.step_plan import StepPlan
 from autopar.run.drift import AlphaWatch, Replan

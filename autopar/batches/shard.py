@@ -20,7 +20,7 @@ from autopar.backends.processes import Processes
 from autopar.batches.agreed import agreed
 from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
 from autopar.batches.readers import reader_of
-from autopar.batches.sources import Examples, Last, Stream, shuffled
+from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 
@@ -142,7 +142,7 @@ def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Optio
     first = options.member * size
     counts = [n for n, *_ in all_] if options.per_process else [reader.count]
     held = Held(((0, size),)) if options.per_process else Held.by(options.devices, batch_size)
-    return Examples(reader, size, counts, shuffled(shuffle, options.member), options.last, held, first)
+    return Examples(reader, size, counts, shuffle, options.member, options.last, held, first)
 
 
 class Batches(Iterator[Any]):

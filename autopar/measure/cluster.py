@@ -5,7 +5,6 @@ As found here, known by name, or kept in a file in the sections that `launch/har
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +19,10 @@ from autopar.errors import ArgumentsError, AutoparError
 from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
 from autopar.measure.calibrate import cache_file, write_file
-from autopar.measure.links import measure_links
-from autopar.measure.loops import product_seconds, walk_seconds
-from autopar.measure.memory import memory_of
+from autopar.measure.links import measure_links, measure_ranks
+from autopar.measure.loops import of_first, product_seconds, walk_seconds
+from autopar.measure.machine import memory_of
 from autopar.measure.progress import measuring
-from autopar.measure.ranks import measure_ranks
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
 
@@ -292,9 +290,7 @@ def _kept(devices: Devices, machines: int) -> Mapping[str, Mapping[str, Link]]:
 
 
 def _of_first(devices: Devices, cluster: Cluster) -> Cluster:
-    """What the first process has found: all plan by the same figures."""
-    all_ = devices.processes.gather(json.dumps(cluster.as_dict()).encode(), "what the devices can do")
-    return Cluster.of_dict(json.loads(all_[0]))
+    return Cluster.of_dict(of_first(devices, cluster.as_dict(), "what the devices can do"))
 
 
 _TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")

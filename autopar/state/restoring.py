@@ -23,8 +23,7 @@ from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import LeafRecord, Manifest
 from autopar.state.files.rows import RowFiles, block_rows
-from autopar.state.init import entry_of
-from autopar.state.init_hosts import hosted_inputs
+from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.saving import NUMBERS
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
