@@ -201,11 +201,7 @@ def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> Para
 
 
 def _positions(step: Callable[..., Any], option: str, given: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Positions of arguments; negative ones count from the last parameter.
-
-    Raises:
-      ArgumentsError: they aren't positions, or the step has no such argument.
-    """
+    """Positions of arguments; negative ones count from the last parameter."""
     if given is None:
         return None
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))

@@ -15,11 +15,7 @@ from autopar.ir.paths import path_name
 
 
 def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
-    """What reads examples of a source.
-
-    Raises:
-      ArgumentsError: the source can't be indexed, or has no examples.
-    """
+    """What reads examples of a source; an ArgumentsError if it can't be indexed, or has no examples."""
     is_leaf = jax.tree_util.all_leaves([source])
     if isinstance(source, list) or (is_leaf and not hasattr(source, "shape")):
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):

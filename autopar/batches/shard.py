@@ -252,11 +252,7 @@ class Batches(Iterator[Any]):
                 f"a global batch of {part.total} examples can't be spread over {count} devices, and no process has all "
                 "of it: under per_process=True the devices must divide it"
             )
-
-        def put(leaf: Any, axis: int | None) -> jax.Array:
-            return _put(leaf, axis, part, options.devices)
-
-        batch = map_axes(put, part.batch, part.axes)
+        batch = map_axes(lambda leaf, axis: _put(leaf, axis, part, options.devices), part.batch, part.axes)
         return batch if options.last != "pad" else self._with_weights(batch, part)
 
     def _with_weights(self, batch: Any, part: Part) -> dict[str, Any]:

@@ -26,11 +26,8 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface.
 
 
 def choose_coordinator(world: World) -> str:
-    """An "address:port" at rank 0 that all ranks reach. Collective.
-
-    Raises:
-      LaunchError: there is none (a firewall); the message names who can't reach which addresses.
-    """
+    """An "address:port" at rank 0 that all ranks reach; where there is none (a firewall), the LaunchError names who
+    can't reach which addresses. Collective."""
     word = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listening(word)) if world.rank == 0 else None

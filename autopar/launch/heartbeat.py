@@ -64,11 +64,7 @@ _STATE = np.dtype(
 
 
 def allowance(seconds: float | None) -> float:
-    """An allowance as it travels: infinity for None.
-
-    Raises:
-      ArgumentsError: it isn't positive.
-    """
+    """An allowance as it travels, infinity for None; an ArgumentsError for one that isn't positive."""
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ArgumentsError(f"watchdog: {seconds!r} seconds; it must be a positive number, or None for no watchdog")
     return math.inf if seconds is None else float(seconds)

@@ -82,11 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_mpirun(given: str | None = None) -> Mpirun:
-    """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's.
-
-    Raises:
-      LaunchError: there is none.
-    """
+    """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's."""
     beside = [str(Path(sys.executable).parent / name) for name in ("mpiexec", "mpirun")]
     tried = [given] if given else [*beside, "mpirun", "mpiexec"]
     path = next((found for name in tried if (found := shutil.which(name))), None)
@@ -172,9 +168,6 @@ def mpirun_command(
     Args:
       script: Its absolute path, and its arguments.
       is_bound: Whether a rank keeps to one core.
-
-    Raises:
-      LaunchError: what is asked for can't be said to this mpirun.
     """
     found = importlib.util.find_spec("autopar.launch.supervise")
     assert found is not None and found.origin is not None, "autopar/launch/supervise.py is a part of the package"

@@ -47,14 +47,12 @@ class Mark:
 
     Attributes:
       time_s: `time.monotonic()` at the mark, in seconds.
-      count: How many marks there were before.
     """
 
     step: int
     what: str
     kind: Kind
     time_s: float
-    count: int
 
     def __str__(self) -> str:
         return describe(self.step, self.what)
@@ -73,8 +71,6 @@ class Progress:
 
     def __init__(self) -> None:
         self._last: tuple[int, str, Kind, float] = (-1, "before the first step", "computes", time.monotonic())
-        self._count = 0
-        self._texts: dict[str, bytes] = {}
         self._page: mmap.mmap | None = None
         self._flags = 0
         self._result: Callable[[], Any] | None = None
@@ -91,11 +87,8 @@ class Progress:
             before a compilation, else "computes".
         """
         self._last = (step, what, kind, time.monotonic())
-        self._count += 1
         if self._page is not None:
-            text = self._texts.get(what)
-            if text is None:
-                text = self._texts[what] = what.encode()[:TEXT_BYTES]
+            text = what.encode()[:TEXT_BYTES]
             PAGE.pack_into(self._page, 0, self._flags, step, len(text))
             self._page[PAGE.size : PAGE.size + len(text)] = text
 
@@ -112,7 +105,7 @@ class Progress:
 
     @property
     def last(self) -> Mark:
-        return Mark(*self._last, self._count)
+        return Mark(*self._last)
 
     def dispatched(self, result: Any) -> None:
         """Say that a program is under way that needs all ranks; `result`: a `jax.Array` that it makes, a small one."""
@@ -132,15 +125,14 @@ class Progress:
         os.set_inheritable(descriptor, False)
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         self.flag(STARTED)
+        step, what, kind, _ = self._last
+        self.mark(step, what, kind)
 
     def flag(self, flag: int) -> None:
         """Tell the supervisor something, if there is one."""
         self._flags |= flag
         if self._page is not None:
             PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
-            if self._count == 0:
-                step, what, kind, _ = self._last
-                self.mark(step, what, kind)
 
 
 def _is_ready(result: Any) -> bool:

@@ -76,11 +76,7 @@ def _quoted(key: str) -> str:
 
 
 def parse_toml(path: Path, text: str) -> TomlTable:
-    """The top of a TOML file.
-
-    Raises:
-      LaunchError: it is no TOML; the message has the line.
-    """
+    """The top of a TOML file; a LaunchError with the line if it is none."""
     try:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -51,11 +51,8 @@ _known: dict[Devices, Rates] = {}
 def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
     """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
 
-    Where the devices are of several processes, these measure together, and take the first one's figures.
-
-    Args:
-      devices: Those to measure.
-      plan: Gives the planned form of a step by a method.
+    Where the devices are of several processes, these measure together, and take the first one's figures. `plan` gives
+    the planned form of a step by a method.
     """
     if devices not in _known:
         file = cache_file(devices)

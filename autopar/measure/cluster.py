@@ -186,25 +186,15 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
 
 
 def require_cluster(given: Any) -> Cluster:
-    """What was given as a cluster, if it is one.
-
-    Raises:
-      ArgumentsError: it isn't.
-    """
+    """What was given as a cluster, if it is one; else an ArgumentsError."""
     if not isinstance(given, Cluster):
         raise ArgumentsError(f"cluster is a {type(given).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')")
     return given
 
 
 def arrange(machines: Sequence[str]) -> list[list[int]]:
-    """Numbers of the devices of each machine, machines in the order of their first ones.
-
-    Args:
-      machines: By device, its machine.
-
-    Raises:
-      ArgumentsError: they have different numbers of devices.
-    """
+    """Numbers of the devices of each machine, machines in the order of their first ones; an ArgumentsError if they have
+    different numbers of devices. `machines`: by device."""
     groups: dict[str, list[int]] = {}
     for k, machine in enumerate(machines):
         groups.setdefault(machine, []).append(k)
@@ -258,10 +248,7 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
 
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
     """Inside and between, where nothing was measured: those of known devices, else a copy in memory or PCIe; Ethernet.
-
-    Args:
-      platform, kind: Of the devices, as JAX calls them.
-    """
+    `platform` and `kind`: of the devices, as JAX calls them."""
     return _assumed(alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
 
 

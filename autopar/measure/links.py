@@ -32,11 +32,7 @@ _TARGET_S = 0.02
 
 
 def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
-    """Collective -> level -> its link; nothing where there is one participant only.
-
-    Args:
-      grid: `[machines, devices]` of JAX's devices.
-    """
+    """Collective -> level -> its link; nothing where there is one participant only. `grid`: `[machines, devices]`."""
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
     sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
     found: dict[str, dict[str, Link]] = {}

@@ -88,11 +88,8 @@ def places_of_step(
 
 
 def matched(manifest: Manifest, like: Any) -> list[int]:
-    """For each leaf of a template the number of the saved leaf that has its path.
-
-    Raises:
-      CheckpointError: the structures differ, or a shape or dtype does.
-    """
+    """For each leaf of a template the number of the saved leaf that has its path; a CheckpointError if the structures
+    differ, or a shape or dtype does."""
     given = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
     saved = {record.path: number for number, record in enumerate(manifest.leaves)}
     paths = [path for path, _ in given]
@@ -159,12 +156,7 @@ def shapes_of(manifest: Manifest) -> list[Any]:
 
 def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[LeafPlace], ranks: World) -> list[Any]:
     """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
-    nothing.
-
-    Raises:
-      CheckpointError: files can't be read.
-      HostMemoryError: a table doesn't fit into this host's memory.
-    """
+    nothing."""
     dense = {}
     for record, place in zip(records, places, strict=True):
         if record.kind == "dense":

@@ -46,11 +46,7 @@ class Folder:
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """The place that a user names.
-
-        Raises:
-          CheckpointError: it is no local path.
-        """
+        """The place that a user names; a CheckpointError if it is no local path."""
         if not isinstance(path, (str, os.PathLike)):
             raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
         if "://" in str(path):
@@ -96,11 +92,7 @@ class Folder:
     # --- writing: one process does it ---
 
     def begin(self) -> Path:
-        """An empty directory for a new version, after what interrupted saves left was removed.
-
-        Raises:
-          CheckpointError: there is something else at this path, or it can't be made.
-        """
+        """An empty directory for a new version, after what interrupted saves left was removed."""
         with named(self.path, "made or written to"):
             if self.path.exists():
                 self._require_ours()
@@ -157,11 +149,7 @@ class Folder:
 
 
 def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
-    """Wait until this machine sees a directory that another one made.
-
-    Raises:
-      CheckpointError: it doesn't.
-    """
+    """Wait until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
     end = time.monotonic() + seconds
     while not path.is_dir():
         if time.monotonic() > end:

@@ -39,16 +39,7 @@ def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 
 def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
-    """Write a share, down to the disk.
-
-    Args:
-      version: The checkpoint's directory.
-      name: Of the file in it.
-      rows: [n, ...], in any order in memory.
-
-    Raises:
-      CheckpointError: it can't be written.
-    """
+    """Write a share, [n, ...] in any order in memory, to a file of this name in a checkpoint, down to the disk."""
     path, head = version / name, io.BytesIO()
     stored = rows.dtype if rows.dtype.kind in "biufc" else np.dtype(f"u{rows.dtype.itemsize}")
     descr = np.lib.format.dtype_to_descr(stored)
@@ -70,11 +61,7 @@ def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
 
 
 class RowFiles:
-    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`).
-
-    Raises:
-      CheckpointError: a file isn't of this leaf.
-    """
+    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`)."""
 
     def __init__(self, version: Path, record: LeafRecord) -> None:
         assert record.layout is not None, "rows have a layout"
