@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import jax
 import numpy as np
@@ -18,8 +18,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
-from autopar.measure.machine import Machine
-from autopar.measure.memory import memory_of
+from autopar.measure.machine import Machine, memory_of
 from autopar.mpi.world import world
 from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
@@ -27,44 +26,28 @@ from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep
 
 
+class _Given(TypedDict, total=False):
+    """The options of `parallelize`."""
+
+    mesh: Any
+    data_axis: str | None
+    axis_name: str | None
+    batch_axis: BatchAxis
+    emit: Emit | None
+    strategy: Strategy | None
+    sparse: Sparse | None
+    plan: Plan | str | Path | None
+    donate: bool
+    state_argnums: int | Sequence[int] | None
+    batch_argnums: int | Sequence[int] | None
+    static_argnums: int | Sequence[int]
+    replan: Replan
+
+
 @overload
-def parallelize(
-    step: Callable[..., Any],
-    /,
-    *,
-    mesh: Any = ...,
-    data_axis: str | None = ...,
-    axis_name: str | None = ...,
-    batch_axis: BatchAxis = ...,
-    emit: Emit | None = ...,
-    strategy: Strategy | None = ...,
-    sparse: Sparse | None = ...,
-    plan: Plan | str | Path | None = ...,
-    donate: bool = ...,
-    state_argnums: int | Sequence[int] | None = ...,
-    batch_argnums: int | Sequence[int] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    replan: Replan = ...,
-) -> ParallelStep: ...
+def parallelize(step: Callable[..., Any], /, **options: Unpack[_Given]) -> ParallelStep: ...
 @overload
-def parallelize(
-    step: None = None,
-    /,
-    *,
-    mesh: Any = ...,
-    data_axis: str | None = ...,
-    axis_name: str | None = ...,
-    batch_axis: BatchAxis = ...,
-    emit: Emit | None = ...,
-    strategy: Strategy | None = ...,
-    sparse: Sparse | None = ...,
-    plan: Plan | str | Path | None = ...,
-    donate: bool = ...,
-    state_argnums: int | Sequence[int] | None = ...,
-    batch_argnums: int | Sequence[int] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
-    replan: Replan = ...,
-) -> Callable[[Callable[..., Any]], ParallelStep]: ...
+def parallelize(step: None = None, /, **options: Unpack[_Given]) -> Callable[[Callable[..., Any]], ParallelStep]: ...
 
 
 def parallelize(
@@ -216,11 +199,7 @@ def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> Para
 
 
 def _positions(step: Callable[..., Any], option: str, given: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Positions of arguments; negative ones count from the last parameter.
-
-    Raises:
-      ArgumentsError: they aren't positions, or the step has no such argument.
-    """
+    """Positions of arguments; negative ones count from the last parameter."""
     if given is None:
         return None
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))

@@ -32,6 +32,14 @@ class DonatedStateError(AutoparError, RuntimeError):
     """
 
 
+def donated(what: str) -> DonatedStateError:
+    """The error for whoever reads what a step got."""
+    return DonatedStateError(
+        f"{what} was given to a step, which updates its state in place: go on with the state that the step returned, "
+        "or keep old states with parallelize(step, donate=False)"
+    )
+
+
 class StrategyError(ArgumentsError):
     """A strategy names a method or a parameter that doesn't exist, or that can't be had."""
 

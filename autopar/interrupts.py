@@ -203,8 +203,7 @@ _LEAVING: set[Any] = set()
 def interruptible(when: bool = True) -> Iterator[None]:
     """A part of an `uninterrupted` call that may be cut short: planning, compiling; nothing of the state is gone yet.
 
-    Args:
-      when: Whether that is so: not where other processes wait for this one.
+    `when`: whether that is so: not where other processes wait for this one.
     """
     if not when or threading.get_ident() != threading.main_thread().ident:
         yield

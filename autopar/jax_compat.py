@@ -194,12 +194,7 @@ def process() -> tuple[int, int]:
 def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, ...]:
     """What tells apart the arrays, numbers and tracers for which a step is planned by itself; hashable.
 
-    Args:
-      leaves: Of a call.
-      other: The same of what is none of these, None of what there is nothing for.
-
-    Raises:
-      TypeError: for such.
+    `other`: the same of what is none of these; None of what there is nothing for, which is a TypeError.
     """
     if _is_top_level():  # there are no tracers
         try:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost import Link
-from autopar.cost.host_ps import aggregate_s, transfer_s
 from autopar.measure.cluster import Cluster
+from benchmarks.host_ps import aggregate_s, transfer_s
 
 CLUSTER = Cluster.named("parallax-8x6")
 #: TF-PS, Horovod, and Parallax's hybrid without and with local aggregation (table 4's BASE, +HYB, +LA).

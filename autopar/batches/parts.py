@@ -75,11 +75,6 @@ class Part:
     held: Held
 
 
-def as_array(leaf: Any) -> Any:
-    """JAX's and NumPy's arrays as they are, anything else as a NumPy array."""
-    return leaf if isinstance(leaf, (jax.Array, np.ndarray)) else np.asarray(leaf)
-
-
 def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
     """The batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
     leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})

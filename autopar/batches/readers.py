@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,22 +14,8 @@ from autopar.ir.examples import BatchAxis
 from autopar.ir.paths import path_name
 
 
-class Reader(Protocol):
-    """Reads examples by their numbers; has `count` of them."""
-
-    count: int
-
-    def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
-        """Some of them as a batch, and its batch axes."""
-        ...
-
-
 def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
-    """What reads examples of a source.
-
-    Raises:
-      ArgumentsError: the source can't be indexed, or has no examples.
-    """
+    """What reads examples of a source; an ArgumentsError if it can't be indexed, or has no examples."""
     is_leaf = jax.tree_util.all_leaves([source])
     if isinstance(source, list) or (is_leaf and not hasattr(source, "shape")):
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
@@ -37,16 +23,16 @@ def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reade
                 "batch_size= makes batches of examples that can be indexed (arrays, or an object with __len__ and "
                 f"__getitem__). A {type(source).__name__} can't; without batch_size= it gives batches of its own"
             )
-        reader: Reader = _Items(source, batch_axis, added)
+        reader: Reader = Items(source, batch_axis, added)
     else:
-        reader = _Arrays(source, batch_axis, added)
+        reader = Arrays(source, batch_axis, added)
     if not reader.count:
         raise ArgumentsError(f"the source, a {type(source).__name__}, has no examples")
     return reader
 
 
-class _Arrays:
-    """A pytree of arrays with the examples along their batch axes."""
+class Arrays:
+    """A pytree of arrays with the examples, `count` of them, along their batch axes."""
 
     def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), source)
@@ -54,6 +40,7 @@ class _Arrays:
         self.count = size_of(self._source, self._axes, "the source")
 
     def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+        """Examples as a batch, and its batch axes."""
         in_order = bool(np.all(np.diff(numbers) == 1))  # then no copy is needed
         picked = slice(int(numbers[0]), int(numbers[-1]) + 1) if in_order else numbers
 
@@ -68,8 +55,8 @@ class _Arrays:
         return map_axes(rows, self._source, self._axes), axes
 
 
-class _Items:
-    """An object that gives one example at an integer."""
+class Items:
+    """An object that gives one example at an integer, `count` of them."""
 
     def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = source
@@ -78,6 +65,7 @@ class _Items:
         self.count = len(source)
 
     def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+        """Examples as a batch, and its batch axes."""
         examples = [jax.tree.map(np.asarray, self._source[int(k)]) for k in numbers]
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), examples[0])
         axes = axes_of(shapes, self._batch_axis, self._added)
@@ -92,6 +80,10 @@ class _Items:
         columns = zip(*map(jax.tree.leaves, examples), strict=True)
         leaves = [np.stack(column, axis or 0) for column, axis in zip(columns, axes, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(examples[0]), leaves), axes
+
+
+#: What reads examples by their numbers.
+Reader = Arrays | Items
 
 
 def _difference(first: Any, other: Any) -> str | None:

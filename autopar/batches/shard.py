@@ -20,7 +20,7 @@ from autopar.backends.processes import Processes
 from autopar.batches.agreed import agreed
 from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
 from autopar.batches.readers import reader_of
-from autopar.batches.sources import Examples, Last, Stream, shuffled
+from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 
@@ -142,7 +142,7 @@ def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Optio
     first = options.member * size
     counts = [n for n, *_ in all_] if options.per_process else [reader.count]
     held = Held(((0, size),)) if options.per_process else Held.by(options.devices, batch_size)
-    return Examples(reader, size, counts, shuffled(shuffle, options.member), options.last, held, first)
+    return Examples(reader, size, counts, shuffle, options.member, options.last, held, first)
 
 
 class Batches(Iterator[Any]):
@@ -252,11 +252,7 @@ class Batches(Iterator[Any]):
                 f"a global batch of {part.total} examples can't be spread over {count} devices, and no process has all "
                 "of it: under per_process=True the devices must divide it"
             )
-
-        def put(leaf: Any, axis: int | None) -> jax.Array:
-            return _put(leaf, axis, part, options.devices)
-
-        batch = map_axes(put, part.batch, part.axes)
+        batch = map_axes(lambda leaf, axis: _put(leaf, axis, part, options.devices), part.batch, part.axes)
         return batch if options.last != "pad" else self._with_weights(batch, part)
 
     def _with_weights(self, batch: Any, part: Part) -> dict[str, Any]:

@@ -5,21 +5,19 @@ Of examples that can be indexed a process reads only those that its own devices 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from autopar.batches.parts import Held, Part, as_array, axes_of, size_of
+from autopar.batches.parts import Held, Part, axes_of, size_of
 from autopar.batches.readers import Reader
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis
 
 #: What is done with a batch that isn't full.
 Last = Literal["error", "drop", "pad"]
-#: The order of a source's examples, by epoch and how many there are; None: as they are.
-Order = Callable[[int, int], np.ndarray | None]
 
 
 class Stream:
@@ -71,7 +69,7 @@ class Stream:
             self.latest = self._part(number, batch)
 
     def _part(self, number: int, batch: Any) -> Part:
-        batch = jax.tree.map(as_array, batch)
+        batch = jax.tree.map(lambda x: x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x), batch)
         axes = axes_of(batch, self._batch_axis, self._added)
         size = size_of(batch, axes, f"batch {number}")
         return Part(number, batch, axes, size, size, (size,), Held(((0, size),)))
@@ -84,17 +82,26 @@ class Examples:
       reader: Reads them by their numbers.
       size: Examples that this source gives to a batch.
       counts: Examples in each of the sources that a batch is made of.
-      order: An epoch's order of this source's examples, by epoch and their number.
+      seed: Of the order of this source's examples, another one each epoch; None: as they are.
+      member: Which of the sources this one is.
       last: What is done with the rest.
       held: Which examples of its part of a batch this process needs.
       first: Where that part begins in the global batch.
     """
 
     def __init__(
-        self, reader: Reader, size: int, counts: Sequence[int], order: Order, last: Last, held: Held, first: int
+        self,
+        reader: Reader,
+        size: int,
+        counts: Sequence[int],
+        seed: int | None,
+        member: int,
+        last: Last,
+        held: Held,
+        first: int,
     ) -> None:
-        self._reader, self._size, self._counts, self._order = reader, size, tuple(counts), order
-        self._held, self._first = held, first
+        self._reader, self._size, self._counts = reader, size, tuple(counts)
+        self._seed, self._member, self._held, self._first = seed, member, held, first
         whole = [n // size for n in counts]
         self.batches = min(whole) if last == "drop" else max(-(-n // size) for n in counts)
         if last == "error" and any(n != self.batches * size for n in counts):
@@ -107,7 +114,9 @@ class Examples:
     def read(self, epoch: int, start: int) -> Iterator[Part]:
         """Batches of an epoch from number `start` on."""
         count = self._reader.count
-        order = self._order(epoch, count)
+        order = None
+        if self._seed is not None:
+            order = np.random.default_rng((self._seed, epoch, self._member)).permutation(count)
         mine = self._held.numbers
         held = Held(tuple((a + self._first, b + self._first) for a, b in self._held.runs))
         for number in range(start, self.batches):
@@ -115,12 +124,3 @@ class Examples:
             batch, axes = self._reader.read(places if order is None else order[places])
             reals = tuple(min(max(n - number * self._size, 0), self._size) for n in self._counts)
             yield Part(number, batch, axes, len(mine), self._size * len(self._counts), reals, held)
-
-
-def shuffled(seed: int | None, member: int) -> Order:
-    """An order of examples by epoch; None as they are."""
-
-    def order(epoch: int, count: int) -> np.ndarray | None:
-        return None if seed is None else np.random.default_rng((seed, epoch, member)).permutation(count)
-
-    return order

@@ -56,16 +56,12 @@ def fit_collective(collective: str, count: int, points: Sequence[tuple[float, fl
     """The link that a collective has, by the traffic that `cost.collectives` says it makes.
 
     Args:
-      collective: "all_reduce", "all_gather" or "all_to_all".
       count: Participants, at least 2.
       points: (size as in `traffic`, measured seconds).
       sharing: How many such collectives share a link.
 
     Returns:
-      With the sizes and the error in its `source`.
-
-    Raises:
-      ValueError: as of `fit_link`.
+      With the sizes and the error in its `source`. Errors as of `fit_link`.
     """
     sent = [(sharing * traffic(collective, count, size)[0], seconds) for size, seconds in points]
     fit = fit_link(sent, traffic(collective, count, 1)[1])

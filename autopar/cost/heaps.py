@@ -29,7 +29,7 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
 
     Args:
       extent: V, rows of the table.
-      ids: Ids of a worker.
+      ids: Of a worker.
       points: (n, rows that n workers touch together); two at least, of different n.
 
     Raises:

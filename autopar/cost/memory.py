@@ -36,9 +36,6 @@ def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]
     Args:
       families: Those that may be sharded.
       excess: Bytes that each device has too many; at most 0 if it fits.
-
-    Returns:
-      Numbers of families.
     """
     waiting = [k for k, family in enumerate(families) if family.saved > 0]
     taken: list[int] = []
@@ -75,9 +72,14 @@ def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
     return high
 
 
+def _whole_bytes(program: Program, leaf: int) -> int:
+    """Bytes of a leaf of the state; none of what is no array."""
+    return int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
+
+
 def leaf_bytes(program: Program, plan: BoundPlan, leaf: int) -> int:
     """Bytes of a leaf of the state on each device."""
-    size = int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
+    size = _whole_bytes(program, leaf)
     return size if plan.placements[leaf] is None else -(-size // plan.devices)
 
 
@@ -88,7 +90,7 @@ def state_bytes(program: Program, plan: BoundPlan) -> int:
 
 def hosted_bytes(program: Program, plan: BoundPlan) -> int:
     """Bytes of what is on hosts, all of them together."""
-    return sum(int(getattr(program.block.inputs[k].type, "nbytes", 0)) for k in _on_hosts(program, plan))
+    return sum(_whole_bytes(program, k) for k in _on_hosts(program, plan))
 
 
 def _on_hosts(program: Program, plan: BoundPlan) -> set[int]:
@@ -121,14 +123,7 @@ class Shortage:
 
 
 def find_shortage(program: Program, plan: BoundPlan, strategy: Strategy, memory: float) -> Shortage | None:
-    """By how much a plan's state doesn't fit; None if it does.
-
-    Args:
-      program: Analysed.
-      plan: Its plan.
-      strategy: The user's.
-      memory: Bytes of each device.
-    """
+    """By how much a plan's state doesn't fit devices of so many bytes of memory; None if it does."""
     missing = state_bytes(program, plan) - state_budget(memory)
     if missing <= 0:
         return None
@@ -137,7 +132,7 @@ def find_shortage(program: Program, plan: BoundPlan, strategy: Strategy, memory:
     if plan.plan.sparse != "off":
         spaces = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]
         spread.update(k for s in spaces for k in s.leaves if k in states)
-    sizes = {k: int(getattr(program.block.inputs[k].type, "nbytes", 0)) for k in states}
+    sizes = {k: _whole_bytes(program, k) for k in states}
     whole = sum(size for k, size in sizes.items() if k not in spread)
     return Shortage(missing, least_devices(whole, [sizes[k] for k in sorted(spread)], state_budget(memory)))
 
@@ -148,9 +143,7 @@ def leave_devices(program: Program, plan: BoundPlan, strategy: Strategy, memory:
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
 
     Args:
-      program: Analysed.
       plan: With everything on the devices.
-      strategy: The user's.
       memory: Bytes of each device.
     """
     budget = state_budget(memory)

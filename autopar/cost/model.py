@@ -25,14 +25,8 @@ SMALL_FAMILY_BYTES = 1 << 16
 
 
 def journal_steps(extent: int) -> int:
-    """The length of a journal that makes flushes and steps cheapest together: the root of the ratio of their costs.
-
-    Args:
-      extent: V, rows of the table.
-
-    Returns:
-      A power of two.
-    """
+    """The length of a journal that makes flushes and steps of V rows cheapest together: the root of the ratio of their
+    costs, a power of two."""
     low, high = JOURNAL_STEPS
     best = math.sqrt(extent * FLUSH_ROW_S / ENTRY_S)
     return int(min(high, max(low, 2 ** round(math.log2(max(best, 1))))))

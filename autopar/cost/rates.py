@@ -104,27 +104,15 @@ class Rates:
           ValueError, KeyError, TypeError: it is no such thing.
         """
 
-        def curve(name: str) -> Curve:
-            return Curve(tuple((float(size), float(seconds)) for size, seconds in found[name]["points"]))
+        def curve(given: Any) -> Curve:
+            return Curve(tuple((float(size), float(seconds)) for size, seconds in given["points"]))
 
-        def rows(name: str) -> RowRate:
-            return RowRate(float(found[name]["row_s"]), float(found[name]["byte_s"]))
-
-        return Rates(
-            all_to_all=curve("all_to_all"),
-            all_gather=curve("all_gather"),
-            all_reduce=curve("all_reduce"),
-            route=curve("route"),
-            walk=curve("walk"),
-            gather=rows("gather"),
-            scatter=rows("scatter"),
-            fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()},
-            call_s=float(found["call_s"]),
-            update=None if found["update"] is None else curve("update"),
-            dense=None if found["dense"] is None else curve("dense"),
-            flop_s=float(found["flop_s"]),
-            moved_byte_s=float(found["moved_byte_s"]),
-        )
+        read: dict[str, Any] = {name: float(found[name]) for name in ("call_s", "flop_s", "moved_byte_s")}
+        read |= {name: curve(found[name]) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
+        read |= {name: None if found[name] is None else curve(found[name]) for name in ("update", "dense")}
+        for name in ("gather", "scatter"):
+            read[name] = RowRate(float(found[name]["row_s"]), float(found[name]["byte_s"]))
+        return Rates(**read, fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()})
 
 
 #: Of devices that take no time for anything.

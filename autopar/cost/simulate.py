@@ -144,11 +144,8 @@ def simulate(
 
 def scaling(work: Workload, cluster: ClusterSpec, counts: Iterable[int], **options: object) -> list[StepTime]:
     """The same for several numbers of the cluster's devices: machines are filled one after the other."""
-    found = []
-    for n in counts:
-        inside = min(n, cluster.devices)
-        found.append(simulate(work, cluster.of(math.ceil(n / inside), inside), **options))  # type: ignore[arg-type]
-    return found
+    shapes = ((math.ceil(n / cluster.devices), min(n, cluster.devices)) for n in counts)
+    return [simulate(work, cluster.of(*shape), **options) for shape in shapes]  # type: ignore[arg-type]
 
 
 def crossovers(times: Sequence[StepTime]) -> list[str]:

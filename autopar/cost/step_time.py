@@ -50,31 +50,27 @@ def step_parts(
     devices: int,
     hosts: HostRates = NO_HOST_TIME,
 ) -> Mapping[str, tuple[Term, ...]]:
-    """Part -> its terms, in the order of a step.
+    """Part -> its terms, in the order of a step on so many devices.
 
     Args:
-      rates: Of the devices.
       dense: Of each device.
       tables: Method and sizes of each family; `HOSTED` is one.
-      devices: N.
-      hosts: Of their hosts, for what is done there.
     """
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
-    found: dict[str, tuple[Term, ...]] = {
+    updates = rates.update_s(3 * dense.state_bytes)
+    if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included
+        updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size)) / 2 for size in dense.leaves)
+    return {
         "call": (Term("call", rates.call_s + fixed),),
         "model": (
             Term("products", dense.flops * rates.flop_s),
             Term("values of the batch", rates.moved_s(dense.moved_bytes)),
         ),
         "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
+        "tables": tuple(term for given in tables for term in _table_terms(rates, hosts, *given) if not term.fixed),
+        "dense gradients": _reduced(rates, dense, devices, hosts),
+        "dense updates": (Term("update dense parameters", updates),),
     }
-    found["tables"] = tuple(term for given in tables for term in _table_terms(rates, hosts, *given) if not term.fixed)
-    found["dense gradients"] = _reduced(rates, dense, devices, hosts)
-    updates = rates.update_s(3 * dense.state_bytes)
-    if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included
-        updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size)) / 2 for size in dense.leaves)
-    found["dense updates"] = (Term("update dense parameters", updates),)
-    return found
 
 
 def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
@@ -86,9 +82,9 @@ def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> 
     if dense.by_mpi and devices > 1:
         copied = Term("copy dense gradients to the host and back", 2 * hosts.copy(size))
         return copied, Term("reduce dense gradients", hosts.host.all_reduce(size), sent)
-    if rates.dense is None:
-        return (Term("reduce dense gradients", rates.all_reduce(size), sent),)
-    seconds = sum(count * rates.all_reduce(each) for each, count in dense.sums)
+    seconds = rates.all_reduce(size)
+    if rates.dense is not None:
+        seconds = sum(count * rates.all_reduce(each) for each, count in dense.sums)
     return (Term("reduce dense gradients", seconds, sent),)
 
 

@@ -229,16 +229,21 @@ def _raw(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
+def _is_values(x: Any) -> bool:
+    return isinstance(x, Values)
+
+
 def _values_in(tree: Any) -> Iterator[Values]:
-    is_values = lambda x: isinstance(x, Values)  # noqa: E731
-    return (x for x in jax.tree.leaves(tree, is_leaf=is_values) if isinstance(x, Values))
+    return filter(_is_values, jax.tree.leaves(tree, is_leaf=_is_values))
 
 
 def _merged(tree: Any, graphs: Mapping[Any, Any], context: Any) -> Any:
     """The tree with objects in place of Values."""
-    is_values = lambda x: isinstance(x, Values)  # noqa: E731
-    made = lambda v: context.unflatten(graphs[v.place], list(v.leaves)) if is_values(v) else v  # noqa: E731
-    return jax.tree.map(made, tree, is_leaf=is_values)
+
+    def made(v: Any) -> Any:
+        return context.unflatten(graphs[v.place], list(v.leaves)) if _is_values(v) else v
+
+    return jax.tree.map(made, tree, is_leaf=_is_values)
 
 
 def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., Any]:
@@ -274,5 +279,4 @@ def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., A
 
 
 def _is_same(old: Any, new: Any) -> bool:
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    return all(a is b for a, b in pairs)
+    return all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))

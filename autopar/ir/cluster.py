@@ -141,8 +141,8 @@ class ClusterSpec:
         """Nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
         found = asdict(self)
         levels = {"inside": found.pop("inside"), "between": found.pop("between"), "host": found.pop("to_host")}
-        keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
-        return {**{k: found[k] for k in keys}, "device": found["device"], "link": levels, "measured": found["measured"]}
+        sections = {"device": found.pop("device"), "link": levels, "measured": found.pop("measured")}
+        return {**found, **sections}
 
     def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Self:
         """Another number of the same machines."""

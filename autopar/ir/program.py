@@ -180,7 +180,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state' (the step returns it updated), 'table' (only read, and given in a layout), 'journal'
+    """A flat input: `role` is 'state' (the step returns it updated), 'table' (only read, in a layout), 'journal'
     (state of autopar's own) or 'batch' (everything else). `layout`: of a table its layout and row axis."""
 
     path: str

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import LaunchError
-from autopar.launch.hardware import SECTIONS, TOP, read_hardware
+from autopar.launch.hardware import SECTIONS, TOP, is_whole, read_hardware
 from autopar.launch.toml_file import TomlTable, parse_toml
 
 _KEYS = ("name", "address", "processes", "devices")
@@ -68,7 +68,6 @@ def read_cluster(path: str | Path, *, named: bool = True) -> HostFile:
     """The machines in a file: TOML if its name ends so, else Parallax's format.
 
     Args:
-      path: The file.
       named: Whether it has to name them: to plan for them, their number is enough.
 
     Raises:
@@ -121,11 +120,11 @@ def _host(table: TomlTable) -> Host:
     if name is None:
         table.fail(None, "a host needs a name, or an address")
     processes = table.values.get("processes", 1)
-    if not _is_count(processes):
+    if not is_whole(processes, 1):
         table.fail("processes", f"processes is a number of ranks, 1 or more, not {processes!r}")
     given = table.values.get("devices", processes)
     ids = given if isinstance(given, list) else []
-    if not _is_count(given) and not (ids and all(_is_count(i + 1) if _is_int(i) else False for i in ids)):
+    if not is_whole(given, 1) and not (ids and all(is_whole(i, 0) for i in ids)):
         table.fail("devices", f"devices is their number, 1 or more, or a list of accelerators' numbers, not {given!r}")
     if len(set(ids)) < len(ids):
         table.fail("devices", f"devices names one twice: {ids}")
@@ -141,14 +140,6 @@ def _host(table: TomlTable) -> Host:
         accelerators=tuple(tuple(ids[i * each : (i + 1) * each]) for i in range(processes)) if ids else (),
         where=table.where(),
     )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_int(value) and value >= 1
 
 
 def _read_resources(path: Path, text: str) -> list[Host]:

@@ -26,11 +26,8 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface.
 
 
 def choose_coordinator(world: World) -> str:
-    """An "address:port" at rank 0 that all ranks reach. Collective.
-
-    Raises:
-      LaunchError: there is none (a firewall); the message names who can't reach which addresses.
-    """
+    """An "address:port" at rank 0 that all ranks reach; where there is none (a firewall), the LaunchError names who
+    can't reach which addresses. Collective."""
     word = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listening(word)) if world.rank == 0 else None
@@ -41,7 +38,7 @@ def choose_coordinator(world: World) -> str:
         for address in addresses:
             reached = world.comm.allgather(world.rank == 0 or _answers(address, port, word))
             if all(reached):
-                return f"{address}:{_free_port(world, port)}"
+                return f"{address}:{_free_port(world)}"
             far = ", ".join(str(rank) for rank, reaches in enumerate(reached) if not reaches)
             failed.append(f"{address} not from rank {far}")
     raise LaunchError(
@@ -52,9 +49,9 @@ def choose_coordinator(world: World) -> str:
     )
 
 
-def _free_port(world: World, tried: int) -> int:
+def _free_port(world: World) -> int:
     """A port of rank 0 that is free now. Not the one that was tried, whose connections linger."""
-    port = tried
+    port = 0
     if world.rank == 0:
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]

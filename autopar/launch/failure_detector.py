@@ -80,7 +80,7 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
     if late is not None:
         return late
     waiting = [r for r in ranks if r.waits and r.exceeds(r.age_s)]
-    running = [r for r in ranks if not r.left]
+    left, running = _parted(ranks)
     if not waiting or any(r.kind == "compiles" for r in running):
         return None
     idle = [r for r in running if not r.waits]
@@ -91,7 +91,6 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
         return _verdict(stuck, told) if stuck else None
     if len(waiting) < len(running):
         return None
-    left = [r for r in ranks if r.left]
     if left:
         return _left(left, waiting)
     first = min(r.step for r in waiting)
@@ -100,14 +99,18 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
     return _verdict(behind, ["All ranks wait for each other:", *told])
 
 
+def _parted(ranks: Sequence[Seen]) -> tuple[list[Seen], list[Seen]]:
+    """The ranks that have left, and the others."""
+    return [r for r in ranks if r.left], [r for r in ranks if not r.left]
+
+
 def _left_while_awaited(ranks: Sequence[Seen]) -> Verdict | None:
     """Ranks that have left, others being at a wait where they can't be met any more."""
-    running = [r for r in ranks if not r.left]
-    for r in (r for r in ranks if r.left):
+    left, running = _parted(ranks)
+    for r in left:
         waiting = [w for w in running if w.waits and w.step > r.step and w.age_s > LATE_S]
         if waiting:
             return _left([r], waiting)
-    left = [r for r in ranks if r.left]
     if left and running and all(w.waits and w.age_s > LAST_S for w in running):
         return _left(left, running)
     return None

@@ -3,12 +3,14 @@
 By itself an exception on one rank hangs the job: Python ends that process through its exit handlers, where JAX waits
 for the other processes, which wait for this one. So the interpreter's hooks for uncaught exceptions, of the main
 thread and of others, report and then abort all ranks at once. (`python -m mpi4py.run` comes too late: after JAX's
-exit handler.) How a rank leaves in good order is in `leaving.py`.
+exit handler.) How a rank leaves in good order is in `shutdown.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import socket
@@ -35,13 +37,7 @@ INTERRUPTED = 130
 
 
 def abort(world: World, message: str, code: int = 1) -> NoReturn:
-    """Print a message and end all ranks. Doesn't return.
-
-    Args:
-      world: A world of more than one process.
-      message: Lines, without "autopar:" before them.
-      code: The exit code of the job, not 0.
-    """
+    """Print a message (`report`) and end all ranks, with this exit code of the job. Doesn't return."""
     report(message)
     PROGRESS.flag(REPORTED)
     time.sleep(SPEAKING_S)
@@ -58,15 +54,10 @@ def abort(world: World, message: str, code: int = 1) -> NoReturn:
 def report(message: str) -> None:
     """Print a message of autopar's in one piece, after all that was printed before."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            continue
-    text = f"autopar: {message}\n".encode(errors="replace")
-    try:
-        os.write(2, text)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        os.write(2, f"autopar: {message}\n".encode(errors="replace"))
 
 
 def name_rank(rank: int) -> str:
@@ -86,7 +77,6 @@ class Hooks:
         self._answered_s = float("-inf")
 
     def install(self) -> None:
-        """Put the hooks in."""
         sys.excepthook = self._on_exception
         threading.excepthook = self._on_thread_exception
         if not faulthandler.is_enabled() and _has_descriptor(sys.stderr):
@@ -111,9 +101,7 @@ class Hooks:
         self._interrupt_hook(number, frame)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        def show() -> None:
-            self._exception_hook(kind, error, tb)
-
+        show = functools.partial(self._exception_hook, kind, error, tb)
         if os.getpid() != self.pid:
             show()
             return
@@ -122,16 +110,13 @@ class Hooks:
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         silent = issubclass(args.exc_type, SystemExit) and not exit_code(args.exc_value)
+        show = functools.partial(self._thread_hook, args)
         if os.getpid() != self.pid or silent:
-            self._thread_hook(args)
+            show()
             return
         error = args.exc_value or args.exc_type()
         name = args.thread.name if args.thread is not None else "?"
         own = self._thread_hook is threading.__excepthook__
-
-        def show() -> None:
-            self._thread_hook(args)
-
         self._fail(args.exc_type, error, args.exc_traceback, f" in its thread {name!r}", None if own else show)
 
     def _fail(
@@ -140,7 +125,7 @@ class Hooks:
         error: BaseException,
         tb: TracebackType | None,
         thread: str,
-        show: Callable[[], None] | None,
+        show: Callable[[], object] | None,
     ) -> None:
         """Report an exception, by `show` if another hook was there before, and end the job."""
         rank, where = self._world.rank, PROGRESS.last

@@ -39,8 +39,6 @@ from typing import Any
 
 from autopar.launch.toml_file import TomlTable
 
-#: At the top of the file, beside [[host]] tables.
-TOP = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
 SECTIONS = ("device", "link", "measured")
 LEVELS = ("inside", "between")
 LINKS = (*LEVELS, "host")
@@ -50,16 +48,22 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "mpi_all_reduce", "mpi_
 _Check = tuple[Callable[[Any], bool], str]
 
 
+def is_whole(value: Any, least: int) -> bool:
+    """Whether a value is a whole number, at least so large."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 _TEXT: _Check = (lambda v: isinstance(v, str), "a text")
-_COUNT: _Check = (lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "a whole number, 1 or more")
+_COUNT: _Check = (lambda v: is_whole(v, 1), "a whole number, 1 or more")
 _POSITIVE: _Check = (lambda v: _is_number(v) and v > 0, "a number larger than 0")
 _LATENCY: _Check = (lambda v: _is_number(v) and 0 <= v < math.inf, "a number of seconds, 0 or more")
 
-_TOP: Mapping[str, _Check] = {
+#: At the top of the file, beside [[host]] tables.
+TOP: Mapping[str, _Check] = {
     "name": _TEXT,
     "machines": _COUNT,
     "devices": _COUNT,
@@ -85,7 +89,7 @@ def read_hardware(top: TomlTable) -> dict[str, Any]:
     """
     found: dict[str, Any] = {k: top.values[k] for k in TOP if k in top.values}
     for key, value in found.items():
-        _check(top, key, value, _TOP[key])
+        _check(top, key, value, TOP[key])
     if "device" in top.values:
         found["device"] = _section(top.table("device"), _DEVICE)
     if "link" in top.values:

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import ArgumentsError
-from autopar.launch.failure_detector import Seen, Verdict, judge
+from autopar.launch.failure_detector import Seen, judge
 from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report
 from autopar.launch.progress import KINDS, PROGRESS, TEXT_BYTES
+from autopar.mpi.messages import as_bytes
 from autopar.mpi.world import World
 
 #: How long a rank may stand still if nothing else is said.
@@ -63,11 +64,7 @@ _STATE = np.dtype(
 
 
 def allowance(seconds: float | None) -> float:
-    """An allowance as it travels: infinity for None.
-
-    Raises:
-      ArgumentsError: it isn't positive.
-    """
+    """An allowance as it travels, infinity for None; an ArgumentsError for one that isn't positive."""
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ArgumentsError(f"watchdog: {seconds!r} seconds; it must be a positive number, or None for no watchdog")
     return math.inf if seconds is None else float(seconds)
@@ -107,7 +104,6 @@ class Pulse:
         self._code: int | None = None
 
     def start(self) -> None:
-        """Start the thread."""
         self._listen_to_interrupts()
         PROGRESS.watched = True
         self._thread = threading.Thread(target=self._run, name="autopar-pulse", daemon=True)
@@ -180,12 +176,12 @@ class Pulse:
             return
         self._unanswered[to] += 1
         message = self._states.copy()
-        self._sending[to] = (self.comm.Isend(_bytes(message), dest=to, tag=_TAG), message)
+        self._sending[to] = (self.comm.Isend(as_bytes(message), dest=to, tag=_TAG), message)
 
     def _receive(self) -> None:
         # The source is named: over TCP (UCX) mpich 5.0.2 loses messages to receives from any source, for good.
         while self.comm.Iprobe(tag=_TAG, status=self._status):
-            self.comm.Recv(_bytes(self._received), source=self._status.source, tag=_TAG)
+            self.comm.Recv(as_bytes(self._received), source=self._status.source, tag=_TAG)
             newer = self._received["beat"] > self._states["beat"]
             self._states[newer] = self._received[newer]
             self._heard_s[newer] = time.monotonic()
@@ -206,10 +202,7 @@ class Pulse:
         others = [r for r in range(self._world.size) if r not in verdict.culprits]
         order = [*others, *verdict.culprits]
         if now_s - self._judged_s >= self._beat_s() + 0.5 + 2 * order.index(rank):
-            self._end(verdict)
-
-    def _end(self, verdict: Verdict) -> None:
-        abort(self._world, verdict.message)
+            abort(self._world, verdict.message)
 
     def _seen(self, now_s: float) -> list[Seen]:
         return [
@@ -259,13 +252,8 @@ class Pulse:
             self._interrupted_s = None
             return
         if now_s - self._interrupted_s > ANSWER_S:
-            where = PROGRESS.last
-            message = f"{self._names[self._world.rank]} was interrupted, {where}, where it can't answer."
-            abort(self._world, message, INTERRUPTED)
-
-
-def _bytes(states: np.ndarray) -> np.ndarray:
-    return states.view(np.uint8)
+            name = self._names[self._world.rank]
+            abort(self._world, f"{name} was interrupted, {PROGRESS.last}, where it can't answer.", INTERRUPTED)
 
 
 def _main_stack() -> str:

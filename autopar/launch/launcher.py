@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import os
 import shlex
 import shutil
@@ -17,7 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,11 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def find_mpirun(given: str | None = None) -> Mpirun:
-    """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's.
-
-    Raises:
-      LaunchError: there is none.
-    """
+    """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's."""
     beside = [str(Path(sys.executable).parent / name) for name in ("mpiexec", "mpirun")]
     tried = [given] if given else [*beside, "mpirun", "mpiexec"]
     path = next((found for name in tried if (found := shutil.which(name))), None)
@@ -115,10 +112,8 @@ def plan_ranks(
     """Which ranks there are, and with which variables.
 
     Args:
-      count: RankGroup; None with a cluster.
-      devices: CPU devices a rank.
-      cluster: The machines, which say both.
-      watchdog: What the launcher was told: seconds or "off".
+      count, devices: Ranks, and CPU devices of each; None with a cluster, which says both.
+      watchdog: Seconds or "off".
 
     Raises:
       LaunchError: both are given and disagree, or neither is.
@@ -133,17 +128,11 @@ def plan_ranks(
     if devices is not None:
         raise LaunchError("--devices: the cluster file says how many devices each host has; leave --devices out")
     each = [
-        RankGroup(1, (*_devices(host.devices), *_accelerators(host, i), *common))
+        (*_devices(host.devices), *_accelerators(host, i), *common)
         for host in cluster.hosts
         for i in range(host.processes)
     ]
-    merged = each[:1]
-    for ranks in each[1:]:
-        if ranks.variables == merged[-1].variables:
-            merged[-1] = RankGroup(merged[-1].count + 1, ranks.variables)
-        else:
-            merged.append(ranks)
-    return merged
+    return [RankGroup(len(list(ranks)), variables) for variables, ranks in itertools.groupby(each)]
 
 
 def _devices(count: int | None) -> tuple[tuple[str, str], ...]:
@@ -177,11 +166,8 @@ def mpirun_command(
     """The command that starts all ranks.
 
     Args:
-      script: The script's absolute path, and its arguments.
+      script: Its absolute path, and its arguments.
       is_bound: Whether a rank keeps to one core.
-
-    Raises:
-      LaunchError: what is asked for can't be said to this mpirun.
     """
     found = importlib.util.find_spec("autopar.launch.supervise")
     assert found is not None and found.origin is not None, "autopar/launch/supervise.py is a part of the package"
@@ -243,12 +229,8 @@ def _run(command: Sequence[str]) -> int:
         process.send_signal(ending.pop(0) if ending else signal.SIGKILL)
 
     ending = [signal.SIGTERM]
-    handlers: Mapping[int, Any] = {
-        signal.SIGINT: pass_on,
-        signal.SIGTERM: pass_on,
-        signal.SIGHUP: pass_on,
-        signal.SIGALRM: end,
-    }
+    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on)
+    handlers[signal.SIGALRM] = end
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         code = process.wait()

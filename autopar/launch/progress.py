@@ -10,12 +10,13 @@ runner also leaves one of the program's results here (`dispatched`): as long as 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -46,14 +47,12 @@ class Mark:
 
     Attributes:
       time_s: `time.monotonic()` at the mark, in seconds.
-      count: How many marks there were before.
     """
 
     step: int
     what: str
     kind: Kind
     time_s: float
-    count: int
 
     def __str__(self) -> str:
         return describe(self.step, self.what)
@@ -72,8 +71,6 @@ class Progress:
 
     def __init__(self) -> None:
         self._last: tuple[int, str, Kind, float] = (-1, "before the first step", "computes", time.monotonic())
-        self._count = 0
-        self._texts: dict[str, bytes] = {}
         self._page: mmap.mmap | None = None
         self._flags = 0
         self._result: Callable[[], Any] | None = None
@@ -90,22 +87,25 @@ class Progress:
             before a compilation, else "computes".
         """
         self._last = (step, what, kind, time.monotonic())
-        self._count += 1
         if self._page is not None:
-            text = self._texts.get(what)
-            if text is None:
-                text = self._texts[what] = what.encode()[:TEXT_BYTES]
+            text = what.encode()[:TEXT_BYTES]
             PAGE.pack_into(self._page, 0, self._flags, step, len(text))
             self._page[PAGE.size : PAGE.size + len(text)] = text
 
-    def during(self, what: str, kind: Kind) -> During:
-        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`."""
-        return During(self, what, kind)
+    @contextlib.contextmanager
+    def during(self, what: str, kind: Kind = "computes") -> Iterator[None]:
+        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`.
+
+        At its end that of before is made again; not after an exception, which is told where it was raised.
+        """
+        step, what_before, kind_before, _ = self._last
+        self.mark(step, what, kind)
+        yield
+        self.mark(step, what_before, kind_before)
 
     @property
     def last(self) -> Mark:
-        """The last mark."""
-        return Mark(*self._last, self._count)
+        return Mark(*self._last)
 
     def dispatched(self, result: Any) -> None:
         """Say that a program is under way that needs all ranks; `result`: a `jax.Array` that it makes, a small one."""
@@ -125,15 +125,14 @@ class Progress:
         os.set_inheritable(descriptor, False)
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         self.flag(STARTED)
+        step, what, kind, _ = self._last
+        self.mark(step, what, kind)
 
     def flag(self, flag: int) -> None:
         """Tell the supervisor something, if there is one."""
         self._flags |= flag
         if self._page is not None:
             PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
-            if self._count == 0:
-                step, what, kind, _ = self._last
-                self.mark(step, what, kind)
 
 
 def _is_ready(result: Any) -> bool:
@@ -142,26 +141,6 @@ def _is_ready(result: Any) -> bool:
         return result is None or result.is_ready()
     except RuntimeError:
         return True
-
-
-class During:
-    """A mark at a block's beginning, and what was marked before again at its end, as of then."""
-
-    __slots__ = ("_before", "_kind", "_progress", "_what")
-    _before: tuple[int, str, Kind, float]
-    _kind: Kind
-
-    def __init__(self, progress: Progress, what: str, kind: Kind) -> None:
-        self._progress, self._what, self._kind = progress, what, kind
-
-    def __enter__(self) -> None:
-        self._before = self._progress._last
-        self._progress.mark(self._before[0], self._what, self._kind)
-
-    def __exit__(self, *raised: object) -> None:
-        if raised[0] is None:  # Else it is told where it was raised.
-            step, what, kind, _ = self._before
-            self._progress.mark(step, what, kind)
 
 
 #: The progress of this process.

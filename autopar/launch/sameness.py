@@ -20,7 +20,6 @@ def check_same(world: World, facts: Mapping[str, str]) -> None:
     """Compare what ranks say about themselves. Collective.
 
     Args:
-      world: The ranks.
       facts: Values that must be equal everywhere, by what they are: {"JAX version": "0.10.2", "batch size": "64"}.
         Short ones (fingerprints) rather than whole programs: each rank receives all of them.
 

@@ -3,8 +3,8 @@
 A rank that comes to its end, by the last line of its script or by SystemExit, waits for all others to come to theirs.
 That is what JAX's exit handler and MPI_Finalize would do next anyway; here it is done first, and with knowledge of
 what the others do. A rank that leaves with a code other than 0 while others stay has failed, and ends the job. With
-code 0 that is a fault as soon as another rank waits for it in a later step (`judgement.py`); otherwise the others may
-have their own last work to do, an evaluation or a checkpoint, and are waited for.
+code 0 that is a fault as soon as another rank waits for it in a later step (`failure_detector.py`); otherwise the
+others may have their own last work to do, an evaluation or a checkpoint, and are waited for.
 
 Python shows its exit code to nobody: SystemExit meets no hook. From Python 3.12 on `sys.monitoring` shows the
 exception as it leaves the script. On 3.11 `sys.exit` is watched instead, and a SystemExit that was raised by hand
@@ -42,7 +42,6 @@ class Script:
         self._error: SystemExit | None = None
 
     def watch(self) -> None:
-        """Begin."""
         if sys.version_info >= (3, 12):
             self._monitor()
         else:
@@ -101,8 +100,7 @@ def leave(world: World, pulse: Pulse, script: Script) -> None:
         _await_others(world, pulse, code)
         pulse.stop()
     except KeyboardInterrupt:
-        where = PROGRESS.last
-        abort(world, f"{name_rank(world.rank)} was interrupted, at its exit, last {where}.", INTERRUPTED)
+        abort(world, f"{name_rank(world.rank)} was interrupted, at its exit, last {PROGRESS.last}.", INTERRUPTED)
     PROGRESS.flag(LEFT)
 
 

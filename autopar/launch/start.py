@@ -22,8 +22,7 @@ from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Pulse, all
 from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.launch.sameness import check_same
 from autopar.launch.shutdown import Script, leave
-from autopar.mpi.launchers import claim, launched
-from autopar.mpi.world import World, world
+from autopar.mpi.world import World, claim, launched, world
 
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
 DEVICE_VARIABLES = ("JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS")
@@ -59,7 +58,9 @@ def start() -> None:
     # Registered after JAX's exit handler, and so called before it.
     atexit.register(leave, here, pulse, script)
     _pulses.append(pulse)
-    if _threads_are_safe():
+    from mpi4py import MPI
+
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:  # the user, or an old library, may have started it otherwise
         pulse.start()
     elif here.rank == 0:
         report("warning: MPI was started for calls from one thread only, so there is no watchdog")
@@ -83,13 +84,6 @@ def watchdog(seconds: float | None) -> None:
     allowed = allowance(seconds)
     for pulse in _pulses:
         pulse.allowance_s = allowed
-
-
-def _threads_are_safe() -> bool:
-    """Whether MPI may be called from several threads: the user, or an old library, may have started it otherwise."""
-    from mpi4py import MPI
-
-    return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
 def _allowance() -> float | None:

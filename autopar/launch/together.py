@@ -25,7 +25,6 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
     """What `work()` returns on each rank, in their order. Collective, but `work` itself must not be.
 
     Args:
-      ranks: Who takes part.
       kind: What an error that isn't autopar's own is raised as.
       work: What this rank does. What it returns is sent to all ranks.
 
@@ -46,7 +45,9 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
         raise own if isinstance(own, AutoparError) else kind(_text(own)) from own
     mark(before.step, "waiting for the others' files", "waits")
     _wait_for_all(ranks.comm)
-    failure = None if own is None else (_class(own, kind), _text(own), machine_name())
+    failure = None
+    if own is not None:
+        failure = (type(own) if isinstance(own, AutoparError) else kind, _text(own), machine_name())
     told = ranks.comm.allgather((failure, result))
     mark(before.step, before.what, before.kind)
     failed = [(rank, *failure) for rank, (failure, _) in enumerate(told) if failure is not None]
@@ -86,10 +87,6 @@ def led(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> T:
 def go_on(what: str) -> None:
     """Tell the watchdog that long work makes progress."""
     mark(PROGRESS.last.step, what)
-
-
-def _class(error: Exception, kind: type[AutoparError]) -> type[AutoparError]:
-    return type(error) if isinstance(error, AutoparError) else kind
 
 
 def _text(error: Exception) -> str:

@@ -76,11 +76,7 @@ def _quoted(key: str) -> str:
 
 
 def parse_toml(path: Path, text: str) -> TomlTable:
-    """The top of a TOML file.
-
-    Raises:
-      LaunchError: it is no TOML; the message has the line.
-    """
+    """The top of a TOML file; a LaunchError with the line if it is none."""
     try:
         parsed = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -93,9 +89,7 @@ def parse_toml(path: Path, text: str) -> TomlTable:
 def format_toml(values: Mapping[str, Any], name: str = "") -> str:
     """The text of nested mappings of texts and finite or infinite numbers; read again it is the same.
 
-    Args:
-      values: Keys are made of letters, digits and underscores. Empty tables are left out.
-      name: Of the table that they are.
+    Keys are made of letters, digits and underscores. Empty tables are left out. `name`: of the table that they are.
     """
     plain = [f"{k} = {_format_value(v)}\n" for k, v in values.items() if not isinstance(v, Mapping)]
     inner = [format_toml(v, f"{name}.{k}" if name else k) for k, v in values.items() if isinstance(v, Mapping)]

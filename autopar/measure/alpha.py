@@ -26,14 +26,7 @@ from autopar.tables.kinds import materialize
 
 
 def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
-    """alpha of one family: of all devices together (the union), and of one.
-
-    Args:
-      program: An analysed program.
-      space: The family.
-      leaves: Flat arguments; None (or a ShapeDtypeStruct) for those whose values aren't known.
-      devices: N.
-    """
+    """alpha of one family: of all devices together (the union), and of one. `leaves`: as of `example_ids`."""
     ids: RowIds = program.ids[space.family]
     found = example_ids(program, ids, leaves)
     extent = space.extent
@@ -57,11 +50,7 @@ def growth_of(asked: Sequence[np.ndarray], extent: int, ids: float) -> Growth | 
     """How rows grow with the workers, from the distinct rows that each of several asks for; None of a single one.
 
     For 1, 2, 4, ... workers and for all of them, the average over groups of so many that have no worker in common.
-
-    Args:
-      asked: By worker.
-      extent: V.
-      ids: Ids of a worker, duplicates included.
+    `ids`: of a worker, duplicates included.
     """
     if len(asked) < 2:
         return None
@@ -78,10 +67,7 @@ def together(asked: Sequence[np.ndarray], n: int) -> float:
 def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> list[np.ndarray] | None:
     """The flat ids of a family in an example, int32; None where they aren't known. Collective for global leaves.
 
-    Args:
-      program: An analysed program.
-      ids: How the ids are computed.
-      leaves: Flat arguments; None (or a ShapeDtypeStruct, or a tracer) for those whose values aren't known.
+    `leaves`: flat arguments; None (or a ShapeDtypeStruct, or a tracer) for those whose values aren't known.
     """
     return None if leaves is None else id_reader(program, ids)(leaves)
 

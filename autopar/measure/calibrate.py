@@ -20,14 +20,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.strategy import METHODS
-from autopar.measure.loops import (
-    collective_points,
-    loop_seconds,
-    product_seconds,
-    undisturbed,
-    update_seconds,
-    walk_seconds,
-)
+from autopar.measure import loops
 from autopar.measure.probe import Step, probe
 from autopar.measure.progress import Advance, measuring
 
@@ -58,22 +51,19 @@ _known: dict[Devices, Rates] = {}
 def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
     """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
 
-    Where the devices are of several processes, these measure together, and take the first one's figures.
-
-    Args:
-      devices: Those to measure.
-      plan: Gives the planned form of a step by a method.
+    Where the devices are of several processes, these measure together, and take the first one's figures. `plan` gives
+    the planned form of a step by a method.
     """
     if devices not in _known:
         file = cache_file(devices)
-        found = _of_first(devices, _read(file))
+        found = _first_rates(devices, _read(file))
         if found is None:
             what, why = f"what exchanges cost on {devices.count} devices", "to choose each table's method"
             shown = devices.processes.rank == 0
             # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
             with measuring(what, why, PARTS, str(file), shown=shown) as advance, ThreadPoolExecutor(1) as thread:
                 measured = thread.submit(calibrate, devices, plan, advance).result()
-            found = _of_first(devices, measured)
+            found = _first_rates(devices, measured)
             assert found is not None, "the first process has measured, too"
             if devices.processes.rank == 0:
                 write_file(file, json.dumps(found.as_dict()))
@@ -81,10 +71,8 @@ def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
     return _known[devices]
 
 
-def _of_first(devices: Devices, found: Rates | None) -> Rates | None:
-    """What the first process of the mesh has found: all must choose by the same figures."""
-    text = json.dumps(None if found is None else found.as_dict()).encode()
-    first = json.loads(devices.processes.gather(text, "rates of the devices")[0])
+def _first_rates(devices: Devices, found: Rates | None) -> Rates | None:
+    first = loops.of_first(devices, None if found is None else found.as_dict(), "rates of the devices")
     return None if first is None else Rates.of_dict(first)
 
 
@@ -131,7 +119,7 @@ def calibrate(devices: Devices, plan: StepPlanner, advance: Advance = lambda par
 
     def collective(name: str, sizes: tuple[int, ...] = _BYTES) -> Curve:
         advance(name)
-        return _curve(collective_points(devices, name, sizes))
+        return _curve(loops.collective_points(devices, name, sizes))
 
     def route(ids: Array) -> Array:
         mixed = (ids * 1103515245 + 12345) & 0xFFFFF
@@ -139,24 +127,25 @@ def calibrate(devices: Devices, plan: StepPlanner, advance: Advance = lambda par
         return find(rows, mixed, 1 << 30) * 31 + mixed
 
     advance("products")
-    product = product_seconds(devices, _SIDE)  # and once more at the end: others at work on the machine make it longer
+    # And once more at the end: others at work on the machine make it longer.
+    product = loops.product_seconds(devices, _SIDE)
     advance("memory")
     random = np.random.default_rng(0)
     ids = {size: jnp.asarray(random.integers(0, 1 << 20, count * size), jnp.int32) for size in _IDS}
-    routes = _curve([(float(k), loop_seconds(devices, route, x)) for k, x in ids.items()])
-    walked = [(2.0 * b, walk_seconds(devices, b)) for b in _WALKED]
+    routes = _curve([(float(k), loops.loop_seconds(devices, route, x)) for k, x in ids.items()])
+    walked = [(2.0 * b, loops.walk_seconds(devices, b)) for b in _WALKED]
     # A gradient is read, and was written, beside a parameter and its slot: half as much again.
-    updated = [(3.0 * b, update_seconds(devices, b)) for b in _WALKED]
+    updated = [(3.0 * b, loops.update_seconds(devices, b)) for b in _WALKED]
     advance("rows")
     gathered, scattered = [], []
     for width in _WIDTHS:
         rows = _TABLE // 4 // width
         table = jnp.ones((count * rows, width), jnp.float32)
         index = jnp.asarray(random.integers(0, rows, count * _ROWS), jnp.int32)
-        gathered.append(loop_seconds(devices, _gather_rows, index, table))
+        gathered.append(loops.loop_seconds(devices, _gather_rows, index, table))
         values = jnp.ones((count * _ROWS, width), jnp.float32)
-        scattered.append(loop_seconds(devices, _scatter_rows, values, index % _ROWS))
-    flop_s = min(product, product_seconds(devices, _SIDE)) / (2 * _SIDE**3)
+        scattered.append(loops.loop_seconds(devices, _scatter_rows, values, index % _ROWS))
+    flop_s = min(product, loops.product_seconds(devices, _SIDE)) / (2 * _SIDE**3)
     advance("whole steps")
     probed = probe(plan, tuple(m for m in METHODS if m != "auto"), devices, flop_s)
     call = min(probed.calls.values())
@@ -178,7 +167,7 @@ def calibrate(devices: Devices, plan: StepPlanner, advance: Advance = lambda par
 
 
 def _curve(points: list[tuple[float, float]]) -> Curve:
-    return Curve(tuple(undisturbed(points)))
+    return Curve(tuple(loops.undisturbed(points)))
 
 
 def _gather_rows(index: Array, table: Array) -> Array:

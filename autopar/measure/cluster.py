@@ -5,7 +5,6 @@ As found here, known by name, or kept in a file in the sections that `launch/har
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,11 +19,10 @@ from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
 from autopar.measure.calibrate import cache_file, write_file
-from autopar.measure.links import measure_links
-from autopar.measure.loops import product_seconds, walk_seconds
-from autopar.measure.memory import memory_of
+from autopar.measure.links import measure_links, measure_ranks
+from autopar.measure.loops import of_first, product_seconds, walk_seconds
+from autopar.measure.machine import memory_of
 from autopar.measure.progress import measuring
-from autopar.measure.ranks import measure_ranks
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
 
@@ -188,25 +186,15 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
 
 
 def require_cluster(given: Any) -> ClusterSpec:
-    """What was given as a cluster, if it is one.
-
-    Raises:
-      ArgumentsError: it isn't.
-    """
+    """What was given as a cluster, if it is one; else an ArgumentsError."""
     if not isinstance(given, ClusterSpec):
         raise ArgumentsError(f"cluster is a {type(given).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')")
     return given
 
 
 def arrange(machines: Sequence[str]) -> list[list[int]]:
-    """Numbers of the devices of each machine, machines in the order of their first ones.
-
-    Args:
-      machines: By device, its machine.
-
-    Raises:
-      ArgumentsError: they have different numbers of devices.
-    """
+    """Numbers of the devices of each machine, machines in the order of their first ones; an ArgumentsError if they have
+    different numbers of devices. `machines`: by device."""
     groups: dict[str, list[int]] = {}
     for k, machine in enumerate(machines):
         groups.setdefault(machine, []).append(k)
@@ -260,10 +248,7 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
 
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
     """Inside and between, where nothing was measured: those of known devices, else a copy in memory or PCIe; Ethernet.
-
-    Args:
-      platform, kind: Of the devices, as JAX calls them.
-    """
+    `platform` and `kind`: of the devices, as JAX calls them."""
     return _assumed(alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
 
 
@@ -292,9 +277,7 @@ def _kept(devices: Devices, machines: int) -> Mapping[str, Mapping[str, Link]]:
 
 
 def _of_first(devices: Devices, cluster: Cluster) -> Cluster:
-    """What the first process has found: all plan by the same figures."""
-    all_ = devices.processes.gather(json.dumps(cluster.as_dict()).encode(), "what the devices can do")
-    return Cluster.of_dict(json.loads(all_[0]))
+    return Cluster.of_dict(of_first(devices, cluster.as_dict(), "what the devices can do"))
 
 
 _TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")

@@ -1,9 +1,15 @@
-"""Times exchanges between devices, on the two levels of links that `cost.collectives` has.
+"""Times exchanges between devices, and between the ranks of an MPI job, on the two levels of links that
+`cost.collectives` has.
 
-Inside of all machines at once; then between machines, by all their devices at once, each with those of its own number.
+Inside of all machines at once; then between machines, by all their devices (or ranks) at once, each with those of its
+own number in the others.
 """
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -12,18 +18,21 @@ from autopar.backends.devices import Devices
 from autopar.cost.fit import fit_collective
 from autopar.ir.cluster import Link
 from autopar.measure.loops import collective_points, undisturbed
+from autopar.mpi.exchange import Exchange
+from autopar.mpi.limits import machine_name
+from autopar.mpi.world import World
 
 #: Of the result of a collective on one device, in bytes.
 _CPU_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
 _BYTES = (*_CPU_BYTES, 1 << 25)
+#: Of what ranks reduce, or of what one sends another one, in bytes; elements of a row; seconds of a round.
+_RANK_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
+_WIDTH = 64
+_TARGET_S = 0.02
 
 
 def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
-    """Collective -> level -> its link; nothing where there is one participant only.
-
-    Args:
-      grid: `[machines, devices]` of JAX's devices.
-    """
+    """Collective -> level -> its link; nothing where there is one participant only. `grid`: `[machines, devices]`."""
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
     sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
     found: dict[str, dict[str, Link]] = {}
@@ -37,3 +46,55 @@ def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
                 link = fit_collective(collective, devices.count, points, sharing)
                 found.setdefault(collective, {})[level] = link
     return found
+
+
+def measure_ranks(here: World) -> dict[str, dict[str, Link]]:
+    """Collective of MPI -> level -> link; nothing where a level has one rank only. Collective.
+
+    Where machines have different numbers of ranks, links between them aren't measured.
+    """
+    found: dict[str, dict[str, Link]] = {}
+    if here.size == 1:
+        return found
+    names = here.comm.allgather(machine_name())
+    number = names[: here.rank].count(names[here.rank])
+    are_alike = len({names.count(name) for name in names}) == 1
+    levels = [("inside", names.index(names[here.rank]), 1)]
+    levels += [("between", number, names.count(names[0]))] if are_alike else []
+    for level, color, sharing in levels:
+        comm = here.comm.Split(color, here.rank)
+        if comm.Get_size() > 1:
+            count = comm.Get_size()
+            for collective, points in _points(Exchange(comm.Get_rank(), count, comm), comm).items():
+                link = fit_collective(collective, count, undisturbed(points), sharing)
+                found.setdefault(f"mpi_{collective}", {})[level] = link
+        comm.Free()
+    return found
+
+
+def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]]]:
+    """(bytes, seconds) of sums, and of rows from each rank to each other one."""
+    reduced, sent = [], []
+    for size in _RANK_BYTES:
+        array = np.ones(size // 4, np.float32)
+        memory = np.empty(exchange.packed_bytes([array]), np.uint8)
+        reduced.append((float(size), _seconds(comm, lambda a=array, m=memory: exchange.reduce([a], memory=m))))
+        count = size // 4 // _WIDTH
+        asked = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
+        rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
+        sent.append((float(size), _seconds(comm, lambda a=asked, r=rows, o=out: exchange.fetch(a, r, o))))
+    return {"all_reduce": reduced, "all_to_all": sent}
+
+
+def _seconds(comm: Any, run: Callable[[], Any]) -> float:
+    """Of one run, on the slowest rank; the fastest of some rounds."""
+
+    def turns(count: int) -> float:
+        comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        return max(comm.allgather((time.perf_counter() - start) / count))
+
+    count = max(1, min(1000, int(_TARGET_S / max(turns(3), 1e-7))))
+    return min(turns(count) for _ in range(5))

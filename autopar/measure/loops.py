@@ -3,6 +3,7 @@ in it. All devices work at once."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +21,9 @@ _TARGET_S, _RUNS = 0.008, 6
 
 
 def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """(bytes of the result on one device, seconds) of a collective over the devices' axis.
+    """(bytes of the result on one device, seconds) of a collective over the devices' axis, 2 of them at least.
 
     Args:
-      devices: At least 2 of them.
       collective: "all_reduce", "all_gather" or "all_to_all".
       sizes: About these bytes of the result.
     """
@@ -58,15 +58,13 @@ def update_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
     """Seconds of Adagrad's update of a parameter and its slot, of `size` bytes together on each device."""
 
     def update(x: Array) -> Array:
+        x = x.reshape(2, -1)
         parameter, slot = x[0], x[1]
         gradient = parameter * 0.1
         slot = slot + gradient * gradient
-        return jnp.stack([parameter - 0.01 * gradient * jax.lax.rsqrt(slot), slot * 0.99])
+        return jnp.stack([parameter - 0.01 * gradient * jax.lax.rsqrt(slot), slot * 0.99]).reshape(-1)
 
-    def of_one(x: Array) -> Array:
-        return update(x.reshape(2, -1)).reshape(-1)
-
-    return loop_seconds(devices, of_one, jnp.ones((devices.count * (size // 8 * 2),), jnp.float32), runs=runs)
+    return loop_seconds(devices, update, jnp.ones((devices.count * (size // 8 * 2),), jnp.float32), runs=runs)
 
 
 def product_seconds(devices: Devices, length: int, runs: int = _RUNS) -> float:
@@ -81,10 +79,8 @@ def loop_seconds(
     """Seconds of one `step` on all devices at once.
 
     Args:
-      devices: Those that do it.
       step: Takes the carry and the constants, and returns a carry of the same shape.
-      start: The first carry, spread.
-      *constant: Spread as well.
+      start, *constant: The first carry and the constants, spread.
       runs: How often it is timed; fewer where a step takes long.
     """
 
@@ -101,7 +97,7 @@ def loop_seconds(
         return time.perf_counter() - begin
 
     seconds(1)
-    turns = agreed(devices, np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
+    turns = agreed_turns(devices, np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
     runs = min(runs, 3) if turns == 2 else runs
     # The fastest runs: what disturbs a run makes it longer.
     many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))
@@ -109,9 +105,14 @@ def loop_seconds(
     return (many - one) / turns if many > one else many / (turns + 1)
 
 
-def agreed(devices: Devices, turns: float) -> int:
+def agreed_turns(devices: Devices, turns: float) -> int:
     """How many turns all processes take: the first one's number. Each turn may wait for all of them."""
-    return int(devices.processes.gather(str(int(turns)).encode(), "measuring rates")[0])
+    return of_first(devices, int(turns), "measuring rates")
+
+
+def of_first(devices: Devices, found: Any, about: str) -> Any:
+    """What the first process of the mesh has found, as JSON holds it: all must choose by the same figures."""
+    return json.loads(devices.processes.gather(json.dumps(found).encode(), about)[0])
 
 
 def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

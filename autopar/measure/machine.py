@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
+from autopar.backends.devices import Devices
 from autopar.cost.rates import Rates
 from autopar.ir.program import Program
 from autopar.measure.alpha import example_ids
@@ -31,6 +34,20 @@ class Machine:
         return None if self.memory is None else self.memory()
 
 
+@functools.cache
+def memory_of(devices: Devices) -> int | None:
+    """Bytes of the smallest of the devices' memories, of all processes together; None where a device has no memory of
+    its own (a CPU).
+
+    Collective at its first call: all processes must plan by the same.
+    """
+    own = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index() and d.platform != "cpu"]
+    stats = [device.memory_stats() or {} for device in own]
+    smallest = min((int(s["bytes_limit"]) for s in stats if "bytes_limit" in s), default=0)
+    all_ = devices.processes.gather(str(smallest or "").encode(), "memory of the devices")
+    return min((int(x) for x in all_ if x), default=None)
+
+
 #: Of which nothing is known.
 NOWHERE = Machine()
 
@@ -38,9 +55,7 @@ NOWHERE = Machine()
 def looked_up(program: Program, example: Sequence[Any] | None) -> dict[int, Sequence[np.ndarray]]:
     """Family -> the flat ids that an example batch looks up, where they are known.
 
-    Args:
-      program: An analysed program.
-      example: Flat arguments; None (or a shape, or a tracer) for those whose values aren't known.
+    `example`: flat arguments; None (or a shape, or a tracer) for those whose values aren't known.
     """
     found = {}
     for space in program.rows.spaces:

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.analysis.work import count_work
 from autopar.backends.devices import Devices
 from autopar.cost.rates import Curve
-from autopar.measure.loops import agreed
+from autopar.measure.loops import agreed_turns
 
 Array = Any
 Step = Callable[[Any, Any], tuple[Any, Array]]
@@ -58,7 +58,6 @@ def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: 
     Args:
       plan: Gives the planned form of a step by a method.
       methods: Those to time; "allreduce" is one.
-      devices: Those that run them.
       flop_s: Seconds of an operation of products.
     """
     n = devices.count
@@ -140,7 +139,7 @@ def _times(steps: Mapping[str, tuple[Step, Any, Any]], devices: Devices) -> dict
     turns = {}
     for name in steps:
         first = min(turn(name) for _ in range(3))
-        turns[name] = agreed(devices, np.clip(_TURN_S / first, 2, _TURN))
+        turns[name] = agreed_turns(devices, np.clip(_TURN_S / first, 2, _TURN))
     for round in range(_ROUNDS):
         for name, count in turns.items():
             if count == _TURN or round % 4 == 0:

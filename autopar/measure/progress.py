@@ -13,14 +13,9 @@ Advance = Callable[[str], None]
 
 @contextlib.contextmanager
 def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True) -> Iterator[Advance]:
-    """Show that something is measured, for as long as the block runs.
+    """Show that something is measured, for as long as the block runs, which calls what it is given `parts` times.
 
-    Args:
-      what: Is measured.
-      why: What for.
-      parts: How often the block will call what it is given.
-      kept: Where the figures are kept; empty: nowhere.
-      shown: Whether this process is the one that says so.
+    `kept`: where the figures are kept; empty: nowhere. `shown`: whether this process is the one that says so.
     """
     console = Console(stderr=True)
     line = f"autopar: measuring {what}, {why}" + (f"; kept in {kept}" if kept else "")

@@ -49,10 +49,7 @@ class Buffers:
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else shape
         wanted = math.prod(shape) * dtype.itemsize
-        turn = self._turns.get(name, -1) + 1
-        if turn == self._sets:
-            turn = 0
-        self._turns[name] = turn
+        turn = self._turns[name] = (self._turns.get(name, -1) + 1) % self._sets
         memory = self._memory.get((name, turn))
         if memory is None or memory.nbytes < wanted:
             memory = self._memory[name, turn] = aligned(grown(wanted), np.uint8)
@@ -77,13 +74,8 @@ def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> n
     aren't there. So what is there is looked up first, and the pages are then taken at once: the next table sees
     what this one took.
 
-    Args:
-      shape: `[rows, ...]`.
-      dtype: Of the elements.
-      path: The table's path in the state, for messages.
-
     Raises:
-      HostMemoryError: The machine, or the container, hasn't so much.
+      HostMemoryError: The machine, or the container, hasn't so much; `path` in the state is what it names.
     """
     dtype = np.dtype(dtype)
     wanted = math.prod(shape) * dtype.itemsize
@@ -104,7 +96,6 @@ def require_memory(wanted: int, path: str, what: str) -> None:
 
 
 def refusal(path: str, what: str, wanted: int, available: int, where: str = "here") -> HostMemoryError:
-    """The error that says so."""
     return HostMemoryError(
         f"{path}: {what} takes {wanted / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are available "
         f"{where} ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on one "

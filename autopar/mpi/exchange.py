@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -82,8 +82,6 @@ class Exchange:
         """Collective.
 
         Args:
-          rank: This rank.
-          size: How many there are.
           comm: An mpi4py communicator that nothing else uses; None with one rank, and MPI isn't touched.
           polling: Whether to wait by polling; None: where ranks or other threads want the cores (`waiting`).
           shares_cores: Whether other threads of the program communicate, as gloo's do.
@@ -118,9 +116,7 @@ class Exchange:
         """
         dtype = number_dtype(share)
         if self.size == 1:
-            rows = places.astype(dtype, copy=False)
-            n = rows.size
-            return Asked(rows, (0, n), (np.arange(n),))
+            return Asked(places.astype(dtype, copy=False), (0, places.size), (np.arange(places.size),))
         if places.dtype != np.int64:
             places = places.astype(number_dtype(share * self.size), copy=False)  # that the shares' ends fit
         bounds = self._bounds(places, share)
@@ -133,7 +129,6 @@ class Exchange:
         """Brings this rank the rows that it asked for, and the others theirs.
 
         Args:
-          asked: What `ask` returned.
           rows: `[u, ...]` of any dtype: this rank's rows, in the order of `asked.rows`.
           out: Where to write them: C order, `[at least n, ...]`, of the same dtype.
 
@@ -146,18 +141,12 @@ class Exchange:
             return rows if out is None else copied(rows, out)
         result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else first_of(out, n, rows)
         source, target = as_lines(rows), as_lines(result)
-        width = source.shape[1]
-        sends = [None if r == self.rank else back.size for r, back in enumerate(asked.sources)]
-        packed = self._scratch.take("rows", (sum(filter(None, sends)), width), np.uint8)
-        messages: list[np.ndarray | None] = []
-        end = 0
-        for count, back in zip(sends, asked.sources, strict=True):
-            if count is None:
-                messages.append(None)
-                continue
-            messages.append(packed[end : end + count])
-            take_lines(source, back, packed[end : end + count])
-            end += count
+        slices, total = self._in_one_buffer(asked.sources)
+        packed = self._scratch.take("rows", (total, source.shape[1]), np.uint8)
+        messages = [None if part is None else packed[part] for part in slices]
+        for back, message in zip(asked.sources, messages, strict=True):
+            if message is not None:
+                take_lines(source, back, message)
         parts = [target[a:b] for a, b in pairwise(asked.bounds)]
         take_lines(source, asked.sources[self.rank], parts[self.rank])
         self.own_bytes["rows"] += parts[self.rank].nbytes
@@ -170,7 +159,6 @@ class Exchange:
         Sums of 16-bit and 8-bit floats are taken in float32 and rounded once; those of bools are "or".
 
         Args:
-          asked: What `ask` returned.
           sums: `[n, ...]`, in the order of the places that were asked for. Not read after the call.
           out: Where to write: C order, `[at least u, ...]`, of the same dtype.
 
@@ -186,16 +174,10 @@ class Exchange:
         sums = np.ascontiguousarray(sums)
         lines = as_lines(sums)
         sends = [lines[a:b] for a, b in pairwise(asked.bounds)]
-        others = sum(back.size for r, back in enumerate(asked.sources) if r != self.rank)
-        received = self._scratch.take("gradients", (others, *sums.shape[1:]), sums.dtype)
-        parts: list[np.ndarray] = []
-        end = 0
-        for r, back in enumerate(asked.sources):
-            if r == self.rank:
-                parts.append(sums[asked.bounds[r] : asked.bounds[r + 1]])
-            else:
-                parts.append(received[end : end + back.size])
-                end += back.size
+        slices, total = self._in_one_buffer(asked.sources)
+        received = self._scratch.take("gradients", (total, *sums.shape[1:]), sums.dtype)
+        own = sums[asked.bounds[self.rank] : asked.bounds[self.rank + 1]]
+        parts = [own if part is None else received[part] for part in slices]
         self.own_bytes["gradients"] += parts[self.rank].nbytes
         self.sent_bytes["gradients"] += swap(self._comm, self._waiting, sends, parts, self.limit)
         self._add_up(result, asked.sources, parts)
@@ -211,7 +193,7 @@ class Exchange:
 
         Args:
           arrays: Of the same shapes and dtypes on all ranks.
-          op: "sum", "prod", "max", "min", "and" or "or".
+          op: One of `packing.OPS`.
           memory: Bytes for the results, aligned, at least `packed_bytes(arrays, op)` of them.
 
         Returns:
@@ -257,6 +239,12 @@ class Exchange:
         sent = swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
         self.sent_bytes["gather"] += sent + (self.size - 1) * lengths.itemsize
         return results
+
+    def _in_one_buffer(self, sources: Sequence[np.ndarray]) -> tuple[list[slice | None], int]:
+        """Where each rank's rows are in a buffer for all others' (None of this rank's own), and how long it is."""
+        ends = [0, *accumulate(0 if r == self.rank else back.size for r, back in enumerate(sources))]
+        slices = [None if r == self.rank else slice(a, b) for r, (a, b) in enumerate(pairwise(ends))]
+        return slices, ends[-1]
 
     def _bounds(self, places: np.ndarray, share: int) -> tuple[int, ...]:
         """Where each owner's places begin, and the end."""

@@ -6,6 +6,7 @@ end one of them. So they ask together, and where there is too little, every rank
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import os
@@ -23,7 +24,6 @@ def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...
     """Raises on every rank where the tables of all ranks together don't fit somewhere. Collective.
 
     Args:
-      exchange: With the other ranks.
       tables: Path -> shape and dtype of what this rank is about to allocate.
 
     Raises:
@@ -35,10 +35,9 @@ def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...
     for level in dict.fromkeys(name for rank in ranks for name in rank["levels"]):
         sharing = {r: rank for r, rank in enumerate(ranks) if level in rank["levels"]}
         available = min(rank["levels"][level] for rank in sharing.values()) - RESERVE
-        sums: dict[str, int] = {}
+        sums: collections.Counter[str] = collections.Counter()
         for rank in sharing.values():
-            for path, nbytes in rank["wanted"].items():
-                sums[path] = sums.get(path, 0) + nbytes
+            sums.update(rank["wanted"])
         total = sum(sums.values())
         if total > max(available, 0):
             largest = max(sums, key=lambda path: sums[path])

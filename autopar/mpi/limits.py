@@ -13,27 +13,25 @@ from pathlib import Path
 #: What a cgroup without a limit says: "max", or a number near 2^63.
 _UNLIMITED = 1 << 60
 
+#: Version of a cgroup -> its files with the limit and with what is used, and what its statistic calls idle files.
+_MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Bytes of memory that the process can take without anything being swapped out or killed.
 
-    Args:
-      root: Where `proc` and `sys` are.
+    `root`, here and below: where `proc` and `sys` are.
     """
     return min(memory_levels(root).values())
 
 
 def total_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory of the machine, or of what the process is confined to, whether they are in use or not.
-
-    Args:
-      root: Where `proc` and `sys` are.
-    """
-    found = [_meminfo(root / "proc/meminfo", "MemTotal")]
-    for version, folder in _cgroups(root, "memory"):
-        limit = _number(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
-        found += [] if limit is None else [limit]
-    return min(found)
+    """Bytes of memory of the machine, or of what the process is confined to, whether they are in use or not."""
+    limits = [_number(folder / _MEMORY_FILES[version][0]) for version, folder in _cgroups(root, "memory")]
+    return min([_machine_bytes(root, "MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def memory_levels(root: Path = Path("/")) -> dict[str, int]:
@@ -43,13 +41,13 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
     The machine comes first.
     """
     machine = machine_name()
-    found = {machine: _meminfo(root / "proc/meminfo", "MemAvailable")}
+    found = {machine: _machine_bytes(root, "MemAvailable")}
     for version, folder in _cgroups(root, "memory"):
-        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        limit, used = (_number(folder / name) for name in names)
+        limit_file, usage_file, inactive = _MEMORY_FILES[version]
+        limit, used = _number(folder / limit_file), _number(folder / usage_file)
         if limit is not None and used is not None:
             # Pages of files that nobody has used lately are given up before anything else.
-            files = _statistic(folder / "memory.stat", "inactive_file" if version == 2 else "total_inactive_file")
+            files = _statistic(folder / "memory.stat", inactive) or 0
             at = folder.stat()
             found[f"{machine}/{at.st_dev}:{at.st_ino}"] = max(limit - max(used - files, 0), 0)
     return found
@@ -74,11 +72,9 @@ def machine_name() -> str:
     return _text(Path("/proc/sys/kernel/random/boot_id")).strip() or os.uname().nodename
 
 
-def _meminfo(path: Path, name: str) -> int:
-    for line in _text(path).splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return _UNLIMITED  # not Linux: the system itself refuses what it doesn't have
+def _machine_bytes(root: Path, name: str) -> int:
+    kib = _statistic(root / "proc/meminfo", f"{name}:")
+    return _UNLIMITED if kib is None else kib * 1024  # not Linux: the system itself refuses what it doesn't have
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
@@ -99,11 +95,9 @@ def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
                     yield version, mount / level
 
 
-def _statistic(path: Path, name: str) -> int:
-    for line in _text(path).splitlines():
-        if line.split(" ", 1)[0] == name:
-            return int(line.split()[1])
-    return 0
+def _statistic(path: Path, name: str) -> int | None:
+    lines = (line.split() for line in _text(path).splitlines())
+    return next((int(words[1]) for words in lines if words[:1] == [name]), None)
 
 
 def _number(path: Path) -> int | None:

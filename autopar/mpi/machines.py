@@ -32,9 +32,7 @@ from autopar.mpi.world import World
 def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange:
     """The exchange that suits a job: by way of relays where that saves anything. Collective.
 
-    Args:
-      here: This process's place in it.
-      machines: By rank, what machine it is on, the same on all ranks; None: they ask each other.
+    `machines`: by rank, what machine it is on, the same on all ranks; None: they ask each other.
     """
     if here.size == 1:
         return Exchange(here.rank, 1, None)
@@ -68,15 +66,7 @@ class RelayedExchange(Exchange):
     def __init__(
         self, rank: int, size: int, comm: Any, machines: Sequence[Hashable], *, polling: bool | None = None
     ) -> None:
-        """Collective.
-
-        Args:
-          rank: This rank.
-          size: How many there are, at least 2.
-          comm: An mpi4py communicator that nothing else uses.
-          machines: By rank, what machine it is on; the same on all ranks.
-          polling: As of an `Exchange`.
-        """
+        """Collective. Arguments as of an `Exchange`, of 2 ranks at least, and of `connect`."""
         super().__init__(rank, size, comm, polling=polling)
         groups: dict[Hashable, list[int]] = {}
         for r, machine in enumerate(machines):

@@ -41,24 +41,19 @@ def swap(
     """Sends `send[r]` to each rank r and fills `receive[r]` with what it sends; returns the bytes sent.
 
     Args:
-      comm: An mpi4py communicator.
-      waiting: How to wait.
       send: By rank, contiguous arrays; None or an empty one: nothing.
       receive: By rank, contiguous arrays of the lengths that the others send.
       limit: Bytes of one message at most.
     """
-    rank, size, sent = comm.rank, len(send), 0
+    size, sent = len(send), 0
     requests: list[Any] = []
     # Each rank begins with its neighbour, so that no rank is everyone's first.
-    for step in range(1, size):
-        source = (rank - step) % size
-        message = receive[source]
-        if message is not None:
+    sources = [(comm.rank - step) % size for step in range(1, size)]
+    for source in sources:
+        if (message := receive[source]) is not None:
             requests.extend(comm.Irecv(piece, source) for piece in pieces(message, limit))
-    for step in range(1, size):
-        target = (rank + step) % size
-        message = send[target]
-        if message is not None:
+    for target in reversed(sources):
+        if (message := send[target]) is not None:
             requests.extend(comm.Isend(piece, target) for piece in pieces(message, limit))
             sent += message.nbytes
     waiting.finish(requests)

@@ -75,11 +75,8 @@ class Packing:
 
 @functools.lru_cache(maxsize=64)
 def packing(specs: tuple[Spec, ...], op: str) -> Packing:
-    """The packing of arrays of these shapes and dtypes. Each begins at a multiple of 64 bytes.
-
-    Raises:
-      ArgumentsError: No such reduction, or not of such elements.
-    """
+    """The packing of arrays of these shapes and dtypes, each at a multiple of 64 bytes; an ArgumentsError if there is
+    no such reduction, or not of such elements."""
     groups: dict[tuple[np.dtype, str, np.dtype | None], list[int]] = {}
     for k, (_, dtype) in enumerate(specs):
         groups.setdefault(_wire(dtype, op), []).append(k)

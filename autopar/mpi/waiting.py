@@ -96,7 +96,6 @@ def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool
     """The way to wait that suits all ranks. Collective.
 
     Args:
-      comm: An mpi4py communicator.
       polling: What the user wants; one rank that polls makes all poll. None: where some machine has more ranks than
         cores for them, or `shares_cores`.
       shares_cores: Whether other threads of the program communicate too, as gloo's do.

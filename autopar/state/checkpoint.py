@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning, warn
-from autopar.launch.progress import PROGRESS, mark
+from autopar.launch.progress import PROGRESS
 from autopar.launch.together import led, together
 from autopar.mpi.world import World, world
 from autopar.run.bound_step import BoundStep
@@ -31,7 +31,7 @@ from autopar.state.files.rows import FOLDER as ROWS
 from autopar.state.files.rows import write_rows
 from autopar.state.files.structure import describe, rebuild
 from autopar.state.init import unbound
-from autopar.state.restoring import LeafPlace, as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
+from autopar.state.restoring import as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
 from autopar.state.saving import SavedLeaf, check_same, leaves_of
 
 
@@ -76,8 +76,11 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
       (Array([0., 1., 2.], dtype=float32), {'epoch': 0, 'batch': 10})
     """
     ranks = _ranks()
-    before = PROGRESS.last
-    mark(before.step, "saving a checkpoint")
+    with PROGRESS.during("saving a checkpoint"):
+        _save(Folder.of(path), state, position, ranks)
+
+
+def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, ranks: World) -> None:
     known: list[SavedLeaf] = []
 
     def look() -> str:
@@ -89,16 +92,14 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
         return "\n".join(lines)
 
     check_same(together(ranks, CheckpointError, look))
-    folder = Folder.of(path)
     version = led(ranks, CheckpointError, folder.begin)
     try:
         written = together(ranks, CheckpointError, lambda: _write(version, known, ranks))
         found = _manifest(state, known, written, position, ranks)
-        led(ranks, CheckpointError, lambda: _finish(folder, version, found))
+        led(ranks, CheckpointError, lambda: folder.commit(version, found.write(version)))
     finally:  # of what was there before, or of what was written in vain
         if ranks.rank == 0:
             folder.clean()
-    mark(before.step, before.what, before.kind)
 
 
 def restore(
@@ -146,19 +147,15 @@ def restore(
     """
     if step is None and (batch is not None or call is not None):
         raise ArgumentsError("restore takes batch= and call= together with step=, to know the step's plan")
-    if step is not None and not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
-        raise ArgumentsError(f"restore takes a step that parallelize returned, not a {type(step).__name__}")
-    if step is not None and (batch is None) == (call is None):
-        raise ArgumentsError(
-            f"restore needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
-            "than a state and a batch, call=lambda state: (state, ...)"
-        )
     if step is not None:
-        step, batch, call = unbound(step, batch, call)
+        step, batch, call = unbound("restore", "state", step, batch, call)
     ranks = _ranks()
-    before = PROGRESS.last
-    mark(before.step, "restoring a checkpoint")
-    version, manifest = _manifest_of(Folder.of(path), ranks)
+    with PROGRESS.during("restoring a checkpoint"):
+        return _restore(Folder.of(path), like, step, batch, call, ranks)
+
+
+def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, ranks: World) -> Restored:
+    version, manifest = _manifest_of(folder, ranks)
     _warn_of_unchecked(version, manifest)
     template: Any = like
     numbers = list(range(len(manifest.leaves)))
@@ -177,22 +174,15 @@ def restore(
     else:
         places = [place_of(leaf) for leaf in jax.tree.leaves(template)]
     if step is not None:
-        places = _planned(step, template, [shapes_of(manifest)[k] for k in numbers], places, batch, call)
+        shapes = shapes_of(manifest)
+        saved = jax.tree.unflatten(jax.tree.structure(template), [shapes[k] for k in numbers])
+        places = places_of_step(step, saved, places, batch, call)
     # All are checked, each by one of the ranks, before any is read by any.
     together(ranks, CheckpointError, lambda: check_files(version, manifest.files[ranks.rank :: ranks.size]))
     leaves: list[Any] = []
     together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(version, records, places, ranks)))
     state = jax.tree.unflatten(jax.tree.structure(template), leaves)
-    mark(before.step, before.what, before.kind)
     return Restored(state, None if manifest.position is None else dict(manifest.position))
-
-
-def _planned(
-    step: ParallelStep, template: Any, shapes: list[Any], places: list[LeafPlace], batch: Any, call: Any
-) -> list[LeafPlace]:
-    state = jax.tree.unflatten(jax.tree.structure(template), shapes)
-    planned = places_of_step(step, state, batch, call)
-    return [planned.get(k, place) for k, place in enumerate(places)]
 
 
 def _ranks() -> World:
@@ -247,10 +237,6 @@ def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], p
     return Manifest(
         describe(state), tuple(records), _position(position), ranks.size, dense, importlib.metadata.version("autopar")
     )
-
-
-def _finish(folder: Folder, version: Path, manifest: Manifest) -> None:
-    folder.commit(version, manifest.write(version))
 
 
 def _manifest_of(folder: Folder, ranks: World) -> tuple[Path, Manifest]:

@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.rules import resized
 from autopar.backends.across import local, place
 from autopar.backends.devices import Devices
+from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.storage import HostRows
 from autopar.backends.layouts import arranger, even_shares, placed
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
+from autopar.mpi.host_memory import require_memory
 from autopar.run.agreement import check_same_maker
 from autopar.run.bound_step import BoundStep
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
-from autopar.state.init_hosts import HostMaker
+from autopar.tables.host import HostTable, exchange
 from autopar.tables.sharded import Table
 
 #: From what is made to all arguments of the step.
@@ -74,14 +79,7 @@ def init(
       >>> table = autopar.init(make_table, jax.random.key(0), step=step, batch=ids)
       >>> table, _ = step(table, ids)
     """
-    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
-        raise ArgumentsError(f"init takes a step that parallelize returned, not a {type(step).__name__}")
-    if (batch is None) == (call is None):
-        raise ArgumentsError(
-            f"init needs to know what {step.name} is called with: batch=..., or, for a step with other arguments than "
-            "a state and a batch, call=lambda made: (made, ...)"
-        )
-    step, batch, call = unbound(step, batch, call)
+    step, batch, call = unbound("init", "made", step, batch, call)
     if not callable(make_state):
         raise ArgumentsError(f"init takes a function that makes the state first, not a {type(make_state).__name__}")
     name = getattr(make_state, "__name__", "make_state")
@@ -114,30 +112,22 @@ class Maker:
     devices: Devices | None
     shardings: Sequence[Any] | None
     layouts: Sequence[tuple[RowLayout, int] | None]
-    whole: bool = False
+    whole: bool
 
     @staticmethod
-    def of(
-        step: ParallelStep, name: str, traced: Any, batch: Any, call: Callable[[Any], Sequence[Any]] | None
-    ) -> Maker | HostMaker:
+    def of(step: ParallelStep, name: str, traced: Any, batch: Any, call: Call | None) -> Maker:
         """The maker of what a traced `make_state` returns."""
-        # A leaf is found again, among the step's arguments, by being the same object.
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
-        given = call_of(step, name, made, batch, call)
-        entry = plan_of(step, name, given)
-        order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
-        found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
-        roles = [given.role for given in entry.compiled.analysed.inputs]
-        if not any(k is not None and roles[k] == "state" for k in found):
-            raise StateError(
-                f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
-                "Name the state with parallelize(step, state_argnums=...)"
-            )
+        no_state = (
+            f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
+            "Name the state with parallelize(step, state_argnums=...)"
+        )
+        entry, found = entry_of(step, name, made, batch, call, no_state)
         make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
         if plan.on_hosts:
             return HostMaker.of_plan(make, entry, found)
         if devices is None:
-            return Maker(make, None, None, [None] * len(found))
+            return Maker(make, None, None, [None] * len(found), False)
         shardings = [devices.sharding(None if k is None else plan.placements[k]) for k in found]
         layouts = [None if k is None else plan.layouts.get(k) for k in found]
         return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
@@ -184,14 +174,131 @@ class Maker:
         return leaves
 
 
-def unbound(step: ParallelStep | BoundStep, batch: Any, call: Call | None) -> tuple[ParallelStep, Any, Call | None]:
-    """A step, and how it is called; of a method the step itself, which is called with the object as well."""
+@dataclass(frozen=True, slots=True)
+class HostLeaf:
+    """A leaf that is made for the memory of the hosts."""
+
+    path: str
+    layout: RowLayout
+    axis: int
+
+
+@dataclass(frozen=True, eq=False)
+class HostMaker(Maker):
+    """Makes the leaves of a state of which tables are in the memory of the hosts, each rank its own share.
+
+    A table is made in equal shares of adjacent rows, one on each rank's devices, and dealt out from there: it is never
+    whole on a device or in a process, but of a single one (and where a share would be rounded otherwise: `init`).
+
+    Attributes:
+      ranks: Who takes part.
+      tables: For each leaf that is to be on hosts where it is; None of others.
+    """
+
+    ranks: Ranks
+    tables: Sequence[HostLeaf | None]
+
+    @staticmethod
+    def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, found: Sequence[int | None]) -> HostMaker:
+        """`found`: which input of the step each leaf is."""
+        ranks = Ranks(exchange(), "xla" if exchange().size > 1 else "")
+        devices = ranks.device_view if exchange().size > 1 else None
+        inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
+        tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in found]
+        even = [t and (RowLayout(t.layout.extent, t.layout.devices, dealt=False), t.axis) for t in tables]
+        shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
+        return HostMaker(make, devices, shardings, even, jax_compat.rounds_by_shape(), ranks, tables)
+
+    def everywhere(self, leaf: Any) -> Any:
+        return local(leaf) if self.whole else super().everywhere(leaf)
+
+    def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
+        """What `run` returned, with HostTables, and ordinary arrays of this process."""
+        made = list(leaves)
+        pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
+        own = {t.path: (resized(x.shape, t.axis, t.layout.share), x.dtype) for t, x in pairs}
+        require_memory(self.ranks.exchange, own)
+        for k, table in enumerate(self.tables):
+            made[k] = self.ranks.own(made[k]) if table is None else HostTable(self._stored(made[k], table))
+        return made
+
+    def _stored(self, leaf: Any, table: HostLeaf) -> HostRows:
+        ranks = self.ranks.exchange
+        if self.devices is None or self.whole:
+            return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
+        shape = resized(leaf.shape, table.axis, table.layout.extent)
+        found = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
+        share = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
+
+        def read(numbers: np.ndarray) -> np.ndarray:
+            places, back = np.unique(numbers, return_inverse=True)
+            asked = ranks.ask(places, table.layout.share)
+            return ranks.fetch(asked, share[asked.rows])[back]
+
+        found.fill(read)
+        return found
+
+
+def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
+    """Input of a step -> layout and row axis, of those that are in host memory."""
+    layouts = {f.family: f.layout for f in entry.compiled.bound.families if f.on_hosts and f.layout is not None}
+    return {
+        leaf: (layouts[space.family], axis)
+        for space in entry.compiled.analysed.rows.spaces
+        if space.family in layouts
+        for leaf, axis in zip(space.leaves, space.axes, strict=True)
+    }
+
+
+def unbound(
+    user: str, made: str, step: ParallelStep | BoundStep, batch: Any, call: Call | None
+) -> tuple[ParallelStep, Any, Call | None]:
+    """A step, and how it is called; of a method the step itself, which is called with the object as well.
+
+    `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
+    """
+    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
+        raise ArgumentsError(f"{user} takes a step that parallelize returned, not a {type(step).__name__}")
+    if (batch is None) == (call is None):
+        raise ArgumentsError(
+            f"{user} needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
+            f"than a state and a batch, call=lambda {made}: ({made}, ...)"
+        )
     if isinstance(step, BoundStep):
         return step.step, None, step.calling(batch, call)
     return step, batch, call
 
 
-def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
+def entry_of(
+    step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None, no_state: str
+) -> tuple[Entry, list[int | None]]:
+    """The plan of a step for a state, and which of the step's inputs each leaf of the state is.
+
+    Args:
+      name: Of what makes the state.
+      made: The state, of shapes: each an object of its own, by which it is found among the step's arguments.
+      no_state: Why nothing of it is, if so.
+    """
+    given = _call_of(step, name, made, batch, call)
+    try:
+        entry = step.entry(*given)
+    except AutoparError:
+        raise
+    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise ArgumentsError(
+            f"{step.name} can't be traced with what {name} returns and these other arguments: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
+    found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
+    inputs = entry.compiled.analysed.inputs
+    if not any(k is not None and inputs[k].role == "state" for k in found):
+        raise StateError(no_state)
+    return entry, found
+
+
+def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
     """All arguments of the step, of shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0
@@ -209,16 +316,3 @@ def call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | N
     if not isinstance(given, (tuple, list)):
         raise ArgumentsError(f"call gives a tuple of the step's arguments, not a {type(given).__name__}")
     return tuple(given)
-
-
-def plan_of(step: ParallelStep, name: str, given: tuple[Any, ...]) -> Entry:
-    try:
-        return step.entry(*given)
-    except AutoparError:
-        raise
-    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        raise ArgumentsError(
-            f"{step.name} can't be traced with what {name} returns and these other arguments: "
-            f"{type(error).__name__}: {error}"
-        ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.rules import resized
 from autopar.backends import across
 from autopar.backends.host.storage import HostRows
-from autopar.errors import CheckpointError, StateError
+from autopar.errors import CheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.mpi.world import World
@@ -22,7 +23,7 @@ from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import LeafRecord, Manifest
 from autopar.state.files.rows import RowFiles, block_rows
-from autopar.state.init import call_of, plan_of
+from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.saving import NUMBERS
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
@@ -64,42 +65,31 @@ def place_of(leaf: Any) -> LeafPlace:
     return LeafPlace(type(leaf).__name__ if type(leaf) in NUMBERS.values() else "numpy")
 
 
-def places_of_step(step: ParallelStep, state: Any, batch: Any, call: Any) -> Mapping[int, LeafPlace]:
-    """As a step's plan has them: leaf -> place, for those that it stores otherwise than JAX would.
+def places_of_step(
+    step: ParallelStep, state: Any, places: Sequence[LeafPlace], batch: Any, call: Any
+) -> list[LeafPlace]:
+    """As a step's plan has them.
 
     Args:
-      step: What `parallelize` returned.
       state: Shapes of the state.
+      places: Of its leaves, where the plan doesn't say.
       batch, call: As of `init`.
     """
-    given = call_of(step, "the checkpoint", state, batch, call)
-    entry = plan_of(step, "the checkpoint", given)
-    plan, program = entry.compiled.bound, entry.compiled.analysed
-    order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
-    inputs = [order.get(id(leaf)) for leaf in jax.tree.leaves(state)]
-    if not any(k is not None and program.inputs[k].role == "state" for k in inputs):
-        raise StateError(f"nothing in the checkpoint is state of {step.name}: it is of another step")
-    hosted = {f.family: f.layout for f in plan.families if f.on_hosts}
-    found = {
-        leaf: LeafPlace("hosts", hosted[space.family], axis)
-        for space in program.rows.spaces
-        if space.family in hosted
-        for leaf, axis in zip(space.leaves, space.axes, strict=True)
-    }
+    no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
+    entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
+    plan = entry.compiled.bound
+    found = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
     if not plan.on_hosts and step.devices is not None:
         for k, along in enumerate(plan.placements):
             layout, axis = plan.layouts.get(k, (None, 0))
             sharding = step.devices.sharding(along)
             found[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
-    return {number: found[k] for number, k in enumerate(inputs) if k is not None and k in found}
+    return [place if k is None else found.get(k, place) for k, place in zip(inputs, places, strict=True)]
 
 
 def matched(manifest: Manifest, like: Any) -> list[int]:
-    """For each leaf of a template the number of the saved leaf that has its path.
-
-    Raises:
-      CheckpointError: the structures differ, or a shape or dtype does.
-    """
+    """For each leaf of a template the number of the saved leaf that has its path; a CheckpointError if the structures
+    differ, or a shape or dtype does."""
     given = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
     saved = {record.path: number for number, record in enumerate(manifest.leaves)}
     paths = [path for path, _ in given]
@@ -166,12 +156,7 @@ def shapes_of(manifest: Manifest) -> list[Any]:
 
 def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[LeafPlace], ranks: World) -> list[Any]:
     """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
-    nothing.
-
-    Raises:
-      CheckpointError: files can't be read.
-      HostMemoryError: a table doesn't fit into this host's memory.
-    """
+    nothing."""
     dense = {}
     for record, place in zip(records, places, strict=True):
         if record.kind == "dense":
@@ -194,7 +179,7 @@ def _read(version: Path, record: LeafRecord, place: LeafPlace, array: Any, rank:
     if record.kind == "value":
         return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
     if record.kind == "rows":
-        return _placed(_Rows(RowFiles(version, record)), record, place, rank)
+        return _placed(RowFiles(version, record), record, place, rank)
     if record.kind == "empty":
         array = np.empty(record.shape if record.key is None else _key_data(record).shape, record.numpy_dtype)
     if isinstance(array, jax.Array):
@@ -203,7 +188,7 @@ def _read(version: Path, record: LeafRecord, place: LeafPlace, array: Any, rank:
 
 
 class _Whole:
-    """What a leaf is made of: an array that this process has all of."""
+    """What a leaf is made of, as `RowFiles` are: an array that this process has all of."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._array = array
@@ -218,31 +203,12 @@ class _Whole:
         return np.moveaxis(np.take(self._array, numbers, axis), axis, 0)
 
 
-class _Rows(_Whole):
-    """What a leaf is made of: files of rows."""
-
-    def __init__(self, files: RowFiles) -> None:
-        self._files = files
-
-    def whole(self) -> np.ndarray:
-        return self._files.whole()
-
-    def part(self, index: Any) -> np.ndarray:
-        return self._files.part(index)
-
-    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
-        if axis == self._files.record.axis:
-            return self._files.read(numbers)
-        return np.moveaxis(np.take(self.whole(), numbers, axis), axis, 0)
-
-
-def _placed(source: _Whole, record: LeafRecord, place: LeafPlace, rank: int) -> Any:
+def _placed(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace, rank: int) -> Any:
     layout, axis, dtype = place.layout, place.axis, record.numpy_dtype
     if layout is not None:
-        others = (*record.shape[:axis], *record.shape[axis + 1 :])
         if place.kind == "hosts":
             storage = HostRows.empty(record.shape, dtype, axis, layout, rank, record.path)
-            storage.fill(lambda numbers: source.rows(numbers, axis), block_rows((0, *others), dtype))
+            storage.fill(lambda numbers: source.rows(numbers, axis), block_rows(storage.rows.shape, dtype))
             return HostTable(storage)
 
         def share(index: Any) -> np.ndarray:
@@ -250,14 +216,14 @@ def _placed(source: _Whole, record: LeafRecord, place: LeafPlace, rank: int) -> 
             rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
             return np.moveaxis(rows, 0, axis)
 
-        shape = (*record.shape[:axis], layout.stored, *record.shape[axis + 1 :])
-        return Table(jax.make_array_from_callback(shape, place.sharding, share), layout, axis)
+        stored = jax.make_array_from_callback(resized(record.shape, axis, layout.stored), place.sharding, share)
+        return Table(stored, layout, axis)
     if place.kind == "numpy":
         return np.array(source.whole())
     return _as_jax(source, record, place)
 
 
-def _as_jax(source: _Whole, record: LeafRecord, place: LeafPlace) -> jax.Array:
+def _as_jax(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace) -> jax.Array:
     if jax.dtypes.canonicalize_dtype(record.numpy_dtype) != record.numpy_dtype:
         raise CheckpointError(
             f"{record.path} was saved as {record.dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"

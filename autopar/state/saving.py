@@ -67,12 +67,7 @@ def _shares(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.
 
 
 def leaves_of(state: Any) -> list[SavedLeaf]:
-    """The leaves of a state.
-
-    Raises:
-      CheckpointError: one can't be saved.
-      DonatedStateError: one was given to a step.
-    """
+    """The leaves of a state; an error if one can't be saved, or was given to a step."""
     pairs = jax.tree_util.tree_flatten_with_path(state)[0]
     found = []
     for number, (path, leaf) in enumerate(pairs):
@@ -100,9 +95,8 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
     if isinstance(leaf, jax.Array):
         return _jax_leaf(path, name, leaf)
     if type(leaf) in NUMBERS.values():
-        return SavedLeaf(
-            LeafRecord(path, name, "value", cast(Any, type(leaf).__name__), (), "", value=repr(leaf)), leaf
-        )
+        kind = cast(Any, type(leaf).__name__)
+        return SavedLeaf(LeafRecord(path, name, "value", kind, (), "", value=repr(leaf)), leaf)
     if isinstance(leaf, (np.ndarray, np.generic)) and (leaf.dtype.kind in "biufc" or leaf.dtype.isbuiltin == 2):
         value = np.asarray(leaf, leaf.dtype.newbyteorder("=") if leaf.dtype.kind in "iufc" else None)
         kind = "dense" if value.size else "empty"
@@ -115,13 +109,11 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
 
 
 def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
-    key = None
-    shape = leaf.shape
+    key, shape = None, leaf.shape
     if jax_compat.is_key(leaf.dtype):
         key, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
-    record = LeafRecord(
-        path, name, "dense" if leaf.size else "empty", "jax", shape, str(leaf.dtype), jax_compat.is_weak(leaf), key
-    )
+    kind = "dense" if leaf.size else "empty"
+    record = LeafRecord(path, name, kind, "jax", shape, str(leaf.dtype), jax_compat.is_weak(leaf), key)
     if leaf.is_fully_addressable or leaf.is_fully_replicated or not leaf.size:
         return SavedLeaf(record, leaf)
     # Spread over processes: each writes what it has.
@@ -139,11 +131,8 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
 
 
 def check_same(told: Sequence[str]) -> None:
-    """That all ranks save the same; each says in text what it saves.
-
-    Raises:
-      CheckpointError: naming the first that differs.
-    """
+    """That all ranks save the same; each says in text what it saves, and the CheckpointError names the first that
+    differs."""
     for rank, text in enumerate(told):
         if text != told[0]:
             mine, theirs = told[0].splitlines(), text.splitlines()

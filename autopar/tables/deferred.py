@@ -32,12 +32,7 @@ class Journaling:
     """What a planned step knows of a family's journals: how to begin one, and how to flush it early."""
 
     def __init__(self, flush: Equation, layout: RowLayout | None, devices: Devices) -> None:
-        """
-        Args:
-          flush: The equation of the planned step that flushes the family's journal.
-          layout: How rows are spread over the devices; None where each has all.
-          devices: Where they are.
-        """
+        """`flush`: the equation of the planned step that does it. `layout`: None where each device has all rows."""
         deferred = deferred_of(flush)
         replay = self.replay = deferred.replay
         self.layout = layout
@@ -135,17 +130,14 @@ class DeferredTable(TableLeaf):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The table's own shape, [..., V, ...]."""
         stored = self.journal.leaves[self.place].shape
         return stored if self.layout is None else resized(stored, self.axis, self.layout.extent)
 
     @property
     def dtype(self) -> Any:
-        """The rows' dtype."""
         return self.journal.leaves[self.place].dtype
 
     def is_deleted(self) -> bool:
-        """Whether the rows were given to a step, which updated them in place."""
         return self.journal.is_deleted()
 
     def block_until_ready(self) -> DeferredTable:
@@ -174,12 +166,9 @@ class DeferredTable(TableLeaf):
         found = leaf[index]
         return jnp.copy(found) if found is leaf else found  # later steps update the leaf in place
 
-    def __repr__(self) -> str:
-        shape = ",".join(map(str, self.shape))
-        return (
-            f"autopar.DeferredTable({self.dtype}[{shape}], rows brought up to date when they are read; "
-            "for other JAX functions: autopar.materialize(state))"
-        )
+    @property
+    def _where(self) -> str:
+        return ", rows brought up to date when they are read"
 
 
 def common_journal(leaves: Sequence[Any], journaling: Journaling) -> Journal | None:

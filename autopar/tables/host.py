@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.host.storage import HostRows
-from autopar.errors import DonatedStateError
+from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.mpi.exchange import Exchange
@@ -56,10 +56,7 @@ class HostTable(TableLeaf):
     def waiting(self) -> HostRows:
         """This rank's share as it is; some rows may lag behind, where they are deferred. Errors as of `storage`."""
         if self.is_deleted():
-            raise DonatedStateError(
-                f"{self._storage.path or 'this table'} was given to a step, which updates its state in place: go on "
-                "with the state that the step returned, or keep old states with parallelize(step, donate=False)"
-            )
+            raise donated(self._storage.path or "this table")
         return self._storage
 
     @property
@@ -69,22 +66,18 @@ class HostTable(TableLeaf):
 
     @property
     def axis(self) -> int:
-        """The row axis."""
         return self._storage.axis
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The table's own shape, [..., V, ...]."""
         others = self._storage.rows.shape[1:]
         return (*others[: self.axis], self.layout.extent, *others[self.axis :])
 
     @property
     def dtype(self) -> Any:
-        """The rows' dtype."""
         return self._storage.rows.dtype
 
     def is_deleted(self) -> bool:
-        """Whether the rows were given to a step, which updated them in place."""
         return self._generation != self._storage.generation
 
     def handed_on(self) -> HostTable:
@@ -129,10 +122,7 @@ class HostTable(TableLeaf):
         rest = index[1:] if isinstance(index, tuple) else ()
         return found[(*(slice(None),) * wanted.ndim, *rest)]
 
-    def __repr__(self) -> str:
-        shape = ",".join(map(str, self.shape))
+    @property
+    def _where(self) -> str:
         ranks = f"{self.layout.devices} ranks" if self.layout.devices > 1 else "this process"
-        return (
-            f"autopar.HostTable({self.dtype}[{shape}] in the memory of {ranks}; "
-            "for other JAX functions: autopar.materialize(state))"
-        )
+        return f" in the memory of {ranks}"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.errors import DonatedStateError
+from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
@@ -51,10 +51,7 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
         if is_table(leaf):
             return leaf.materialize()  # anew in any case
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
-            raise DonatedStateError(
-                f"{jax.tree_util.keystr(path) or 'this array'} was given to a step, which updates its state in place: "
-                "go on with the state that the step returned, or keep old states with parallelize(step, donate=False)"
-            )
+            raise donated(jax.tree_util.keystr(path) or "this array")
         return copied(leaf) if copy else leaf
 
     return jax.tree_util.tree_map_with_path(ordinary, tree)

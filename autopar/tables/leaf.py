@@ -45,6 +45,16 @@ class TableLeaf(abc.ABC):
             )
 
     @property
+    @abc.abstractmethod
+    def _where(self) -> str:
+        """What `repr` says of its rows."""
+
+    def __repr__(self) -> str:
+        kind, shape = type(self).__name__, ",".join(map(str, self.shape))
+        remedy = "for other JAX functions: autopar.materialize(state)"
+        return f"autopar.{kind}({self.dtype}[{shape}]{self._where}; {remedy})"
+
+    @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)

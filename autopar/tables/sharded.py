@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.analysis.rules import resized
 from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
-from autopar.errors import DonatedStateError
+from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.tables.leaf import TableLeaf
 
@@ -39,29 +40,19 @@ class Table(TableLeaf):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The table's own shape, [..., V, ...]."""
-        return (*self.stored.shape[: self.axis], self.layout.extent, *self.stored.shape[self.axis + 1 :])
+        return resized(self.stored.shape, self.axis, self.layout.extent)
 
     @property
     def dtype(self) -> Any:
-        """The rows' dtype."""
         return self.stored.dtype
 
     def is_deleted(self) -> bool:
-        """Whether the rows were given to a step, which updated them in place."""
         return self.stored.is_deleted()
 
     def _live(self) -> jax.Array:
-        """The rows as they are stored, if they are still there.
-
-        Raises:
-          DonatedStateError: they were given to a step.
-        """
+        """The rows as they are stored, if they are still there; else a DonatedStateError."""
         if self.is_deleted():
-            raise DonatedStateError(
-                f"this table, {self.dtype}{list(self.shape)}, was given to a step, which updates its state in place: "
-                "go on with the state that the step returned, or keep old states with parallelize(step, donate=False)"
-            )
+            raise donated(f"this table, {self.dtype}{list(self.shape)},")
         return self.stored
 
     def block_until_ready(self) -> Table:
@@ -122,9 +113,6 @@ class Table(TableLeaf):
         rows = rows.astype(np.int32)  # V may be more than a small integer holds
         return self.layout.place(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
 
-    def __repr__(self) -> str:
-        shape = ",".join(map(str, self.shape))
-        return (
-            f"autopar.Table({self.dtype}[{shape}] spread over {self.layout.devices} devices; "
-            "for other JAX functions: autopar.materialize(state))"
-        )
+    @property
+    def _where(self) -> str:
+        return f" spread over {self.layout.devices} devices"

@@ -11,8 +11,7 @@ import pytest
 
 from autopar.errors import LaunchError
 from autopar.launch.sameness import check_same
-from autopar.mpi.launchers import Launched, launched
-from autopar.mpi.world import World, world
+from autopar.mpi.world import Launched, World, launched, world
 from tests.support.mpi.jobs import ROOT, Run
 
 

@@ -26,11 +26,8 @@ def flushed(version: Path, path: Path) -> FileRecord:
 
 
 def check_files(version: Path, files: Iterable[FileRecord]) -> None:
-    """Check that files hold what was written; those without a checksum (of format 1) only that they are as long.
-
-    Raises:
-      CheckpointError: naming the first that doesn't, or isn't there.
-    """
+    """Check that files hold what was written; those without a checksum (of format 1) only that they are as long. The
+    CheckpointError names the first that doesn't, or isn't there."""
     for record in files:
         path = version / record.name
         with named(path, "read"):

@@ -24,11 +24,7 @@ FOLDER = "dense"
 
 
 def require_orbax() -> Any:
-    """The module `orbax.checkpoint`.
-
-    Raises:
-      CheckpointError: it isn't installed.
-    """
+    """The module `orbax.checkpoint`; a CheckpointError if it isn't installed."""
     try:
         import orbax.checkpoint as orbax
     except ImportError as error:
@@ -51,12 +47,7 @@ def _checkpointer(orbax: Any) -> Any:
 def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
     """Write arrays, down to the disk.
 
-    Args:
-      version: The checkpoint's directory.
-      arrays: By name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
-
-    Raises:
-      CheckpointError: they can't be written, or there is no Orbax.
+    `arrays`, by name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
     """
     if not arrays:
         return ()
@@ -77,12 +68,8 @@ def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, A
     """Arrays by name, from files that were checked (`checksums.check_files`).
 
     Args:
-      version: The checkpoint's directory.
       wanted: By name, for all arrays: shape, dtype, and the `jax.sharding.Sharding` of those that are to be read onto
         the devices of this process, part by part; None: as NumPy arrays.
-
-    Raises:
-      CheckpointError: Orbax can't read them, or there is no Orbax.
     """
     if not wanted:
         return {}

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from autopar.errors import CheckpointError, MissingCheckpointError
 
@@ -33,18 +32,6 @@ _LINE = re.compile(r"(version-\d{6,})(?: crc32=([0-9a-f]{8})\n|\n?)", re.ASCII)
 
 #: Seconds until a directory that another machine made must be seen on this one: NFS remembers what wasn't there.
 _VISIBLE_S = 30.0
-
-
-class Current(NamedTuple):
-    """The version that counts.
-
-    Attributes:
-      path: Its directory.
-      crc32: Its manifest's checksum; None: it is in format 1, which has none.
-    """
-
-    path: Path
-    crc32: int | None
 
 
 @dataclass(frozen=True)
@@ -59,11 +46,7 @@ class Folder:
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """The place that a user names.
-
-        Raises:
-          CheckpointError: it is no local path.
-        """
+        """The place that a user names; a CheckpointError if it is no local path."""
         if not isinstance(path, (str, os.PathLike)):
             raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
         if "://" in str(path):
@@ -72,8 +55,8 @@ class Folder:
 
     # --- reading ---
 
-    def current(self) -> Current:
-        """The version that counts.
+    def current(self) -> tuple[Path, int | None]:
+        """The directory of the version that counts, and its manifest's checksum; None in format 1, which has none.
 
         Raises:
           MissingCheckpointError: there is none.
@@ -94,7 +77,7 @@ class Folder:
                 f"{self.path / POINTER} names {name!r}, which isn't there: the checkpoint was copied in part, or "
                 "somebody removed files of it"
             )
-        return Current(self.path / name, None if crc32 is None else int(crc32, 16))
+        return self.path / name, None if crc32 is None else int(crc32, 16)
 
     def _why_missing(self) -> str:
         if not self.path.exists():
@@ -109,11 +92,7 @@ class Folder:
     # --- writing: one process does it ---
 
     def begin(self) -> Path:
-        """An empty directory for a new version, after what interrupted saves left was removed.
-
-        Raises:
-          CheckpointError: there is something else at this path, or it can't be made.
-        """
+        """An empty directory for a new version, after what interrupted saves left was removed."""
         with named(self.path, "made or written to"):
             if self.path.exists():
                 self._require_ours()
@@ -170,11 +149,7 @@ class Folder:
 
 
 def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
-    """Wait until this machine sees a directory that another one made.
-
-    Raises:
-      CheckpointError: it doesn't.
-    """
+    """Wait until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
     end = time.monotonic() + seconds
     while not path.is_dir():
         if time.monotonic() > end:
@@ -186,14 +161,9 @@ def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
 
 @contextlib.contextmanager
 def named(path: Path, done: str) -> Iterator[None]:
-    """Give the system's errors the path that they are about.
+    """Give the system's errors the path that they are about: a CheckpointError in place of an OSError.
 
-    Args:
-      path: Of a file or a directory.
-      done: What is done to it: "written", "read".
-
-    Raises:
-      CheckpointError: in place of an OSError.
+    `done`: what is done to the file or directory, "written" or "read".
     """
     try:
         yield

@@ -107,23 +107,14 @@ class Manifest:
         return (*(file for leaf in self.leaves for file in leaf.files), *self.dense)
 
     def write(self, version: Path) -> int:
-        """To a version's directory, down to the disk.
-
-        Returns:
-          Its checksum.
-        """
+        """To a version's directory, down to the disk; returns its checksum."""
         data = (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
         write_file(version / NAME, data)
         return zlib.crc32(data)
 
     @staticmethod
     def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
-        """The manifest of a version's directory.
-
-        Args:
-          data: Its bytes.
-          version: The directory.
-          crc32: Their checksum, None in format 1, which has none.
+        """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none.
 
         Raises:
           CheckpointError: of a later version, or damaged.

@@ -39,28 +39,15 @@ def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 
 def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
-    """Write a share, down to the disk.
-
-    Args:
-      version: The checkpoint's directory.
-      name: Of the file in it.
-      rows: [n, ...], in any order in memory.
-
-    Raises:
-      CheckpointError: it can't be written.
-    """
-    path = version / name
-    with named(path, "written"):
-        path.parent.mkdir(exist_ok=True)
-        return _write(path, name, rows)
-
-
-def _write(path: Path, name: str, rows: np.ndarray) -> FileRecord:
-    head = io.BytesIO()
-    descr = np.lib.format.dtype_to_descr(_stored(rows.dtype))
+    """Write a share, [n, ...] in any order in memory, to a file of this name in a checkpoint, down to the disk."""
+    path, head = version / name, io.BytesIO()
+    stored = rows.dtype if rows.dtype.kind in "biufc" else np.dtype(f"u{rows.dtype.itemsize}")
+    descr = np.lib.format.dtype_to_descr(stored)
     np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": rows.shape})
     crc, step = zlib.crc32(head.getvalue()), block_rows(rows.shape, rows.dtype)
-    with path.open("wb") as file:
+    with named(path, "written"):
+        path.parent.mkdir(exist_ok=True)
+    with named(path, "written"), path.open("wb") as file:
         file.write(head.getvalue())
         for start in range(0, rows.shape[0], step):
             block = np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8)
@@ -73,16 +60,8 @@ def _write(path: Path, name: str, rows: np.ndarray) -> FileRecord:
     return FileRecord(name, nbytes, crc)
 
 
-def _stored(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.kind in "biufc" else np.dtype(f"u{dtype.itemsize}")
-
-
 class RowFiles:
-    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`).
-
-    Raises:
-      CheckpointError: a file isn't of this leaf.
-    """
+    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`)."""
 
     def __init__(self, version: Path, record: LeafRecord) -> None:
         assert record.layout is not None, "rows have a layout"
@@ -121,6 +100,12 @@ class RowFiles:
                 found[_run(wanted)] = rows[_run(places[wanted])]
         return found
 
+    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
+        """[n, ...]: a copy of what has these numbers along an axis, that axis first."""
+        if axis == self.record.axis:
+            return self.read(numbers)
+        return np.moveaxis(np.take(self.whole(), numbers, axis), axis, 0)
+
     def whole(self) -> np.ndarray:
         """The table, [..., V, ...]."""
         extent = self.layout.extent
@@ -131,7 +116,7 @@ class RowFiles:
             found[start : start + step] = self.read(numbers)
         return np.moveaxis(found, 0, self.record.axis)
 
-    def part(self, index: tuple[slice, ...]) -> np.ndarray:
+    def part(self, index: Any) -> np.ndarray:
         """What `table[index]` is."""
         axis = self.record.axis
         rows = np.moveaxis(self.read(np.arange(self.layout.extent)[index[axis]]), 0, axis)

@@ -6,6 +6,7 @@ the file names. Their state is restored into a template.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,18 +17,15 @@ from autopar.errors import CheckpointError
 Node = dict[str, Any]
 
 
-def describe(tree: Any) -> Node:
-    """The structure, leaves numbered as `jax.tree.leaves` has them."""
-    return _describe(tree, iter(range(1 << 62)))
-
-
-def _describe(tree: Any, numbers: Iterator[int]) -> Node:
+def describe(tree: Any, numbers: Iterator[int] | None = None) -> Node:
+    """The structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
+    numbers = itertools.count() if numbers is None else numbers
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     if tree is None:
         return {"none": True}
     if len(children) == 1 and not children[0][0]:
         return {"leaf": next(numbers)}
-    found = [_describe(child, numbers) for _, child in children]
+    found = [describe(child, numbers) for _, child in children]
     kind = type(tree)
     if kind in (list, tuple):
         return {kind.__name__: found}

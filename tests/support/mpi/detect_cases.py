@@ -6,14 +6,14 @@ import jax
 
 import autopar
 from autopar.backends.devices import Devices
-from autopar.measure import cluster, links, ranks
+from autopar.measure import cluster, links
 from autopar.measure.cluster import Cluster
 
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
 EACH = COUNT // RANKS
 links._CPU_BYTES = (1 << 8, 1 << 14)
 cluster._CPU_LENGTH, cluster._CPU_WALKED = 64, 1 << 16
-ranks._BYTES, ranks._TARGET_S = (1 << 10, 1 << 16), 0.001
+links._RANK_BYTES, links._TARGET_S = (1 << 10, 1 << 16), 0.001
 
 
 def same_everywhere(found: Cluster) -> None:
@@ -34,7 +34,7 @@ def check_one_machine() -> None:
 
 def check_several_machines() -> None:
     """Each rank as on a machine of its own: its devices are inside, the ranks between."""
-    for module in (cluster, ranks):
+    for module in (cluster, links):
         module.machine_name = lambda: f"machine {RANK}"
     found = autopar.calibrate()
     assert (found.machines, found.devices) == (RANKS, EACH)

@@ -12,13 +12,13 @@ from autopar.launch.progress import PAGE_BYTES, Progress
 
 def test_marks() -> None:
     here = Progress()
-    assert str(here.last) == "before the first step" and here.last.count == 0
+    assert str(here.last) == "before the first step"
     here.mark(3, "computing")
     assert (here.last.step, here.last.kind, str(here.last)) == (3, "computes", "in step 3 (computing)")
     with here.during("row exchange", "waits"):
         waiting = here.last
         assert (waiting.step, waiting.what, waiting.kind) == (3, "row exchange", "waits")
-    assert (here.last.what, here.last.kind, here.last.count) == ("computing", "computes", 3)
+    assert (here.last.what, here.last.kind) == ("computing", "computes")
     assert here.last.time_s >= waiting.time_s
 
 
