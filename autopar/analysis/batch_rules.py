@@ -1,4 +1,4 @@
-"""Where an operand's batch axis goes in an equation's results, primitive by primitive.
+"""Where an axis of an operand (of examples, of rows) goes in an equation's results, primitive by primitive.
 
 `place` says where it goes; `partners` says which axes of the other operands run along with it.
 """
