@@ -22,7 +22,7 @@ from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others
 from autopar.backends.row_ops import ROW_OPS
 from autopar.backends.single import SingleDevice
-from autopar.ir.operations import split
+from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 Array = Any
@@ -81,12 +81,18 @@ class _Emitter:
 
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in ROW_OPS:
-            return [ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
+            return [ROW_OPS[equation.op](equation.params, *operands)]
+        if equation.op in _ON_DEVICES:
+            assert self._devices is not None, "one device has everything"
+            return [_ON_DEVICES[equation.op](self._devices, equation.params, jnp.asarray(operands[0]))]
         method = _METHODS.get(equation.op)
         if method is None and equation.bodies and equation.original is None:
             method = _CONTROL_FLOW[equation.op]
         if method is not None:
             return method(self, equation, operands)
+        if equation.op.startswith(PREFIX):
+            run = getattr(self._backend(equation), plain_name(equation.op))
+            return [run({**equation.params, "primitive": equation.primitive}, *operands)]
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
 
@@ -132,26 +138,9 @@ class _Emitter:
 
     # --- where values are ---
 
-    def _replicate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "one device has everything"
-        return [self._devices.gathered(operands[0], equation.params["axis"])]
-
-    def _spread(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "one device has everything"
-        return [self._devices.constrain(operands[0], equation.params["axis"])]
-
     def _isolated(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         assert self._devices is not None, "one device has no partitioner"
         return isolated(emit(equation.bodies[0]), self._devices, operands, **equation.params)
-
-    def _reduce(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._own.reduce(jnp.asarray(operands[0]), equation.params["op"])]
-
-    def _share(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._own.share(jnp.asarray(operands[0]), equation.params["axis"])]
-
-    def _once(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._own.once(jnp.asarray(operands[0]))]
 
     def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)
@@ -159,39 +148,14 @@ class _Emitter:
         ordinary = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
-    @property
-    def _own(self) -> OwnPart:
-        assert isinstance(self._devices, OwnPart), "the program is one device's own"
-        return self._devices
-
-    def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "layouts are for several devices"
-        if isinstance(self._devices, OwnPart):
-            return [own_rows(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
-        return [store(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
-
-    def _whole(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "layouts are for several devices"
-        return [whole(operands[0], **equation.params, devices=self._devices)]
-
     # --- row space ---
-
-    def _aggregate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        base, route, index, updates = operands
-        backend = self._backend(equation)
-        return [backend.aggregate(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
-
-    def _push(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        base, route, index, updates = operands
-        backend = self._backend(equation)
-        return [backend.push(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
 
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
         needed, *operands = operands
         leaves, others = operands[: len(p["axes"])], operands[len(p["axes"]) :]
         backend = self._backend(equation)
-        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed, p)
+        return backend.sweep(p, lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed)
 
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -238,23 +202,14 @@ class _Emitter:
         return self._devices.local(run, given, tuple(returned), *operands)
 
     def _reduce_rows(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        rows, route, *more = operands
-        found = self._backend(equation).reduce_rows(equation.params, rows, route, self._others(equation, more))
-        return [found.astype(equation.params["dtype"])]
-
-    def _reduce_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        rows, route, *more = operands
-        others = self._others(equation, more)
-        alone = more[0] if more and others is None else None
-        found = self._backend(equation).reduce_part(equation.params, rows, route, others, alone)
-        return [found.astype(equation.params["dtype"])]
-
-    def _others(self, equation: Equation, operands: Sequence[Array]) -> Others | None:
-        """The rows that the step doesn't touch, where a reduction may have to look at them."""
-        if not equation.bodies:
-            return None
-        body, (needed, *read) = equation.bodies[0], operands
-        return Others(needed, lambda route: self.block(body, [route, *read])[0], equation.params["rows"])
+        p, (rows, route, *more) = equation.params, operands
+        others = None
+        if equation.bodies:  # it may have to look at rows that the step doesn't touch
+            body, (needed, *read) = equation.bodies[0], more
+            others = Others(needed, lambda route: self.block(body, [route, *read])[0], p["rows"])
+        is_part = equation.op == "ap.reduce_part"
+        found = self._backend(equation).reduce_rows(p, rows, route, *more[:1], others=others, part=is_part)
+        return [found.astype(p["dtype"])]
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Whether rows change that the step doesn't touch."""
@@ -263,13 +218,11 @@ class _Emitter:
         given = split(equation.op, p, operands)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(given["old"], given["new"], p["axes"], strict=True):
-            needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
+            needed = needed | jnp.any(backend.last_rows(a, axis) != backend.last_rows(b, axis))
         for value, (known, axis) in zip(given["constant"], p["constants"], strict=True):
-            needed = needed | ~jnp.all(_is(backend.padding(value, axis), known))
-        for value in (
-            *given["frontier"],
-            *given["finite"],
-        ):  # where the padding row may hide what they do by a predicate of its own
+            needed = needed | ~jnp.all(_is(backend.last_rows(value, axis), known))
+        # Where the padding row may hide what they do by a predicate of its own.
+        for value in (*given["frontier"], *given["finite"]):
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
         for value in given["nonzero"]:
@@ -286,10 +239,24 @@ def _is(value: Array, known: Any) -> Array:
     return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
 
+def _store(devices: Devices, p: Mapping[str, Any], rows: Array) -> Array:
+    if isinstance(devices, OwnPart):
+        return own_rows(rows, **p, devices=devices)
+    return store(rows, **p, devices=devices)
+
+
+#: Where values are: devices (those of one of them for what only it can do), parameters, a value -> the value there.
+_ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
+    "ap.replicate": lambda devices, p, value: devices.gathered(value, p["axis"]),
+    "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
+    "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
+    "ap.share": lambda devices, p, value: devices.share(value, p["axis"]),
+    "ap.once": lambda devices, p, value: devices.once(value),
+    "ap.store": _store,
+    "ap.whole": lambda devices, p, value: whole(value, **p, devices=devices),
+}
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
-    "ap.push": _Emitter._push,
-    "ap.aggregate": _Emitter._aggregate,
     "ap.sweep": _Emitter._sweep,
     "ap.catch_up": _Emitter._catch_up,
     "ap.record": _Emitter._record,
@@ -297,14 +264,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
     "ap.reduce_rows": _Emitter._reduce_rows,
-    "ap.reduce_part": _Emitter._reduce_part,
-    "ap.replicate": _Emitter._replicate,
-    "ap.spread": _Emitter._spread,
-    "ap.store": _Emitter._store,
-    "ap.whole": _Emitter._whole,
-    "ap.reduce": _Emitter._reduce,
-    "ap.share": _Emitter._share,
-    "ap.once": _Emitter._once,
+    "ap.reduce_part": _Emitter._reduce_rows,
     "ap.isolated": _Emitter._isolated,
 }
 #: Control flow whose bodies were rewritten.

@@ -30,23 +30,6 @@ class Others:
     block: int
 
 
-def join_blocks(op: str, part: Array, others: Others, blocks: int, reduced: Callable[[Array], Array]) -> Array:
-    """A reduction of the routed rows joined with that of all others, block by block; itself if they aren't needed.
-
-    Args:
-      op: Which reduction.
-      part: That of the routed rows; of all rows if the others aren't needed.
-      others: The others.
-      blocks: How many there are.
-      reduced: Number of a block -> the reduction of those of its rows that are others.
-    """
-
-    def step(k: Array, total: Array) -> Array:
-        return REDUCERS[op].join(total, reduced(k).astype(total.dtype))
-
-    return jax.lax.fori_loop(0, jnp.where(others.needed, blocks, 0), step, part)
-
-
 def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
     """A reduction of some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
     op, axis = params["op"], params["axis"]
