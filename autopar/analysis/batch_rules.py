@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
 
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Equation
@@ -56,16 +55,12 @@ def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
     Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
     """
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
-    before = _size(old[:axis])
-    found = next((d for d in range(len(new)) if _size(new[:d]) == before and new[d] > 1), None)
+    before = math.prod(old[:axis])
+    found = next((d for d in range(len(new)) if math.prod(new[:d]) == before and new[d] > 1), None)
     if found is None or new[found] % devices == 0 or old[axis] % devices or found + 1 == len(new):
         return found
     is_split = old[axis] % (new[found] * new[found + 1]) == 0
     return found + 1 if is_split and new[found + 1] % devices == 0 else found
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def _tile(equation: Equation, k: int, axis: int) -> int | None:

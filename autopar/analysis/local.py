@@ -7,6 +7,7 @@ operands. Both are sound: what they have no rule for is refused, never guessed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,7 +194,7 @@ def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, 
 def _equal_shares(equation: Equation, axis: int, to: int) -> bool:
     """Whether a reshape leaves what is ahead of an axis, so that equal shares stay equal shares."""
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
-    return int(np.prod(old[:axis], dtype=np.int64)) == int(np.prod(new[:to], dtype=np.int64))
+    return math.prod(old[:axis]) == math.prod(new[:to])
 
 
 def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:

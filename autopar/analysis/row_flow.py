@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
 from autopar.analysis.rules.elementwise import off_of
-from autopar.analysis.softmax import softmaxes
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.rowspace import UNKNOWN, Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
 
@@ -22,6 +22,9 @@ _NO_WHILE = (
     "use lax.scan, or lax.fori_loop with bounds that are known when the step is traced; what ends earlier can skip the "
     "rest by lax.cond"
 )
+
+#: What hands values on as they are, one by one.
+_HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
 
 
 @dataclass(eq=False)
@@ -230,7 +233,7 @@ class RowFlow(Interpreter[Value]):
             self.roles[equation] = "dense"
 
     def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
-        if mixes.kind != "sum" or equation not in softmaxes(self._equations):
+        if mixes.kind != "sum" or equation not in _softmaxes(self._equations):
             return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
         reason = f"{equation.op} over all rows of the table, for a full softmax"
         return Refusal(
@@ -291,3 +294,28 @@ class RowFlow(Interpreter[Value]):
             dense = value is None or (isinstance(value, Free) and row.axis not in value.axes)
             if dense and atom.shape != () and not (isinstance(row.off, Const)):
                 self.mixed_with_dense.append((row.family, equation))
+
+
+def _softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:
+    """The sums of exponentials in softmaxes, and the maxima that are subtracted before (logsumexp and the normalizer
+    alone are such, too). A full softmax over a table has a remedy of its own, which other sums haven't."""
+    made: dict[Atom, Equation] = {var: e for e in equations for var in e.outputs}
+
+    def origin(atom: Atom) -> Atom:
+        while atom in made and made[atom].op in _HANDS_ON and len(made[atom].inputs) == 1:
+            atom = made[atom].inputs[0]
+        return atom
+
+    found: set[Equation] = set()
+    maxima = [e for e in equations if e.op == "reduce_max"]
+    for equation in equations:
+        exponential = made.get(origin(equation.inputs[0])) if equation.op == "reduce_sum" else None
+        if exponential is None or exponential.op not in ("exp", "exp2"):
+            continue
+        found.add(equation)
+        shifted = made.get(origin(exponential.inputs[0]))
+        if shifted is not None and shifted.op == "sub":
+            logits = origin(shifted.inputs[0])
+            same_axes = (m for m in maxima if m.params["axes"] == equation.params["axes"])
+            found.update(m for m in same_axes if origin(m.inputs[0]) is logits)
+    return frozenset(found)

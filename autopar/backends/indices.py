@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.rules import resized
 
 Array = Any
 
@@ -172,5 +173,4 @@ def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
 def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Array:
     """All rows of a table: those that are given, and the last one everywhere else."""
     last = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
-    shape = (*rows.shape[:axis], extent, *rows.shape[axis + 1 :])
-    return set_rows(jnp.broadcast_to(last, shape), rows, numbers, axis)
+    return set_rows(jnp.broadcast_to(last, resized(rows.shape, axis, extent)), rows, numbers, axis)

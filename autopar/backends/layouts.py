@@ -11,13 +11,14 @@ parts: `ordinary` gives an array that is spread along another axis then, or, if 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.analysis.rules import resized
 from autopar.backends.across import is_global
 from autopar.backends.devices import Devices, OwnPart
 from autopar.ir.layout import RowLayout, even_axis
@@ -113,7 +114,7 @@ def _undealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
 
 def ordinary(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """The table as an ordinary array, [..., V, ...], spread as `even_axis` says."""
-    return _to_ordinary(layout, axis, devices, _with_rows(stored.shape, axis, layout.extent))(stored)
+    return _to_ordinary(layout, axis, devices, resized(stored.shape, axis, layout.extent))(stored)
 
 
 @functools.cache
@@ -154,7 +155,7 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
         for along in (axis, *(d for d in range(rows.ndim) if d != axis), None):
             if rows.sharding.is_equivalent_to(devices.sharding(along), rows.ndim):
                 return _from_ordinary(layout, axis, devices, along)(rows)
-    shape = _with_rows(rows.shape, axis, layout.stored)
+    shape = resized(rows.shape, axis, layout.stored)
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
 
     def share(index: Any) -> Any:
@@ -189,7 +190,7 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
 
 def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
     """The table as a NumPy array, put together from the devices' shares; collective if processes share them."""
-    table = np.empty(_with_rows(stored.shape, axis, layout.extent), stored.dtype)
+    table = np.empty(resized(stored.shape, axis, layout.extent), stored.dtype)
     rows = np.moveaxis(table, axis, 0)
     for places, part in _parts_on_host(stored, layout, axis):
         number = layout.row(places)
@@ -225,10 +226,6 @@ def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, in
         )
 
     return jax.jit(lambda stored, start: devices.local(some, (axis, None), None, stored, start))
-
-
-def _with_rows(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
-    return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
 # --- all rows on one device, of some of the columns ---

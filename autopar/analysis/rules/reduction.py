@@ -6,6 +6,7 @@ duplicates have been summed, with the constant folded in for the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -42,7 +43,7 @@ def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
 def _reduced_off(equation: Equation, off: Off) -> Off:
     if not isinstance(off, Const) or equation.op in _ARG:
         return UNKNOWN
-    count = int(np.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]], dtype=np.int64))
+    count = math.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]])
     value = np.asarray(off.value)
     with np.errstate(all="ignore"):
         if equation.op == "reduce_sum":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from autopar.analysis.batch_rules import place
 from autopar.analysis.rules.elementwise import is_zero, off_of
@@ -46,9 +45,9 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
         return [None]
     if not isinstance(value, Row):
         return [None]
-    before = int(np.prod(old[: value.axis], dtype=np.int64))
+    before = math.prod(old[: value.axis])
     for axis, size in enumerate(new):
-        if size == old[value.axis] and int(np.prod(new[:axis], dtype=np.int64)) == before:
+        if size == old[value.axis] and math.prod(new[:axis]) == before:
             return [Row(axis, value.family, constant_or_unknown(value.off))]
     raise Mixes("reshapes the table so that its rows run into each other", "keep the table's first axis as it is")
 
