@@ -15,7 +15,18 @@ from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
 from autopar.analysis.rules.elementwise import off_of
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rowspace import UNKNOWN, Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
+from autopar.ir.rowspace import (
+    UNKNOWN,
+    Access,
+    Const,
+    Free,
+    Refusal,
+    Row,
+    Same,
+    Value,
+    can_be_run_again,
+    representative,
+)
 
 #: What to do about a table in a while loop.
 _NO_WHILE = (
@@ -58,22 +69,21 @@ class RowFlow(Interpreter[Value]):
     def __post_init__(self) -> None:
         inputs = self.program.block.inputs
         self.table_extents = {inputs[k].shape[axis] for k, axis in self.candidates.items()}
+        #: Output variable -> the state inputs that it is the new value of.
+        self.updates: dict[Atom, list[int]] = {}
+        for leaf, out in self.program.new_states.items():
+            self.updates.setdefault(self.program.block.outputs[out], []).append(leaf)
 
     # --- what rules ask (analysis.rules.Analysis) ---
 
     def find(self, family: int) -> int:
-        while self.parents[family] != family:
-            family = self.parents[family]
-        return family
+        return representative(self.parents, family)
 
     def unite(self, rows: Sequence[Row]) -> int:
         first = min(self.find(r.family) for r in rows)
         for row in rows:
             self.parents[self.find(row.family)] = first
         return first
-
-    def extent(self, family: int) -> int:
-        return self.extents[self.find(family)]
 
     def new_family(self, extent: int) -> int:
         """A family by itself."""
@@ -255,7 +265,6 @@ class RowFlow(Interpreter[Value]):
 
     def _note_whole(self, equation: Equation) -> None:
         """Results that can be had for all rows: new values of leaves, constants, and what is made of such."""
-        updates = self._updates()
         sources: frozenset[int] | None = frozenset()
         for atom in equation.inputs:
             if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):
@@ -267,7 +276,7 @@ class RowFlow(Interpreter[Value]):
             value = self.values[var]
             if not isinstance(value, Row):
                 continue
-            if not self.path and isinstance(value.off, Same) and value.off.leaf in updates.get(var, ()):
+            if not self.path and isinstance(value.off, Same) and value.off.leaf in self.updates.get(var, ()):
                 self.whole[var] = frozenset([value.family])
             elif sources is not None:
                 self.whole[var] = sources
@@ -275,16 +284,6 @@ class RowFlow(Interpreter[Value]):
                 self.whole[var] = frozenset()
             else:
                 self.whole.pop(var, None)
-
-    def _updates(self) -> dict[Atom, tuple[int, ...]]:
-        """Output variable -> the state inputs that it is the new value of."""
-        if not hasattr(self, "_updates_cache"):
-            found: dict[Atom, tuple[int, ...]] = {}
-            for leaf, out in self.program.new_states.items():
-                atom = self.program.block.outputs[out]
-                found[atom] = (*found.get(atom, ()), leaf)
-            self._updates_cache = found
-        return self._updates_cache
 
     def _note_dense_operands(self, equation: Equation, values: Sequence[Value], results: Sequence[Value]) -> None:
         if equation.op not in ALIGNED:

@@ -16,10 +16,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
-from autopar.backends.isolated import isolated
 from autopar.backends.layouts import own_rows, store, whole
 from autopar.backends.protocol import RowBackend
-from autopar.backends.reductions import Others
+from autopar.backends.reductions import Others, reduce_across
 from autopar.backends.row_ops import ROW_OPS
 from autopar.backends.single import SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
@@ -139,8 +138,18 @@ class _Emitter:
     # --- where values are ---
 
     def _isolated(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """What every device runs by itself in a program that XLA partitions otherwise (`passes.shield`): on shares of
+        the operands, which are brought there from wherever they are."""
         assert self._devices is not None, "one device has no partitioner"
-        return isolated(emit(equation.bodies[0]), self._devices, operands, **equation.params)
+        p, run, names = equation.params, emit(equation.bodies[0]), self._devices.examples
+
+        def inside(*shares: Array) -> tuple[Array, ...]:
+            results = tuple(map(jnp.asarray, run(*shares)))
+            return (
+                results if p["reduction"] is None else tuple(reduce_across(p["reduction"], x, names) for x in results)
+            )
+
+        return self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
 
     def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)
@@ -157,49 +166,28 @@ class _Emitter:
         backend = self._backend(equation)
         return backend.sweep(p, lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed)
 
-    def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        deferred = deferred_of(equation)
-        n = len(deferred.replay.leaves)
+    def _replay(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """To catch up, or to flush: each device by itself, on what it has of the operands."""
+        deferred, is_flush = deferred_of(equation), equation.op == "ap.flush"
+        replay, n = deferred.replay, len(deferred.replay.leaves)
 
         def run(*operands: Array) -> Sequence[Array]:
-            return deferred.catch_up(operands[:n], operands[n], Entries.of(deferred.replay, operands[n + 1 :]))
+            leaves, stamps, entries = operands[:n], operands[n], Entries.of(replay, operands[n + 1 :])
+            if is_flush:
+                return deferred.flush(leaves, stamps, entries, due=entries.now >= replay.length, full=False)
+            return deferred.catch_up(leaves, stamps, entries)
 
-        given, returned = deferred.spread(self._is_spread(equation))
-        return self._by_device(run, given, returned[: deferred.replay.changed], operands)
+        if self._devices is None:
+            return run(*operands)
+        is_spread = self._backends.get(equation.params["family"], self._single).is_spread
+        given, returned = deferred.spread(is_spread)
+        return self._devices.local(run, given, returned if is_flush else returned[: replay.changed], *operands)
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
         n, m = len(deferred.replay.records), len(deferred.replay.values)
         now, records, values, guard = operands[0], operands[1 : 1 + n], operands[1 + n :][:m], operands[1 + n + m :]
         return deferred.record(now, records, values, *guard)
-
-    def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        deferred = deferred_of(equation)
-        n = len(deferred.replay.leaves)
-
-        def run(*operands: Array) -> Sequence[Array]:
-            entries = Entries.of(deferred.replay, operands[n + 1 :])
-            due = entries.now >= deferred.replay.length
-            return deferred.flush(operands[:n], operands[n], entries, due=due, full=False)
-
-        given, returned = deferred.spread(self._is_spread(equation))
-        return self._by_device(run, given, returned, operands)
-
-    def _is_spread(self, equation: Equation) -> bool:
-        """Whether the rows of a journal's family are spread over devices."""
-        return self._backends.get(equation.params["family"], self._single).is_spread
-
-    def _by_device(
-        self,
-        run: Callable[..., Sequence[Array]],
-        given: Sequence[int | None],
-        returned: Sequence[int | None],
-        operands: Sequence[Array],
-    ) -> Sequence[Array]:
-        """Each device by itself, on what it has of the operands."""
-        if self._devices is None:
-            return run(*operands)
-        return self._devices.local(run, given, tuple(returned), *operands)
 
     def _reduce_rows(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, (rows, route, *more) = equation.params, operands
@@ -258,9 +246,9 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
     "ap.sweep": _Emitter._sweep,
-    "ap.catch_up": _Emitter._catch_up,
+    "ap.catch_up": _Emitter._replay,
     "ap.record": _Emitter._record,
-    "ap.flush": _Emitter._flush,
+    "ap.flush": _Emitter._replay,
     "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
     "ap.reduce_rows": _Emitter._reduce_rows,

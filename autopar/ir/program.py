@@ -76,35 +76,33 @@ class OpaqueType:
 Type = ArrayType | RouteType | OpaqueType
 
 
+class _Typed:
+    __slots__ = ()
+
+    type: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return getattr(self.type, "shape", ())
+
+    @property
+    def dtype(self) -> Any:
+        return getattr(self.type, "dtype", None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Var:
+class Var(_Typed):
     """A value, defined once: by an equation or as a block's input. Compared by identity."""
 
     type: Any
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return getattr(self.type, "shape", ())
-
-    @property
-    def dtype(self) -> Any:
-        return getattr(self.type, "dtype", None)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Literal:
+class Literal(_Typed):
     """A constant: a scalar written in the program, or an array that the step closes over."""
 
     value: Any
     type: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return getattr(self.type, "shape", ())
-
-    @property
-    def dtype(self) -> Any:
-        return getattr(self.type, "dtype", None)
 
 
 Atom = Var | Literal

@@ -6,6 +6,7 @@ Each rank flushes its own share, block by block; nothing travels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -111,6 +112,7 @@ class HostJournaling:
         return min(len(leaves[0].rows), max(1, _BLOCK_ELEMENTS // max(1, widest)))
 
 
+@dataclass(eq=False, repr=False)
 class HostJournal:
     """A family's shares, some rows lagging behind, and what they missed.
 
@@ -120,15 +122,14 @@ class HostJournal:
       entries: now, volume, records, volumes.
     """
 
-    def __init__(
-        self, journaling: HostJournaling, leaves: list[HostRows], stamps: HostRows, entries: list[Any]
-    ) -> None:
-        self.journaling = journaling
-        self.leaves = leaves
-        self.stamps = stamps
-        self.entries = entries
-        self._is_settled = True
-        for leaf in leaves:  # those that phi only reads as well: nobody is to change them before it did
+    journaling: HostJournaling
+    leaves: Sequence[HostRows]
+    stamps: HostRows
+    entries: list[Any]
+    _is_settled: bool = True
+
+    def __post_init__(self) -> None:
+        for leaf in self.leaves:  # those that phi only reads as well: nobody is to change them before it did
             leaf.journal = self
 
     @uninterrupted
