@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.analysis.rules import resized
 from autopar.backends.across import is_global
-from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.devices import Devices
 from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
@@ -37,10 +37,9 @@ def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     return arrange(even_shares(rows, layout, axis, devices), layout, axis, devices)
 
 
-def own_rows(rows: Array, layout: RowLayout, axis: int, devices: OwnPart) -> Array:
+def own_rows(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """A device's share, as it is stored, of rows that every device has: [..., V, ...] -> [..., share, ...]."""
-    places = devices.position() * layout.share + jnp.arange(layout.share, dtype=jnp.int32)
-    return jnp.take(rows, jnp.minimum(layout.row(places), layout.extent - 1), axis)
+    return jnp.take(rows, jnp.minimum(layout.row(_numbers(layout, devices)), layout.extent - 1), axis)
 
 
 def even_shares(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
@@ -74,8 +73,7 @@ def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Arra
 
 def _numbers(layout: RowLayout, devices: Devices) -> Array:
     """In `shard_map`: which rows this device's even share holds; from `extent` on spare ones."""
-    first = jax.lax.axis_index(devices.axis).astype(jnp.int32) * layout.share
-    return first + jnp.arange(layout.share, dtype=jnp.int32)
+    return devices.position() * layout.share + jnp.arange(layout.share, dtype=jnp.int32)
 
 
 def _parts(share: int, count: int) -> tuple[Array, Array]:
@@ -88,7 +86,7 @@ def _dealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
     if not layout.dealt:
         return rows
     count, share = layout.devices, layout.share
-    me = jax.lax.axis_index(devices.axis).astype(jnp.int32)
+    me = devices.position()
     other, nth = _parts(share, count)
     sent = rows.at[(other - me * share) % count + nth * count].get(mode="clip")
     got = jax.lax.all_to_all(sent, devices.axis, 0, 0)
@@ -101,7 +99,7 @@ def _undealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
     if not layout.dealt:
         return rows
     count, share = layout.devices, layout.share
-    me = jax.lax.axis_index(devices.axis).astype(jnp.int32)
+    me = devices.position()
     other, nth = _parts(share, count)
     first = other * share
     sent = rows.at[(first + (me - first) % count) // count + nth].get(mode="clip")
@@ -176,11 +174,8 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
     def run(rows: Array) -> Array:
         if along == axis:
             return store(rows, layout, axis, devices)
+        own = functools.partial(own_rows, layout=layout, axis=axis, devices=devices)
         return devices.local(own if along is None else turn, (along,), axis, rows)
-
-    def own(rows: Array) -> Array:
-        wanted = layout.row(_numbers(layout, devices))
-        return jnp.take(rows, jnp.minimum(wanted, layout.extent - 1), axis)
 
     def turn(rows: Array) -> Array:
         return jax.lax.all_to_all(_arranged(rows, layout, axis), devices.axis, axis, along, tiled=True)

@@ -10,6 +10,7 @@ aggregation).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -230,21 +231,15 @@ class ShardedRows(RowBackend):
         return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)
 
     def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
-        def replace(leaf: Array, rows: Array, numbers: Array) -> Array:
-            return set_rows(leaf, rows, numbers, axis)
-
         numbers = route.rows if guard is None else jnp.where(guard, self._share, route.rows)
-        return self._devices.local(replace, (axis, axis, 0), axis, leaf, rows, numbers)
+        return self._devices.local(partial(set_rows, axis=axis), (axis, axis, 0), axis, leaf, rows, numbers)
 
     def exceeded(self, params: Params, route: Route) -> Array:
         return jnp.any(route.exceeded)
 
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
         axis = params["axis"]
-
-        def densify(rows: Array, numbers: Array) -> Array:
-            return spread_last_row(rows, numbers, axis, self._share)
-
+        densify = partial(spread_last_row, axis=axis, extent=self._share)
         return self._devices.local(densify, (axis, 0), axis, rows, route.rows)
 
     def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
