@@ -50,14 +50,8 @@ class Guesses:
 def follow_batch(
     equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None, *, devices: int
 ) -> None:
-    """Add what the equations define, those of their bodies included.
-
-    Args:
-      equations: In an order that can be run.
-      axes: What is known, and guessed, of the variables that they read.
-      guesses: What is guessed of it.
-      devices: Over how many devices the examples are to be spread.
-    """
+    """Add to `axes` what the equations define, those of their bodies included; `devices`: over how many the examples
+    are to be spread."""
     guesses = guesses or Guesses({}, {})
     walk = _Batch(guesses, devices)
     walk.values.update((var, (axis, guesses.bases.get(var, 0))) for var, axis in axes.items())

@@ -126,12 +126,9 @@ class Placed:
 
 
 def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) -> Placed:
-    """Where equal shares of some operands end up.
+    """Where equal shares of some operands end up, in an equation without bodies.
 
-    Args:
-      equation: Without bodies.
-      spread: Operand -> the axis along which it is spread, for those that are.
-      devices: N.
+    `spread`: operand -> the axis along which it is spread.
 
     Raises:
       NotLocal: there is no rule, or the operands don't go together.
@@ -168,14 +165,8 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
 
 
 def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Mapping[str, Any]:
-    """The parameters of an equation that is run on a part of its operands.
-
-    Args:
-      equation: Without bodies.
-      spread: Operand -> the axis of which it is a part.
-      axis: Of the results.
-      size: Of that axis.
-    """
+    """The parameters of an equation that is run on a part of its operands (operand -> the axis of which it is one),
+    where `axis` of its results has `size`."""
     if equation.op not in RESIZE:
         return equation.params
     if equation.op == "gather":

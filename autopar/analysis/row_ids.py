@@ -119,14 +119,7 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
 
 
 def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1) -> RowIds:
-    """The ids of all accesses of a family, each distinct set once.
-
-    Args:
-      block: The program's block.
-      space: The family.
-      batch: Batch axes of the program's variables.
-      devices: Over how many devices the batch is spread.
-    """
+    """The ids of all accesses of a family, each distinct set once. `batch`: the batch axes of variables."""
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
     indices: dict[Equation, Index] = {}

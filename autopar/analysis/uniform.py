@@ -20,13 +20,8 @@ _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice"
 
 
 def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
-    """Whether a value is constant along an axis.
-
-    Args:
-      uniform: Of `uniform_axes`.
-      atom: Any value. One that the step closes over is a constant, and says nothing of its axes.
-      axis: One of its axes.
-    """
+    """Whether a value is constant along an axis. One that the step closes over is a constant, and says nothing of its
+    axes."""
     return isinstance(atom, Literal) or atom.shape[axis] == 1 or bool(uniform.get(atom, 0) >> axis & 1)
 
 

@@ -30,13 +30,8 @@ Array = Any
 def emit(
     block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | None = None
 ) -> Callable[..., list[Array]]:
-    """A function of the block's inputs that returns its outputs.
-
-    Args:
-      block: A lifted program's block.
-      backends: Family -> the backend of its row-space operations, where that isn't `SingleDevice`.
-      devices: Where values are spread, if any are.
-    """
+    """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
+    `SingleDevice`; `devices`: where values are spread, if any are."""
     emitter = _Emitter(backends, devices)
 
     def run(*inputs: Array) -> list[Array]:

@@ -68,15 +68,8 @@ def local_index(
     places_of: Callable[[Array], Array] = lambda ids: ids,
     own: bool = False,
 ) -> Array:
-    """Index vectors into the table as index vectors into a sorted list of its rows.
-
-    Args:
-      params: `position`, `extent` and `clip` of the access.
-      rows: Where the rows are stored, sorted.
-      index: The access's index operand.
-      places_of: Where the row with an id is stored.
-      own: Whether the list may lack some of the ids.
-    """
+    """Index vectors into the table as index vectors into a sorted list of its rows, which may lack some if they are its
+    `own`. `params`: `position`, `extent` and `clip`; `places_of`: where the row with an id is stored."""
     position, extent, index = params["position"], params["extent"], jnp.asarray(index)
     ids = in_range(index[..., position], extent, params["clip"])
     found = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)

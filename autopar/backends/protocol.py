@@ -88,15 +88,10 @@ class RowBackend(abc.ABC):
     def reduce_rows(
         self, params: Params, rows: Array, route: Route, *alone: Array, others: Others | None = None, part: bool = False
     ) -> Array:
-        """A reduction over all rows, from the routed ones, and from `others` if need be.
+        """A reduction over all rows, from the routed ones, and from `others` if need be; if it is a `part`, over an
+        owner's own rows, in the program of one device. `alone`: whether the others are left out, where that may be so.
 
-        Args:
-          params: `op`, `axes`, `axis`, `extent`.
-          rows: The routed rows.
-          route: Theirs.
-          *alone: Whether the routed rows are reduced alone, where that may be so.
-          others: Rows that differ from the padding row.
-          part: In the program of one device over the owner's own rows.
+        `params`: `op`, `axes`, `axis`, `extent`.
         """
 
     def padding(self, params: Params, rows: Array, route: Route) -> Array:
@@ -165,14 +160,8 @@ class RowBackend(abc.ABC):
     def join_others(
         self, params: Params, part: Array, others: Others | None, reduced: Callable[[Array, Route], Array]
     ) -> Array:
-        """A reduction of the routed rows joined with that of all others, block by block; itself if they aren't needed.
-
-        Args:
-          params: `op`, `extent`.
-          part: That of the routed rows; of all rows if the others aren't needed.
-          others: The others.
-          reduced: A block's rows and their route -> the reduction of those of them that are others.
-        """
+        """A `part` of the routed rows (of all rows, unless others are needed) joined with that of all others, block by
+        block. `reduced`: a block's rows and their route -> the reduction of those of them that are others."""
         if others is None:
             return part
         size, extent = others.block, params["extent"]

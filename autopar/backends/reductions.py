@@ -41,15 +41,7 @@ def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
 def reduce_routed(
     params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
 ) -> Array:
-    """A reduction over all `extent` rows.
-
-    Args:
-      params: `op`, `axes` that are reduced, `axis` of the rows.
-      rows: The routed rows, padding included.
-      is_row: bool[U], False for padding.
-      extent: Rows that the routed ones are of.
-      alone: Whether the others are left out.
-    """
+    """A reduction over all `extent` rows, or over the routed ones `alone`. `is_row`: bool[U], False for padding."""
     kind, axes, axis = REDUCERS[params["op"]], params["axes"], params["axis"]
     part = reduce_some(params, rows, is_row)
     padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)

@@ -61,13 +61,7 @@ class Route:
 
 
 class ShardedRows(RowBackend):
-    """Each device has its share of the rows.
-
-    Args:
-      devices: N devices.
-      layout: Which row is stored where.
-      capacity: C, the most rows that one device asks another one for.
-    """
+    """Each of N devices has its share of the rows. `capacity`: C, the most rows that one asks another one for."""
 
     is_spread = True
 

@@ -68,15 +68,9 @@ class HostJournaling:
         return HostJournal(self, list(leaves), stamps, [none, none, *records, *volumes])
 
     def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], *, full: bool) -> list[Any]:
-        """Bring rows up to date, in place.
+        """Bring rows (settled ones, too, if `full`) up to date, in place; now, volume and volumes after it.
 
-        Args:
-          leaves, stamps: The family's.
-          entries: now, volume, records, volumes.
-          full: Take settled rows, too.
-
-        Returns:
-          now, volume and volumes after it.
+        `entries`: now, volume, records, volumes.
         """
         with jax.default_device(self._device):
             takes_all, volume, *volumes = map(np.asarray, self._close(*entries))
