@@ -63,19 +63,6 @@ def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
     return found + 1 if is_split and new[found + 1] % devices == 0 else found
 
 
-def _tile(equation: Equation, k: int, axis: int) -> int | None:
-    return axis if equation.params["reps"][axis] == 1 else None
-
-
-def _transpose(equation: Equation, k: int, axis: int) -> int | None:
-    return list(equation.params["permutation"]).index(axis)
-
-
-def _squeeze(equation: Equation, k: int, axis: int) -> int | None:
-    rank = len(equation.inputs[0].shape)
-    return _without([d % rank for d in equation.params["dimensions"]], axis)
-
-
 def _reduce(equation: Equation, k: int, axis: int) -> int | None:
     gone = equation.params["axes"]
     return SUMMED if axis in gone else _without(gone, axis)
@@ -95,14 +82,6 @@ def _kept(equation: Equation, k: int, axis: int) -> int | None:
         return None
     same = equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis]
     return axis if same or equation.op == "concatenate" else None
-
-
-def _stack(equation: Equation, k: int, axis: int) -> int | None:
-    return axis + (equation.params["axis"] <= axis)
-
-
-def _unstack(equation: Equation, k: int, axis: int) -> int | None:
-    return _without([equation.params["axis"]], axis)
 
 
 def _gather(equation: Equation, k: int, axis: int) -> int | None:
@@ -174,23 +153,19 @@ def _windowed(equation: Equation, k: int, axis: int) -> int | None:
     return axis if all(size == 1 for size in sizes) and tuple(p["padding"][axis]) == (0, 0) else None
 
 
-def _transform(equation: Equation, k: int, axis: int) -> int | None:
-    return axis if axis < len(equation.inputs[0].shape) - len(equation.params["fft_lengths"]) else None
-
-
 _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "broadcast_in_dim": _broadcast,
-    "tile": _tile,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    "tile": lambda e, k, axis: axis if e.params["reps"][axis] == 1 else None,
+    "transpose": lambda e, k, axis: list(e.params["permutation"]).index(axis),
+    "squeeze": lambda e, k, axis: _without([d % len(e.inputs[0].shape) for d in e.params["dimensions"]], axis),
     "gather": _gather,
     "ap.lookup": _lookup,
     "dot_general": _dot,
     "conv_general_dilated": _convolve,
-    "stack": _stack,
-    "unstack": _unstack,
+    "stack": lambda e, k, axis: axis + (e.params["axis"] <= axis),
+    "unstack": lambda e, k, axis: _without([e.params["axis"]], axis),
     **{op: _windowed for op in _WINDOWED},
-    "fft": _transform,
+    "fft": lambda e, k, axis: axis if axis < len(e.inputs[0].shape) - len(e.params["fft_lengths"]) else None,
     **dict.fromkeys(PRIMITIVES, _reduce),
     **{op: _reduce for op in ("argmax", "argmin")},
     **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},

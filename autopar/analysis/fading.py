@@ -129,10 +129,6 @@ def _merged(values: Sequence[Near], join: Callable[[Any, Any], Any]) -> _Reach:
     return found
 
 
-def _summed(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    return _merged(values, operator.add)
-
-
 def _largest(walk: FadingWalk, values: Sequence[Near]) -> _Reach:
     return None if any(v.reach is None for v in values) else _merged(values, walk.xp.maximum)
 
@@ -168,25 +164,19 @@ def _converted(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> 
     return values[0].reach if wide else None
 
 
-def _selected(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    which, *cases = values
-    return _largest(walk, cases) if which.steady else None
-
-
-def _same(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    return values[0].reach
-
-
 _SAME = ("copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "ap.full", "convert_element_type")
 _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] = {
-    **dict.fromkeys(("add", "add_any", "sub", "max"), _summed),
+    **dict.fromkeys(("add", "add_any", "sub", "max"), lambda walk, e, values: _merged(values, operator.add)),
     "mul": _product,
     "div": _quotient,
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze"), _moved),
     "convert_element_type": _converted,
-    "select_n": _selected,
+    "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].steady else None,
     # Their slope is at most one.
-    **dict.fromkeys(("neg", "abs", "tanh", "sin", "atan", "copy", "copy_p", "stop_gradient"), _same),
+    **dict.fromkeys(
+        ("neg", "abs", "tanh", "sin", "atan", "copy", "copy_p", "stop_gradient"),
+        lambda walk, e, values: values[0].reach,
+    ),
 }
 
 

@@ -8,6 +8,7 @@ mapped to the number of rows (no row).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,7 +115,7 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
         size = len(range(params["start"], params["stop"], params["stride"]))
         return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
     shape = index.shape if params["position"] is None else index.shape[:-1]
-    size = int(np.prod(shape, dtype=np.int64)) * params["count"]
+    size = math.prod(shape) * params["count"]
     return Equation("ap.row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
 
 

@@ -250,11 +250,6 @@ def _literally_positive(number: Number) -> bool:
     return number.literal and _is_positive(number)
 
 
-def _odd(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
-    """Zero at zero."""
-    return values[0] if isinstance(values[0], Zero) else None
-
-
 def _moved(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     """The same elements in another shape; a leaf's must stay where they are."""
     a = values[0]
@@ -328,12 +323,11 @@ def _full(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     return Zero() if zero else a
 
 
-def _identity(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
-    return values[0]
-
-
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(those_that(lambda p: p.elementwise and p.keeps_zero), _odd),
+    **dict.fromkeys(
+        those_that(lambda p: p.elementwise and p.keeps_zero),
+        lambda walk, e, values: values[0] if isinstance(values[0], Zero) else None,
+    ),
     "add": _add,
     "add_any": _add,
     "sub": _add,
@@ -351,7 +345,5 @@ RULES: Mapping[str, Rule] = {
     "reduce_sum": _sum,
     "select_n": _select,
     "ap.full": _full,
-    "copy": _identity,
-    "copy_p": _identity,
-    "stop_gradient": _identity,
+    **dict.fromkeys(("copy", "copy_p", "stop_gradient"), lambda walk, e, values: values[0]),
 }

@@ -128,10 +128,6 @@ def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda con
     return rule
 
 
-def optimization_barrier(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    return list(values)
-
-
 def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     """Rows times a dense matrix stay rows: `table @ w`. A contraction over the rows mixes them, unless one side is
     zero on the untouched ones (the gradient of w)."""
@@ -172,7 +168,7 @@ RULES |= {
     **dict.fromkeys(("transpose", "squeeze", "split", "unstack"), move),
     "iota": iota,
     "concatenate": concatenate,
-    "optimization_barrier": optimization_barrier,
+    "optimization_barrier": lambda equation, values, analysis: list(values),
     "dot_general": dot_general,
     "cumsum": along_other_axis("axis", lambda constant: constant.is_zero),
     "cumprod": along_other_axis("axis", lambda constant: constant.is_zero or constant.is_one),
