@@ -10,11 +10,11 @@ without which it would have none. An equation that a guess makes no sense of ref
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.batch_rules import SUMMED, partners, place
-from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.uniform import is_uniform
 from autopar.ir.program import Atom, Equation, Var
 
@@ -50,14 +50,8 @@ class Guesses:
 def follow_batch(
     equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None, *, devices: int
 ) -> None:
-    """Add what the equations define, those of their bodies included.
-
-    Args:
-      equations: In an order that can be run.
-      axes: What is known, and guessed, of the variables that they read.
-      guesses: What is guessed of it.
-      devices: Over how many devices the examples are to be spread.
-    """
+    """Add to `axes` what the equations define, those of their bodies included; `devices`: over how many the examples
+    are to be spread."""
     guesses = guesses or Guesses({}, {})
     walk = _Batch(guesses, devices)
     walk.values.update((var, (axis, guesses.bases.get(var, 0))) for var, axis in axes.items())
@@ -107,7 +101,7 @@ class _Batch(Interpreter[_Found]):
             kept.reverse()
         found = next((p for p, base in kept if not base), kept[0][0])
         along = [base for p, base in kept if p == found]
-        return found, _union(along) if all(along) else 0
+        return found, union(along) if all(along) else 0
 
     def _make_sense(
         self,
@@ -130,12 +124,12 @@ class _Batch(Interpreter[_Found]):
     # --- loops and branches ---
 
     def while_loop(self, equation: Equation, given: Sequence[_Found]) -> Sequence[_Found]:
-        self.guesses.refute(_union(base for _, base in given))
+        self.guesses.refute(union(base for _, base in given))
         return self.unsettled(equation)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
         """Branches agree on an axis, or don't care for it."""
-        axis, base = next((a for a, _ in values if a is not None), None), _union(b for _, b in values)
+        axis, base = next((a for a, _ in values if a is not None), None), union(b for _, b in values)
         pairs = zip(values, atoms, strict=True)
         if axis is None or all(a == axis or (a is None and self.guesses.is_uniform(x, axis)) for (a, _), x in pairs):
             return axis, base
@@ -175,10 +169,3 @@ class _Batch(Interpreter[_Found]):
                 self.guesses.refute(base)
         for key in [key for key in self.lost if key[0] is equation]:
             self.guesses.refute(self.lost.pop(key))
-
-
-def _union(guesses: Iterable[int]) -> int:
-    total = 0
-    for some in guesses:
-        total |= some
-    return total

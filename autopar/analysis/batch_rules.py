@@ -1,13 +1,12 @@
-"""Where an operand's batch axis goes in an equation's results, primitive by primitive.
+"""Where an axis of an operand (of examples, of rows) goes in an equation's results, primitive by primitive.
 
 `place` says where it goes; `partners` says which axes of the other operands run along with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
 
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Equation
@@ -56,29 +55,12 @@ def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
     Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
     """
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
-    before = _size(old[:axis])
-    found = next((d for d in range(len(new)) if _size(new[:d]) == before and new[d] > 1), None)
+    before = math.prod(old[:axis])
+    found = next((d for d in range(len(new)) if math.prod(new[:d]) == before and new[d] > 1), None)
     if found is None or new[found] % devices == 0 or old[axis] % devices or found + 1 == len(new):
         return found
     is_split = old[axis] % (new[found] * new[found + 1]) == 0
     return found + 1 if is_split and new[found + 1] % devices == 0 else found
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
-
-
-def _tile(equation: Equation, k: int, axis: int) -> int | None:
-    return axis if equation.params["reps"][axis] == 1 else None
-
-
-def _transpose(equation: Equation, k: int, axis: int) -> int | None:
-    return list(equation.params["permutation"]).index(axis)
-
-
-def _squeeze(equation: Equation, k: int, axis: int) -> int | None:
-    rank = len(equation.inputs[0].shape)
-    return _without([d % rank for d in equation.params["dimensions"]], axis)
 
 
 def _reduce(equation: Equation, k: int, axis: int) -> int | None:
@@ -100,14 +82,6 @@ def _kept(equation: Equation, k: int, axis: int) -> int | None:
         return None
     same = equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis]
     return axis if same or equation.op == "concatenate" else None
-
-
-def _stack(equation: Equation, k: int, axis: int) -> int | None:
-    return axis + (equation.params["axis"] <= axis)
-
-
-def _unstack(equation: Equation, k: int, axis: int) -> int | None:
-    return _without([equation.params["axis"]], axis)
 
 
 def _gather(equation: Equation, k: int, axis: int) -> int | None:
@@ -179,23 +153,19 @@ def _windowed(equation: Equation, k: int, axis: int) -> int | None:
     return axis if all(size == 1 for size in sizes) and tuple(p["padding"][axis]) == (0, 0) else None
 
 
-def _transform(equation: Equation, k: int, axis: int) -> int | None:
-    return axis if axis < len(equation.inputs[0].shape) - len(equation.params["fft_lengths"]) else None
-
-
 _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "broadcast_in_dim": _broadcast,
-    "tile": _tile,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    "tile": lambda e, k, axis: axis if e.params["reps"][axis] == 1 else None,
+    "transpose": lambda e, k, axis: list(e.params["permutation"]).index(axis),
+    "squeeze": lambda e, k, axis: _without([d % len(e.inputs[0].shape) for d in e.params["dimensions"]], axis),
     "gather": _gather,
     "ap.lookup": _lookup,
     "dot_general": _dot,
     "conv_general_dilated": _convolve,
-    "stack": _stack,
-    "unstack": _unstack,
+    "stack": lambda e, k, axis: axis + (e.params["axis"] <= axis),
+    "unstack": lambda e, k, axis: _without([e.params["axis"]], axis),
     **{op: _windowed for op in _WINDOWED},
-    "fft": _transform,
+    "fft": lambda e, k, axis: axis if axis < len(e.inputs[0].shape) - len(e.params["fft_lengths"]) else None,
     **dict.fromkeys(PRIMITIVES, _reduce),
     **{op: _reduce for op in ("argmax", "argmin")},
     **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},

@@ -10,15 +10,17 @@ to be bounded so isn't bounded.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.settling import SettlingWalk
-from autopar.analysis.settling_rules import Number, Scaled, Sign, Value, Zero
+from autopar.analysis.settling_rules import Number, Scaled, Sign, Value, Zero, keeps_order
 from autopar.ir.deferred import FLOORS, Fading, Settled
 from autopar.ir.program import Block, Equation
 from autopar.ir.slicing import eliminate_dead
@@ -79,7 +81,8 @@ class FadingWalk(SettlingWalk):
         value = super().choose(index, [c.value for c in cases])
         if value is None:
             return Near(value, None)
-        return Near(value, _largest(self, cases), _smallest(self, [_least_of(self, c) for c in cases]))
+        least = reduce(self.xp.minimum, (_least_of(self, c) for c in cases), np.inf)
+        return Near(value, _largest(self, cases), least)
 
 
 # --- what values are at least ---
@@ -113,34 +116,21 @@ def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Any:
     return least[0] if op in _SAME else 0.0
 
 
-def _smallest(walk: FadingWalk, least: Sequence[Any]) -> Any:
-    found = least[0]
-    for x in least[1:]:
-        found = walk.xp.minimum(found, x)
-    return walk.xp.minimum(found, np.inf)
-
-
 # --- how far values are from what they would be ---
 
 _Reach = Mapping[int, Any] | None
 
 
-def _summed(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
+def _merged(values: Sequence[Near], join: Callable[[Any, Any], Any]) -> _Reach:
     found: dict[int, Any] = {}
     for near in values:
         for leaf, reach in (near.reach or {}).items():
-            found[leaf] = found[leaf] + reach if leaf in found else reach
+            found[leaf] = join(found[leaf], reach) if leaf in found else reach
     return found
 
 
 def _largest(walk: FadingWalk, values: Sequence[Near]) -> _Reach:
-    if any(v.reach is None for v in values):
-        return None
-    found: dict[int, Any] = {}
-    for near in values:
-        for leaf, reach in (near.reach or {}).items():
-            found[leaf] = walk.xp.maximum(found[leaf], reach) if leaf in found else reach
-    return found
+    return None if any(v.reach is None for v in values) else _merged(values, walk.xp.maximum)
 
 
 def _times(walk: FadingWalk, near: Near, number: Any) -> _Reach:
@@ -165,11 +155,7 @@ def _quotient(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _
 
 
 def _moved(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    """The same elements in the same order."""
-    old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
-    dims = equation.params.get("broadcast_dimensions", ())
-    in_order = old == new and equation.op != "transpose" and list(dims) == sorted(dims)
-    return values[0].reach if in_order else None
+    return values[0].reach if keeps_order(equation) else None
 
 
 def _converted(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
@@ -178,25 +164,19 @@ def _converted(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> 
     return values[0].reach if wide else None
 
 
-def _selected(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    which, *cases = values
-    return _largest(walk, cases) if which.steady else None
-
-
-def _same(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    return values[0].reach
-
-
 _SAME = ("copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "ap.full", "convert_element_type")
 _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] = {
-    **dict.fromkeys(("add", "add_any", "sub", "max"), _summed),
+    **dict.fromkeys(("add", "add_any", "sub", "max"), lambda walk, e, values: _merged(values, operator.add)),
     "mul": _product,
     "div": _quotient,
     **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze"), _moved),
     "convert_element_type": _converted,
-    "select_n": _selected,
+    "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].steady else None,
     # Their slope is at most one.
-    **dict.fromkeys(("neg", "abs", "tanh", "sin", "atan", "copy", "copy_p", "stop_gradient"), _same),
+    **dict.fromkeys(
+        ("neg", "abs", "tanh", "sin", "atan", "copy", "copy_p", "stop_gradient"),
+        lambda walk, e, values: values[0].reach,
+    ),
 }
 
 

@@ -27,13 +27,7 @@ class Ties:
 
 
 def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterable[Equation] = ()) -> Ties:
-    """What belongs to the tables.
-
-    Args:
-      program: A classified program.
-      tables: Input -> row axis.
-      reading_whole: Lookups that read all rows.
-    """
+    """What belongs to the tables (input -> row axis). `reading_whole`: lookups that read all rows."""
     axes = dict(tables)
     barred: set[Equation] = set()
     while True:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.interpreter import Interpreter, union
 from autopar.ir import program
 from autopar.ir.program import Atom, Block, Equation
 
@@ -55,7 +55,7 @@ class _Carried(Interpreter[tuple[int, int]]):
         return [(0, 0)] * len(equation.outputs)
 
     def join(self, values: Sequence[tuple[int, int]], atoms: Sequence[Atom]) -> tuple[int, int]:
-        return _union([r for r, _ in values]), _union([a for _, a in values])
+        return union(r for r, _ in values), union(a for _, a in values)
 
     def end(self, carry: tuple[int, int], result: tuple[int, int]) -> tuple[int, int]:
         return result
@@ -77,10 +77,3 @@ def _is_scaled(equation: Equation, scaled: Scaled) -> bool:
         return scaled == "ever" and equation.op in _SCALE
     constants = [a.value for a in equation.inputs if isinstance(a, program.Literal) and a.shape == ()]
     return equation.op == "mul" and any(abs(value - 0.75) < 0.25 for value in constants)
-
-
-def _union(sources: Sequence[int]) -> int:
-    total = 0
-    for source in sources:
-        total |= source
-    return total

@@ -8,7 +8,9 @@ starts as what comes in, and is widened until a turn returns what went in.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from autopar.ir.program import Atom, Block, Equation, Var
@@ -135,3 +137,8 @@ class Interpreter(abc.ABC, Generic[V]):
 def _first_carry(equation: Equation) -> int:
     """Where the carries are in a loop's body."""
     return equation.params["num_consts" if equation.op == "scan" else "body_nconsts"]
+
+
+def union(sets: Iterable[int]) -> int:
+    """Of sets that are the bits of integers."""
+    return functools.reduce(operator.or_, sets, 0)

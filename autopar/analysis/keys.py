@@ -9,13 +9,14 @@ otherwise, it isn't known whether they are those of one key or the data of as ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal as Named
 
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
@@ -74,7 +75,7 @@ class _Keys(Interpreter[Words]):
         made = given[: _SINKS.get(equation.op, 0)]
         if any(map(any, made)):
             # Two operands are the two words, an element of each for one key.
-            held = made[0] if len(made) == 1 else tuple(_all(m) for m in made)
+            held = made[0] if len(made) == 1 else tuple(union(m) for m in made)
             self.uses.add(sorted(held) == [1 << k for k in range(self.count)])
         known = {a: words for a, words in zip(equation.inputs, given, strict=True) if any(words)}
         return [
@@ -100,7 +101,7 @@ class _Keys(Interpreter[Words]):
         return carries
 
     def unsettled(self, equation: Equation) -> Sequence[Words]:
-        everything = _all([_all(self.value(a)) for a in equation.inputs])
+        everything = union([union(self.value(a)) for a in equation.inputs])
         return [(everything,) * _positions(v.shape) for v in equation.outputs]
 
 
@@ -122,7 +123,7 @@ def _through(equation: Equation, output: int, words: Mapping[Atom, Words]) -> Wo
         return found
     if equation.op in ELEMENTWISE or equation.op in ("optimization_barrier", "dynamic_update_slice"):
         return _joined([_fitted(g, shape) for g in given])
-    return (_all(_joined(given)),) * _positions(shape)
+    return (union(_joined(given)),) * _positions(shape)
 
 
 # --- operations that move words ---
@@ -130,7 +131,7 @@ def _through(equation: Equation, output: int, words: Mapping[Atom, Words]) -> Wo
 
 def _reshaped(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
     old, new = given[0], equation.outputs[output]
-    size = int(np.prod(new.shape, dtype=np.int64))
+    size = math.prod(new.shape)
     positions = _positions(new.shape)
     if positions == len(old):
         return old
@@ -185,7 +186,7 @@ def _concatenated(equation: Equation, output: int, given: Sequence[Words]) -> Wo
 
 def _stacked(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
     if equation.params["axis"] == len(equation.outputs[output].shape) - 1:
-        return tuple(map(_all, given))
+        return tuple(map(union, given))
     return _joined(given) if equation.inputs[0].shape else None
 
 
@@ -224,21 +225,14 @@ def _positions(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
-def _all(words: Iterable[int]) -> int:
-    total = 0
-    for bits in words:
-        total |= bits
-    return total
-
-
 def _joined(given: Sequence[Words]) -> Words:
     """Position by position; those of arrays without that many positions in each."""
     size = max(map(len, given), default=0)
-    fitted = [g if len(g) == size else (_all(g),) * size for g in given]
-    return tuple(_all(bits) for bits in zip(*fitted, strict=True))
+    fitted = [g if len(g) == size else (union(g),) * size for g in given]
+    return tuple(union(bits) for bits in zip(*fitted, strict=True))
 
 
 def _fitted(words: Words, shape: Sequence[int]) -> Words:
     """The same for an array of another shape: position by position if it has as many, else each depends on all."""
     size = _positions(shape)
-    return words if len(words) == size else (_all(words),) * size
+    return words if len(words) == size else (union(words),) * size

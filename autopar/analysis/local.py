@@ -7,6 +7,7 @@ operands. Both are sound: what they have no rule for is refused, never guessed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,12 +126,9 @@ class Placed:
 
 
 def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) -> Placed:
-    """Where equal shares of some operands end up.
+    """Where equal shares of some operands end up, in an equation without bodies.
 
-    Args:
-      equation: Without bodies.
-      spread: Operand -> the axis along which it is spread, for those that are.
-      devices: N.
+    `spread`: operand -> the axis along which it is spread.
 
     Raises:
       NotLocal: there is no rule, or the operands don't go together.
@@ -167,14 +165,8 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
 
 
 def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Mapping[str, Any]:
-    """The parameters of an equation that is run on a part of its operands.
-
-    Args:
-      equation: Without bodies.
-      spread: Operand -> the axis of which it is a part.
-      axis: Of the results.
-      size: Of that axis.
-    """
+    """The parameters of an equation that is run on a part of its operands (operand -> the axis of which it is one),
+    where `axis` of its results has `size`."""
     if equation.op not in RESIZE:
         return equation.params
     if equation.op == "gather":
@@ -193,7 +185,7 @@ def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, 
 def _equal_shares(equation: Equation, axis: int, to: int) -> bool:
     """Whether a reshape leaves what is ahead of an axis, so that equal shares stay equal shares."""
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
-    return int(np.prod(old[:axis], dtype=np.int64)) == int(np.prod(new[:to], dtype=np.int64))
+    return math.prod(old[:axis]) == math.prod(new[:to])
 
 
 def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:

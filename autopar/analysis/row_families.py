@@ -41,9 +41,9 @@ class Families:
         value = self.flow.value(atom)
         return value if isinstance(value, Row) and self.flow.find(value.family) == space.family else None
 
-    def _leaf_families(self) -> dict[int, int]:
-        """Leaf -> its family."""
-        return {k: family for family, leaves in self._members().items() for k in leaves}
+    def _reads(self, family: int) -> list[Refusal]:
+        """What reads all of its rows."""
+        return [refusal for f, refusal in self.flow.dense_reads if self.flow.find(f) == family]
 
     def _members(self) -> dict[int, list[int]]:
         """Family -> its leaves."""
@@ -82,8 +82,8 @@ class Families:
             if tables and any(a.is_lookup for a in accesses) and self._is_worth_lifting(leaves):
                 axes = tuple(self.flow.candidates[k] for k in leaves)
                 space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
-                is_read_whole = any(self.flow.find(f) == family for f, _ in self.flow.dense_reads)
-                space = dataclasses.replace(space, depends_on=self._id_families(space), is_read_whole=is_read_whole)
+                needed = tuple(sorted({f for access in accesses for f in self._families_of_ids(access)}))
+                space = dataclasses.replace(space, depends_on=needed, is_read_whole=bool(self._reads(family)))
                 found.append(dataclasses.replace(space, notes=self._notes(space)))
         return _closed(found)
 
@@ -94,39 +94,42 @@ class Families:
         return updated or any(self.program.inputs[k].layout is not None for k in leaves)
 
     def _notes(self, space: RowSpace) -> tuple[str, ...]:
-        reads = [f"read whole: {r}" for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
+        reads = [f"read whole: {r}" for r in self._reads(space.family)]
         for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
-            value = self.flow.value(atom)
-            if (
-                isinstance(value, Row)
-                and self.flow.find(value.family) == space.family
-                and output.state not in space.leaves
-            ):
+            value = self._row(atom, space)
+            if value is not None and output.state not in space.leaves:
                 reads.append(f"the output {output.path} is written with all rows, {value.off} on untouched ones")
         return tuple(dict.fromkeys(reads))
 
     def causes(self, space: RowSpace) -> dict[int, Refusal]:
         """Leaves that keep the family from being lifted, with the reason."""
-        for family, refusal in self.flow.refusals:
-            if self.flow.find(family) == space.family:
-                return dict.fromkeys(space.leaves, refusal)
-        carried = None if self.lazy else self._carried(space)
-        if carried is not None:
-            return dict.fromkeys(space.leaves, carried)
-        changed = {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
+        refusal = self._met(space)
+        changed = {} if refusal else {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
         if changed:
             return changed
+        refusal = refusal or self._unliftable(space)
+        return {} if refusal is None else dict.fromkeys(space.leaves, refusal)
+
+    def _met(self, space: RowSpace) -> Refusal | None:
+        """What needs all of its rows."""
+        refusal = next((r for f, r in self.flow.refusals if self.flow.find(f) == space.family), None)
+        return refusal if refusal or self.lazy else self._carried(space)
+
+    def _unliftable(self, space: RowSpace) -> Refusal | None:
+        """What keeps the family dense although its new rows are known."""
         if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
-            return dict.fromkeys(space.leaves, Refusal("it meets rows of a table that is stored in another layout"))
+            return Refusal("it meets rows of a table that is stored in another layout")
         repeated = self._repeated_effect(space)
         if repeated is not None:
             reason = "the ids of a lookup come from a callback inside a loop, which would run twice"
-            return dict.fromkeys(space.leaves, Refusal(reason, repeated.source, "call it before the loop"))
+            return Refusal(reason, repeated.source, "call it before the loop")
         if space.family in space.depends_on:
             where = next((a.equation.source for a in space.accesses if self._on_own_rows(space, a)), None)
-            reason = Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
-            return dict.fromkeys(space.leaves, reason)
-        return self._output_causes(space)
+            return Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
+        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
+            if self._row(atom, space) is not None and atom not in self.flow.whole and output.state not in space.leaves:
+                return Refusal(f"the output {output.path} needs all of its rows", self._defined_at(atom))
+        return None
 
     def _carried(self, space: RowSpace) -> Refusal | None:
         """A reduction over all rows of what a loop carries, where an untouched row may hide what a number that isn't
@@ -171,7 +174,7 @@ class Families:
             return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LAZY)
         other = self.flow.value(atom)
         if isinstance(other, Row):
-            owners = [k for k, found in self._leaf_families().items() if found == self.flow.find(other.family)]
+            owners = self._members().get(self.flow.find(other.family), [])
             names = ", ".join(self.program.inputs[k].path for k in owners[:2])
             return Refusal(f"{path} is made anew from all rows of {names}", source)
         return self._product(space) or Refusal(
@@ -183,7 +186,7 @@ class Families:
         known = next((self.undeferred[k] for k in space.leaves if k in self.undeferred), None)
         if known is not None:
             return known
-        read = next((r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family), None)
+        read = next(iter(self._reads(space.family)), None)
         if read is not None:
             reason = f"all of its rows move in every step, and it is read whole ({read.reason})"
             return Refusal(reason, read.source, read.remedy)
@@ -199,9 +202,8 @@ class Families:
     def _product(self, space: RowSpace) -> Refusal | None:
         """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of
         it."""
-        reads = [r for f, r in self.flow.dense_reads if self.flow.find(f) == space.family]
         telling = [kind for kind in get_args(RefusalKind) if kind != "other"]
-        return next((r for kind in telling for r in reads if r.kind == kind), None)
+        return next((r for kind in telling for r in self._reads(space.family) if r.kind == kind), None)
 
     def _defined_at(self, atom: Atom) -> Source | None:
         for equation in reversed(self.program.block.equations):
@@ -209,27 +211,9 @@ class Families:
                 return equation.source
         return None
 
-    def _output_causes(self, space: RowSpace) -> dict[int, Refusal]:
-        """Outputs that aren't states and hold a row value which can't be had for all rows."""
-        for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
-            if self._row(atom, space) is None or atom in self.flow.whole:
-                continue
-            if output.state is None or output.state not in space.leaves:
-                reason = Refusal(f"the output {output.path} needs all of its rows", self._defined_at(atom))
-                return dict.fromkeys(space.leaves, reason)
-        return {}
-
-    def _id_families(self, space: RowSpace) -> tuple[int, ...]:
-        """Families whose rows the ids of this one depend on directly."""
-        return tuple(sorted({f for access in space.accesses for f in self._families_of_ids(access)}))
-
     def _families_of_ids(self, access: Access) -> set[int]:
         """Families whose rows the ids of an access depend on."""
-        found: set[int] = set()
-        for inner, needed in self._slices(access):
-            found |= self._families_in(inner)
-            found |= self._families_in(needed)
-        return found
+        return {f for equations in self._slices(access) for found in equations for f in self._families_in(found)}
 
     def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
         """What computes the ids of an access. Many accesses share theirs."""
@@ -253,16 +237,11 @@ class Families:
 
     def _repeated_effect(self, space: RowSpace) -> Equation | None:
         """An equation with effects that the ids of the family would need a second time, outside of its loop."""
-        own: set[Equation] | None = None
-        for access in space.accesses:
-            for inner, needed in self._slices(access):
-                for equation in (*inner, *needed):
-                    found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
-                    if not equation.effects and not found:
-                        continue
-                    own = set(self.program.block.equations) if own is None else own
-                    if equation not in own:
-                        return found[0] if found else equation
+        slices = (found for access in space.accesses for found in self._slices(access))
+        for equation in (e for inner, needed in slices for e in (*inner, *needed)):
+            found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
+            if (equation.effects or found) and equation not in self.program.block.equations:
+                return found[0] if found else equation
         return None
 
     def _families_in(self, equations: Sequence[Equation]) -> set[int]:

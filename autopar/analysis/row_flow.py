@@ -11,17 +11,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
 from autopar.analysis.rules.elementwise import off_of
-from autopar.analysis.softmax import softmaxes
 from autopar.ir.program import Atom, Block, Equation, Program, Var
-from autopar.ir.rowspace import UNKNOWN, Access, Const, Free, Refusal, Row, Same, Value, can_be_run_again
+from autopar.ir.rowspace import (
+    UNKNOWN,
+    Access,
+    Const,
+    Free,
+    Refusal,
+    Row,
+    Same,
+    Value,
+    can_be_run_again,
+    representative,
+)
 
 #: What to do about a table in a while loop.
 _NO_WHILE = (
     "use lax.scan, or lax.fori_loop with bounds that are known when the step is traced; what ends earlier can skip the "
     "rest by lax.cond"
 )
+
+#: What hands values on as they are, one by one.
+_HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
 
 
 @dataclass(eq=False)
@@ -55,22 +69,21 @@ class RowFlow(Interpreter[Value]):
     def __post_init__(self) -> None:
         inputs = self.program.block.inputs
         self.table_extents = {inputs[k].shape[axis] for k, axis in self.candidates.items()}
+        #: Output variable -> the state inputs that it is the new value of.
+        self.updates: dict[Atom, list[int]] = {}
+        for leaf, out in self.program.new_states.items():
+            self.updates.setdefault(self.program.block.outputs[out], []).append(leaf)
 
     # --- what rules ask (analysis.rules.Analysis) ---
 
     def find(self, family: int) -> int:
-        while self.parents[family] != family:
-            family = self.parents[family]
-        return family
+        return representative(self.parents, family)
 
     def unite(self, rows: Sequence[Row]) -> int:
         first = min(self.find(r.family) for r in rows)
         for row in rows:
             self.parents[self.find(row.family)] = first
         return first
-
-    def extent(self, family: int) -> int:
-        return self.extents[self.find(family)]
 
     def new_family(self, extent: int) -> int:
         """A family by itself."""
@@ -230,7 +243,7 @@ class RowFlow(Interpreter[Value]):
             self.roles[equation] = "dense"
 
     def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
-        if mixes.kind != "sum" or equation not in softmaxes(self._equations):
+        if mixes.kind != "sum" or equation not in _softmaxes(self._equations):
             return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
         reason = f"{equation.op} over all rows of the table, for a full softmax"
         return Refusal(
@@ -252,7 +265,6 @@ class RowFlow(Interpreter[Value]):
 
     def _note_whole(self, equation: Equation) -> None:
         """Results that can be had for all rows: new values of leaves, constants, and what is made of such."""
-        updates = self._updates()
         sources: frozenset[int] | None = frozenset()
         for atom in equation.inputs:
             if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):
@@ -264,7 +276,7 @@ class RowFlow(Interpreter[Value]):
             value = self.values[var]
             if not isinstance(value, Row):
                 continue
-            if not self.path and isinstance(value.off, Same) and value.off.leaf in updates.get(var, ()):
+            if not self.path and isinstance(value.off, Same) and value.off.leaf in self.updates.get(var, ()):
                 self.whole[var] = frozenset([value.family])
             elif sources is not None:
                 self.whole[var] = sources
@@ -272,16 +284,6 @@ class RowFlow(Interpreter[Value]):
                 self.whole[var] = frozenset()
             else:
                 self.whole.pop(var, None)
-
-    def _updates(self) -> dict[Atom, tuple[int, ...]]:
-        """Output variable -> the state inputs that it is the new value of."""
-        if not hasattr(self, "_updates_cache"):
-            found: dict[Atom, tuple[int, ...]] = {}
-            for leaf, out in self.program.new_states.items():
-                atom = self.program.block.outputs[out]
-                found[atom] = (*found.get(atom, ()), leaf)
-            self._updates_cache = found
-        return self._updates_cache
 
     def _note_dense_operands(self, equation: Equation, values: Sequence[Value], results: Sequence[Value]) -> None:
         if equation.op not in ALIGNED:
@@ -291,3 +293,28 @@ class RowFlow(Interpreter[Value]):
             dense = value is None or (isinstance(value, Free) and row.axis not in value.axes)
             if dense and atom.shape != () and not (isinstance(row.off, Const)):
                 self.mixed_with_dense.append((row.family, equation))
+
+
+def _softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:
+    """The sums of exponentials in softmaxes, and the maxima that are subtracted before (logsumexp and the normalizer
+    alone are such, too). A full softmax over a table has a remedy of its own, which other sums haven't."""
+    made: dict[Atom, Equation] = {var: e for e in equations for var in e.outputs}
+
+    def origin(atom: Atom) -> Atom:
+        while atom in made and made[atom].op in _HANDS_ON and len(made[atom].inputs) == 1:
+            atom = made[atom].inputs[0]
+        return atom
+
+    found: set[Equation] = set()
+    maxima = [e for e in equations if e.op == "reduce_max"]
+    for equation in equations:
+        exponential = made.get(origin(equation.inputs[0])) if equation.op == "reduce_sum" else None
+        if exponential is None or exponential.op not in ("exp", "exp2"):
+            continue
+        found.add(equation)
+        shifted = made.get(origin(exponential.inputs[0]))
+        if shifted is not None and shifted.op == "sub":
+            logits = origin(shifted.inputs[0])
+            same_axes = (m for m in maxima if m.params["axes"] == equation.params["axes"])
+            found.update(m for m in same_axes if origin(m.inputs[0]) is logits)
+    return frozenset(found)

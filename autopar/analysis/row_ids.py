@@ -8,6 +8,7 @@ mapped to the number of rows (no row).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,19 +115,12 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
         size = len(range(params["start"], params["stop"], params["stride"]))
         return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
     shape = index.shape if params["position"] is None else index.shape[:-1]
-    size = int(np.prod(shape, dtype=np.int64)) * params["count"]
+    size = math.prod(shape) * params["count"]
     return Equation("ap.row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
 
 
 def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1) -> RowIds:
-    """The ids of all accesses of a family, each distinct set once.
-
-    Args:
-      block: The program's block.
-      space: The family.
-      batch: Batch axes of the program's variables.
-      devices: Over how many devices the batch is spread.
-    """
+    """The ids of all accesses of a family, each distinct set once. `batch`: the batch axes of variables."""
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
     indices: dict[Equation, Index] = {}

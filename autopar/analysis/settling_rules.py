@@ -88,16 +88,14 @@ def _add(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     a, b = values
     if equation.op == "sub":
         b = _neg(walk, equation, [b])
-    if isinstance(a, Zero):
-        return b if not isinstance(b, Number) else _plus_number(walk, a, b)
-    if isinstance(b, Zero):
-        return a if not isinstance(a, Number) else _plus_number(walk, b, a)
-    if isinstance(a, Number) and isinstance(b, Number):
-        return Number(a.value + b.value, a.literal and b.literal)
-    if isinstance(b, Number):
-        return _plus_number(walk, a, b)
     if isinstance(a, Number):
-        return _plus_number(walk, b, a)
+        a, b = b, a
+    if isinstance(b, Number):
+        return Number(a.value + b.value, a.literal and b.literal) if isinstance(a, Number) else _plus_number(walk, a, b)
+    if isinstance(a, Zero):
+        return b
+    if isinstance(b, Zero):
+        return a
     if isinstance(a, Scaled) and isinstance(b, Scaled) and a.leaf == b.leaf:
         return Scaled(a.leaf, a.unit + b.unit, a.rest + b.rest)
     if isinstance(a, Sign) and isinstance(b, Sign):
@@ -252,20 +250,19 @@ def _literally_positive(number: Number) -> bool:
     return number.literal and _is_positive(number)
 
 
-def _odd(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
-    """Zero at zero."""
-    return values[0] if isinstance(values[0], Zero) else None
-
-
 def _moved(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     """The same elements in another shape; a leaf's must stay where they are."""
     a = values[0]
-    old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
-    dims = equation.params.get("broadcast_dimensions", ())
-    in_order = equation.op != "transpose" and list(dims) == sorted(dims)
     if isinstance(a, Number):
         return _full(walk, equation, values) if is_scalar(a) else None
-    return a if not isinstance(a, Scaled) or (old == new and in_order) else None
+    return a if not isinstance(a, Scaled) or keeps_order(equation) else None
+
+
+def keeps_order(equation: Equation) -> bool:
+    """Whether an equation that moves axes has the same elements in the same order."""
+    old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
+    dims = equation.params.get("broadcast_dimensions", ())
+    return old == new and equation.op != "transpose" and list(dims) == sorted(dims)
 
 
 def _convert(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
@@ -326,12 +323,11 @@ def _full(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     return Zero() if zero else a
 
 
-def _identity(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
-    return values[0]
-
-
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(those_that(lambda p: p.elementwise and p.keeps_zero), _odd),
+    **dict.fromkeys(
+        those_that(lambda p: p.elementwise and p.keeps_zero),
+        lambda walk, e, values: values[0] if isinstance(values[0], Zero) else None,
+    ),
     "add": _add,
     "add_any": _add,
     "sub": _add,
@@ -349,7 +345,5 @@ RULES: Mapping[str, Rule] = {
     "reduce_sum": _sum,
     "select_n": _select,
     "ap.full": _full,
-    "copy": _identity,
-    "copy_p": _identity,
-    "stop_gradient": _identity,
+    **dict.fromkeys(("copy", "copy_p", "stop_gradient"), lambda walk, e, values: values[0]),
 }

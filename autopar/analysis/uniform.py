@@ -10,7 +10,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from autopar.analysis.batch_rules import SUMMED, place
-from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import PRIMITIVES
@@ -20,13 +20,8 @@ _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice"
 
 
 def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
-    """Whether a value is constant along an axis.
-
-    Args:
-      uniform: Of `uniform_axes`.
-      atom: Any value. One that the step closes over is a constant, and says nothing of its axes.
-      axis: One of its axes.
-    """
+    """Whether a value is constant along an axis. One that the step closes over is a constant, and says nothing of its
+    axes."""
     return isinstance(atom, Literal) or atom.shape[axis] == 1 or bool(uniform.get(atom, 0) >> axis & 1)
 
 
@@ -53,18 +48,15 @@ class _Uniform(Interpreter[int]):
         return value << 1
 
     def plain(self, equation: Equation, given: Sequence[int]) -> Sequence[int]:
-        return [_plain(equation, self.values)] * len(equation.outputs)
-
-
-def _read(found: Mapping[Var, int], atom: Atom) -> int:
-    return _all(atom) if isinstance(atom, Literal) else found.get(atom, 0)
+        return [_axes(equation, given)] * len(equation.outputs)
 
 
 def _all(atom: Atom) -> int:
     return (1 << len(atom.shape)) - 1
 
 
-def _plain(equation: Equation, found: Mapping[Var, int]) -> int:
+def _axes(equation: Equation, given: Sequence[int]) -> int:
+    """Those of the results, from those of the operands."""
     if not equation.outputs:
         return 0
     out, op = equation.outputs[0], equation.op
@@ -72,42 +64,26 @@ def _plain(equation: Equation, found: Mapping[Var, int]) -> int:
         return _all(out)
     if op == "iota":
         return _all(out) & ~(1 << equation.params["dimension"])
-    if op == "broadcast_in_dim":
-        return _broadcast(equation, found)
-    if op == "tile":
-        return _tile(equation, found)
+    if op in ("broadcast_in_dim", "tile"):
+        operand = equation.inputs[0]
+        constant = given[0] | union(1 << axis for axis, size in enumerate(operand.shape) if size == 1)
+        if op == "tile":
+            return constant
+        dims = enumerate(equation.params["broadcast_dimensions"])
+        return _all(out) & ~union(1 << to for axis, to in dims if not constant >> axis & 1)
     if op in ELEMENTWISE:
-        bits = _all(out)
-        for atom in equation.inputs:
-            bits &= _read(found, atom) if atom.shape == out.shape else bits
-        return bits
+        bits = (bits for atom, bits in zip(equation.inputs, given, strict=True) if atom.shape == out.shape)
+        return functools.reduce(operator.and_, bits, _all(out))
     if op == "dot_general":
-        return _placed(equation, found, 0) | _placed(equation, found, 1)
-    if op == "reshape" and _read(found, equation.inputs[0]) == _all(equation.inputs[0]):
+        return _placed(equation, given, 0) | _placed(equation, given, 1)
+    if op == "reshape" and given[0] == _all(equation.inputs[0]):
         return _all(out)
-    return _placed(equation, found, 0) if op in _SHAPED or op in PRIMITIVES else 0
+    return _placed(equation, given, 0) if op in _SHAPED or op in PRIMITIVES else 0
 
 
-def _broadcast(equation: Equation, found: Mapping[Var, int]) -> int:
-    operand = equation.inputs[0]
-    bits = _all(equation.outputs[0])
-    for axis, to in enumerate(equation.params["broadcast_dimensions"]):
-        if not is_uniform(found, operand, axis):
-            bits &= ~(1 << to)
-    return bits
-
-
-def _tile(equation: Equation, found: Mapping[Var, int]) -> int:
-    operand = equation.inputs[0]
-    return sum(1 << d for d in range(len(operand.shape)) if is_uniform(found, operand, d))
-
-
-def _placed(equation: Equation, found: Mapping[Var, int], k: int) -> int:
-    operand, bits = equation.inputs[k], 0
-    known = _read(found, operand)
-    for axis in range(len(operand.shape)):
-        if known >> axis & 1:
-            at = place(equation, k, axis)
-            if at is not None and at != SUMMED and equation.outputs[0].shape[at] == operand.shape[axis]:
-                bits |= 1 << at
-    return bits
+def _placed(equation: Equation, given: Sequence[int], k: int) -> int:
+    """Where an operand's axes go that keep their size."""
+    operand, out = equation.inputs[k], equation.outputs[0]
+    axes = [axis for axis in range(len(operand.shape)) if given[k] >> axis & 1]
+    places = [(place(equation, k, axis), operand.shape[axis]) for axis in axes]
+    return union(1 << at for at, size in places if at is not None and at != SUMMED and out.shape[at] == size)

@@ -28,13 +28,8 @@ def is_global(value: Any) -> bool:
 
 
 def place(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
-    """`jax.device_put` to where a process may have some of the devices only.
-
-    Args:
-      value: A plain array, the same on all processes of the mesh, or a global one.
-      sharding: Where to.
-      own: Whether the result must share no memory with a plain `value`.
-    """
+    """`jax.device_put` to where a process may have some of the devices only. `own`: the result shares no memory with a
+    plain value."""
     if sharding.is_fully_addressable or is_global(value):
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):

@@ -132,14 +132,8 @@ class Deferred:
     def flush(
         self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, due: Array | bool, full: bool
     ) -> tuple[Array, ...]:
-        """Changed leaves, stamps, now, volume and volumes after rows were brought up to date, if that is `due`.
-
-        In place where the leaves are donated: a loop of no round leaves them alone.
-
-        Args:
-          due: Whether there is anything to do.
-          full: Take settled rows, too.
-        """
+        """Changed leaves, stamps, now, volume and volumes after rows (settled ones, too, if `full`) were brought up to
+        date, if that is `due`. In place where the leaves are donated: a loop of no round leaves them alone."""
         changed, read = self._parts(leaves)
         n, extent = len(changed), stamps.shape[0]
         size = min(extent, max(1, _FLUSH_ELEMENTS // _row_elements(changed, extent)))

@@ -72,9 +72,9 @@ class Devices:
         """Those that own the devices."""
         return Processes.of(self.mesh)
 
-    def spec(self, along: int | None) -> P:
-        """Spread along an axis of the array, or replicated."""
-        return P() if along is None else P(*[None] * along, self.axis)
+    def spec(self, along: int | None, over: str | tuple[str, ...] = "") -> P:
+        """Spread along an axis of the array (over other axes of the mesh than the data axis), or replicated."""
+        return P() if along is None else P(*[None] * along, over or self.axis)
 
     def sharding(self, along: int | None) -> NamedSharding:
         """The same as a sharding."""
@@ -97,11 +97,16 @@ class Devices:
           returned: The same of the results: one for a single result, else a tuple.
           *operands: Global arrays.
         """
-        out = tuple(map(self.spec, returned)) if isinstance(returned, tuple) else self.spec(returned)
-        mapped = jax.shard_map(
-            fun, mesh=self.mesh, in_specs=tuple(map(self.spec, given)), out_specs=out, check_vma=False
-        )
-        return mapped(*operands)
+        return self.mapped(fun, given, returned)(*operands)
+
+    def mapped(
+        self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, over: str | tuple[str, ...] = ""
+    ) -> Callable[..., Any]:
+        """The function of global arrays that `local` calls, spread over axes of the mesh."""
+        specs = tuple(self.spec(along, over) for along in given)
+        several = isinstance(returned, tuple)
+        out = tuple(self.spec(along, over) for along in returned) if several else self.spec(returned, over)
+        return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
 class OwnPart(Devices, abc.ABC):

@@ -13,12 +13,8 @@ from autopar.ir.program import Program
 
 
 def donation_order(new: Mapping[int, int], count: int) -> tuple[int, ...]:
-    """Results in the order in which JAX is to get them.
-
-    Args:
-      new: Donated input -> the result that is its new value; no result twice.
-      count: How many results there are.
-    """
+    """Of `count` results the order in which JAX is to get them. `new`: donated input -> the result that is its new
+    value; no result twice."""
     first = [new[k] for k in sorted(new)]
     return (*first, *sorted(set(range(count)) - set(first)))
 

@@ -16,13 +16,12 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
-from autopar.backends.isolated import isolated
 from autopar.backends.layouts import own_rows, store, whole
 from autopar.backends.protocol import RowBackend
-from autopar.backends.reductions import Others
+from autopar.backends.reductions import Others, reduce_across
 from autopar.backends.row_ops import ROW_OPS
 from autopar.backends.single import SingleDevice
-from autopar.ir.operations import split
+from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 Array = Any
@@ -31,13 +30,8 @@ Array = Any
 def emit(
     block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | None = None
 ) -> Callable[..., list[Array]]:
-    """A function of the block's inputs that returns its outputs.
-
-    Args:
-      block: A lifted program's block.
-      backends: Family -> the backend of its row-space operations, where that isn't `SingleDevice`.
-      devices: Where values are spread, if any are.
-    """
+    """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
+    `SingleDevice`; `devices`: where values are spread, if any are."""
     emitter = _Emitter(backends, devices)
 
     def run(*inputs: Array) -> list[Array]:
@@ -81,12 +75,18 @@ class _Emitter:
 
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in ROW_OPS:
-            return [ROW_OPS[equation.op](self._backend(equation), equation.params, *operands)]
+            return [ROW_OPS[equation.op](equation.params, *operands)]
+        if equation.op in _ON_DEVICES:
+            assert self._devices is not None, "one device has everything"
+            return [_ON_DEVICES[equation.op](self._devices, equation.params, jnp.asarray(operands[0]))]
         method = _METHODS.get(equation.op)
         if method is None and equation.bodies and equation.original is None:
             method = _CONTROL_FLOW[equation.op]
         if method is not None:
             return method(self, equation, operands)
+        if equation.op.startswith(PREFIX):
+            run = getattr(self._backend(equation), plain_name(equation.op))
+            return [run({**equation.params, "primitive": equation.primitive}, *operands)]
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
 
@@ -132,26 +132,19 @@ class _Emitter:
 
     # --- where values are ---
 
-    def _replicate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "one device has everything"
-        return [self._devices.gathered(operands[0], equation.params["axis"])]
-
-    def _spread(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "one device has everything"
-        return [self._devices.constrain(operands[0], equation.params["axis"])]
-
     def _isolated(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """What every device runs by itself in a program that XLA partitions otherwise (`passes.shield`): on shares of
+        the operands, which are brought there from wherever they are."""
         assert self._devices is not None, "one device has no partitioner"
-        return isolated(emit(equation.bodies[0]), self._devices, operands, **equation.params)
+        p, run, names = equation.params, emit(equation.bodies[0]), self._devices.examples
 
-    def _reduce(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._own.reduce(jnp.asarray(operands[0]), equation.params["op"])]
+        def inside(*shares: Array) -> tuple[Array, ...]:
+            results = tuple(map(jnp.asarray, run(*shares)))
+            return (
+                results if p["reduction"] is None else tuple(reduce_across(p["reduction"], x, names) for x in results)
+            )
 
-    def _share(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._own.share(jnp.asarray(operands[0]), equation.params["axis"])]
-
-    def _once(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return [self._own.once(jnp.asarray(operands[0]))]
+        return self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
 
     def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)
@@ -159,49 +152,31 @@ class _Emitter:
         ordinary = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
-    @property
-    def _own(self) -> OwnPart:
-        assert isinstance(self._devices, OwnPart), "the program is one device's own"
-        return self._devices
-
-    def _store(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "layouts are for several devices"
-        if isinstance(self._devices, OwnPart):
-            return [own_rows(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
-        return [store(jnp.asarray(operands[0]), **equation.params, devices=self._devices)]
-
-    def _whole(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        assert self._devices is not None, "layouts are for several devices"
-        return [whole(operands[0], **equation.params, devices=self._devices)]
-
     # --- row space ---
-
-    def _aggregate(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        base, route, index, updates = operands
-        backend = self._backend(equation)
-        return [backend.aggregate(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
-
-    def _push(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        base, route, index, updates = operands
-        backend = self._backend(equation)
-        return [backend.push(equation.primitive, equation.params, base, route, jnp.asarray(index), updates)]
 
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, body = equation.params, equation.bodies[0]
         needed, *operands = operands
         leaves, others = operands[: len(p["axes"])], operands[len(p["axes"]) :]
         backend = self._backend(equation)
-        return backend.sweep(lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed, p)
+        return backend.sweep(p, lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed)
 
-    def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        deferred = deferred_of(equation)
-        n = len(deferred.replay.leaves)
+    def _replay(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """To catch up, or to flush: each device by itself, on what it has of the operands."""
+        deferred, is_flush = deferred_of(equation), equation.op == "ap.flush"
+        replay, n = deferred.replay, len(deferred.replay.leaves)
 
         def run(*operands: Array) -> Sequence[Array]:
-            return deferred.catch_up(operands[:n], operands[n], Entries.of(deferred.replay, operands[n + 1 :]))
+            leaves, stamps, entries = operands[:n], operands[n], Entries.of(replay, operands[n + 1 :])
+            if is_flush:
+                return deferred.flush(leaves, stamps, entries, due=entries.now >= replay.length, full=False)
+            return deferred.catch_up(leaves, stamps, entries)
 
-        given, returned = deferred.spread(self._is_spread(equation))
-        return self._by_device(run, given, returned[: deferred.replay.changed], operands)
+        if self._devices is None:
+            return run(*operands)
+        is_spread = self._backends.get(equation.params["family"], self._single).is_spread
+        given, returned = deferred.spread(is_spread)
+        return self._devices.local(run, given, returned if is_flush else returned[: replay.changed], *operands)
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -209,52 +184,15 @@ class _Emitter:
         now, records, values, guard = operands[0], operands[1 : 1 + n], operands[1 + n :][:m], operands[1 + n + m :]
         return deferred.record(now, records, values, *guard)
 
-    def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        deferred = deferred_of(equation)
-        n = len(deferred.replay.leaves)
-
-        def run(*operands: Array) -> Sequence[Array]:
-            entries = Entries.of(deferred.replay, operands[n + 1 :])
-            due = entries.now >= deferred.replay.length
-            return deferred.flush(operands[:n], operands[n], entries, due=due, full=False)
-
-        given, returned = deferred.spread(self._is_spread(equation))
-        return self._by_device(run, given, returned, operands)
-
-    def _is_spread(self, equation: Equation) -> bool:
-        """Whether the rows of a journal's family are spread over devices."""
-        return self._backends.get(equation.params["family"], self._single).is_spread
-
-    def _by_device(
-        self,
-        run: Callable[..., Sequence[Array]],
-        given: Sequence[int | None],
-        returned: Sequence[int | None],
-        operands: Sequence[Array],
-    ) -> Sequence[Array]:
-        """Each device by itself, on what it has of the operands."""
-        if self._devices is None:
-            return run(*operands)
-        return self._devices.local(run, given, tuple(returned), *operands)
-
     def _reduce_rows(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        rows, route, *more = operands
-        found = self._backend(equation).reduce_rows(equation.params, rows, route, self._others(equation, more))
-        return [found.astype(equation.params["dtype"])]
-
-    def _reduce_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        rows, route, *more = operands
-        others = self._others(equation, more)
-        alone = more[0] if more and others is None else None
-        found = self._backend(equation).reduce_part(equation.params, rows, route, others, alone)
-        return [found.astype(equation.params["dtype"])]
-
-    def _others(self, equation: Equation, operands: Sequence[Array]) -> Others | None:
-        """The rows that the step doesn't touch, where a reduction may have to look at them."""
-        if not equation.bodies:
-            return None
-        body, (needed, *read) = equation.bodies[0], operands
-        return Others(needed, lambda route: self.block(body, [route, *read])[0], equation.params["rows"])
+        p, (rows, route, *more) = equation.params, operands
+        others = None
+        if equation.bodies:  # it may have to look at rows that the step doesn't touch
+            body, (needed, *read) = equation.bodies[0], more
+            others = Others(needed, lambda route: self.block(body, [route, *read])[0], p["rows"])
+        is_part = equation.op == "ap.reduce_part"
+        found = self._backend(equation).reduce_rows(p, rows, route, *more[:1], others=others, part=is_part)
+        return [found.astype(p["dtype"])]
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Whether rows change that the step doesn't touch."""
@@ -263,13 +201,11 @@ class _Emitter:
         given = split(equation.op, p, operands)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(given["old"], given["new"], p["axes"], strict=True):
-            needed = needed | jnp.any(backend.padding(a, axis) != backend.padding(b, axis))
+            needed = needed | jnp.any(backend.last_rows(a, axis) != backend.last_rows(b, axis))
         for value, (known, axis) in zip(given["constant"], p["constants"], strict=True):
-            needed = needed | ~jnp.all(_is(backend.padding(value, axis), known))
-        for value in (
-            *given["frontier"],
-            *given["finite"],
-        ):  # where the padding row may hide what they do by a predicate of its own
+            needed = needed | ~jnp.all(_is(backend.last_rows(value, axis), known))
+        # Where the padding row may hide what they do by a predicate of its own.
+        for value in (*given["frontier"], *given["finite"]):
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
         for value in given["nonzero"]:
@@ -286,25 +222,32 @@ def _is(value: Array, known: Any) -> Array:
     return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
 
+def _store(devices: Devices, p: Mapping[str, Any], rows: Array) -> Array:
+    if isinstance(devices, OwnPart):
+        return own_rows(rows, **p, devices=devices)
+    return store(rows, **p, devices=devices)
+
+
+#: Where values are: devices (those of one of them for what only it can do), parameters, a value -> the value there.
+_ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
+    "ap.replicate": lambda devices, p, value: devices.gathered(value, p["axis"]),
+    "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
+    "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
+    "ap.share": lambda devices, p, value: devices.share(value, p["axis"]),
+    "ap.once": lambda devices, p, value: devices.once(value),
+    "ap.store": _store,
+    "ap.whole": lambda devices, p, value: whole(value, **p, devices=devices),
+}
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
-    "ap.push": _Emitter._push,
-    "ap.aggregate": _Emitter._aggregate,
     "ap.sweep": _Emitter._sweep,
-    "ap.catch_up": _Emitter._catch_up,
+    "ap.catch_up": _Emitter._replay,
     "ap.record": _Emitter._record,
-    "ap.flush": _Emitter._flush,
+    "ap.flush": _Emitter._replay,
     "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
     "ap.reduce_rows": _Emitter._reduce_rows,
-    "ap.reduce_part": _Emitter._reduce_part,
-    "ap.replicate": _Emitter._replicate,
-    "ap.spread": _Emitter._spread,
-    "ap.store": _Emitter._store,
-    "ap.whole": _Emitter._whole,
-    "ap.reduce": _Emitter._reduce,
-    "ap.share": _Emitter._share,
-    "ap.once": _Emitter._once,
+    "ap.reduce_part": _Emitter._reduce_rows,
     "ap.isolated": _Emitter._isolated,
 }
 #: Control flow whose bodies were rewritten.

@@ -21,13 +21,8 @@ Run = Callable[..., Sequence[Array]]
 
 
 def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
-    """A function like `tight`, whose last output says whether `safe` did its work.
-
-    Args:
-      tight: Takes the step's flat inputs; returns its outputs and whether capacities were exceeded.
-      safe: The same without limits, and without the flag.
-      program: What says which outputs are states.
-    """
+    """A function like `tight`, whose last output says whether `safe`, the same without limits and without that flag,
+    did its work."""
     new_states = program.new_states
     batch = {k for k, given in enumerate(program.inputs) if given.role == "batch"}
 

@@ -6,7 +6,6 @@ to the routed rows. Source: Parallax, section 3.2 (Horovod's way with sparse gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from autopar.backends import single
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, local_index, scatter_rows, sorted_unique, untouched
+from autopar.backends.protocol import Params
 from autopar.backends.single import SingleDevice
 
 Array = Any
@@ -41,9 +41,9 @@ class GatheredRows(SingleDevice):
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> single.Route:
+    def route(self, params: Params, *ids: Array) -> single.Route:
         if params["asked"] is None:  # nothing is spread
-            return super().route(ids, params)
+            return super().route(params, *ids)
         count, extent = self._devices.count, params["extent"]
 
         def plan(*ids: Array) -> tuple[Array, ...]:
@@ -56,21 +56,19 @@ class GatheredRows(SingleDevice):
         given = [0 if b else None for b in batched]
         return Route(*self._devices.local(plan, given, (None, None, 0, None), *ids))
 
-    def aggregate(
-        self, primitive: Any, params: Mapping[str, Any], base: Array, route: single.Route, index: Array, updates: Array
-    ) -> Array:
+    def aggregate(self, params: Params, base: Array, route: single.Route, index: Array, updates: Array) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are aggregated"
 
         def add(base: Array, asked: Array, index: Array, updates: Array) -> Array:
-            return scatter_rows(primitive, params, base, local_index(params, asked, index), updates)
+            return scatter_rows(params, base, local_index(params, asked, index), updates)
 
         axis = params["axis"]
         given = (axis, 0, params["batch"], params["spread"])
         return self._devices.local(add, given, axis, base, route.asked, index, updates)
 
-    def deliver(self, sums: Array, route: single.Route, axis: int, base: Array | None) -> Array:
+    def deliver(self, params: Params, sums: Array, route: single.Route, base: Array | None = None) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are delivered"
-        touched = route.rows.shape[0]
+        axis, touched = params["axis"], route.rows.shape[0]
 
         def exchange(sums: Array, back: Array, *base: Array) -> Array:
             rows = jax.lax.all_gather(jnp.moveaxis(sums, axis, 0), self._devices.axis, tiled=True)
@@ -90,7 +88,7 @@ class ReplicatedRows(SingleDevice):
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
 
-    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> single.Route:
+    def route(self, params: Params, *ids: Array) -> single.Route:
         batched = params["batched"] or [False] * len(ids)
         pairs = zip(ids, batched, strict=True)
-        return super().route([self._devices.gathered(i, 0) if b else i for i, b in pairs], params)
+        return super().route(params, *(self._devices.gathered(i, 0) if b else i for i, b in pairs))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.rules import resized
 
 Array = Any
 
@@ -67,16 +68,9 @@ def local_index(
     places_of: Callable[[Array], Array] = lambda ids: ids,
     own: bool = False,
 ) -> Array:
-    """Index vectors into the table as index vectors into a sorted list of its rows.
-
-    Args:
-      params: `position`, `extent` and `clip` of the access.
-      rows: Where the rows are stored, sorted.
-      index: The access's index operand.
-      places_of: Where the row with an id is stored.
-      own: Whether the list may lack some of the ids.
-    """
-    position, extent = params["position"], params["extent"]
+    """Index vectors into the table as index vectors into a sorted list of its rows, which may lack some if they are its
+    `own`. `params`: `position`, `extent` and `clip`; `places_of`: where the row with an id is stored."""
+    position, extent, index = params["position"], params["extent"], jnp.asarray(index)
     ids = in_range(index[..., position], extent, params["clip"])
     found = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)
     local = jnp.where(ids < extent, found, rows.shape[0])
@@ -86,7 +80,7 @@ def local_index(
 
 
 #: Parameters of a lookup or push that are autopar's own; the others are the gather's or scatter's.
-_OURS = frozenset({"extent", "position", "clip", "count", "op", "axis", "batch", "spread"})
+_OURS = frozenset({"primitive", "extent", "position", "clip", "count", "op", "axis", "batch", "spread"})
 
 
 def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
@@ -98,8 +92,9 @@ def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
     return jax_compat.bind(jax.lax.gather_p, [rows, local], options)[0]
 
 
-def scatter_rows(primitive: Any, params: Mapping[str, Any], base: Array, local: Array, updates: Array) -> Array:
+def scatter_rows(params: Mapping[str, Any], base: Array, local: Array, updates: Array) -> Array:
     """The scatter of a push, into some of the table's rows."""
+    primitive = params["primitive"]
     options = {k: v for k, v in params.items() if k not in _OURS}
     mode = jax.lax.GatherScatterMode.CLIP if params["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
     options |= {"mode": mode, "indices_are_sorted": False, "unique_indices": False}
@@ -144,7 +139,7 @@ def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) ->
     It is a real row (`spare`), because plain JAX computes its new value too; made finite in a state, because a row that
     is not finite by itself must not be taken for all rows.
     """
-    is_row = rows[-1] < leaf.shape[axis]
+    leaf, is_row = jnp.asarray(leaf), rows[-1] < leaf.shape[axis]
     numbers = rows.at[-1].set(jnp.where(is_row, rows[-1], spare))
     found = leaf.at[along(axis, numbers)].get(mode="clip")
     if not state or not jax_compat.is_float(found.dtype):
@@ -171,5 +166,4 @@ def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
 def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Array:
     """All rows of a table: those that are given, and the last one everywhere else."""
     last = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
-    shape = (*rows.shape[:axis], extent, *rows.shape[axis + 1 :])
-    return set_rows(jnp.broadcast_to(last, shape), rows, numbers, axis)
+    return set_rows(jnp.broadcast_to(last, resized(rows.shape, axis, extent)), rows, numbers, axis)

@@ -11,15 +11,16 @@ parts: `ordinary` gives an array that is spread along another axis then, or, if 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.analysis.rules import resized
 from autopar.backends.across import is_global
-from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.devices import Devices
 from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
@@ -36,10 +37,9 @@ def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     return arrange(even_shares(rows, layout, axis, devices), layout, axis, devices)
 
 
-def own_rows(rows: Array, layout: RowLayout, axis: int, devices: OwnPart) -> Array:
+def own_rows(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """A device's share, as it is stored, of rows that every device has: [..., V, ...] -> [..., share, ...]."""
-    places = devices.position() * layout.share + jnp.arange(layout.share, dtype=jnp.int32)
-    return jnp.take(rows, jnp.minimum(layout.row(places), layout.extent - 1), axis)
+    return jnp.take(rows, jnp.minimum(layout.row(_numbers(layout, devices)), layout.extent - 1), axis)
 
 
 def even_shares(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
@@ -73,8 +73,7 @@ def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Arra
 
 def _numbers(layout: RowLayout, devices: Devices) -> Array:
     """In `shard_map`: which rows this device's even share holds; from `extent` on spare ones."""
-    first = jax.lax.axis_index(devices.axis).astype(jnp.int32) * layout.share
-    return first + jnp.arange(layout.share, dtype=jnp.int32)
+    return devices.position() * layout.share + jnp.arange(layout.share, dtype=jnp.int32)
 
 
 def _parts(share: int, count: int) -> tuple[Array, Array]:
@@ -87,7 +86,7 @@ def _dealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
     if not layout.dealt:
         return rows
     count, share = layout.devices, layout.share
-    me = jax.lax.axis_index(devices.axis).astype(jnp.int32)
+    me = devices.position()
     other, nth = _parts(share, count)
     sent = rows.at[(other - me * share) % count + nth * count].get(mode="clip")
     got = jax.lax.all_to_all(sent, devices.axis, 0, 0)
@@ -100,7 +99,7 @@ def _undealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
     if not layout.dealt:
         return rows
     count, share = layout.devices, layout.share
-    me = jax.lax.axis_index(devices.axis).astype(jnp.int32)
+    me = devices.position()
     other, nth = _parts(share, count)
     first = other * share
     sent = rows.at[(first + (me - first) % count) // count + nth].get(mode="clip")
@@ -113,7 +112,7 @@ def _undealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
 
 def ordinary(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """The table as an ordinary array, [..., V, ...], spread as `even_axis` says."""
-    return _to_ordinary(layout, axis, devices, _with_rows(stored.shape, axis, layout.extent))(stored)
+    return _to_ordinary(layout, axis, devices, resized(stored.shape, axis, layout.extent))(stored)
 
 
 @functools.cache
@@ -154,7 +153,7 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
         for along in (axis, *(d for d in range(rows.ndim) if d != axis), None):
             if rows.sharding.is_equivalent_to(devices.sharding(along), rows.ndim):
                 return _from_ordinary(layout, axis, devices, along)(rows)
-    shape = _with_rows(rows.shape, axis, layout.stored)
+    shape = resized(rows.shape, axis, layout.stored)
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
 
     def share(index: Any) -> Any:
@@ -175,11 +174,8 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
     def run(rows: Array) -> Array:
         if along == axis:
             return store(rows, layout, axis, devices)
+        own = functools.partial(own_rows, layout=layout, axis=axis, devices=devices)
         return devices.local(own if along is None else turn, (along,), axis, rows)
-
-    def own(rows: Array) -> Array:
-        wanted = layout.row(_numbers(layout, devices))
-        return jnp.take(rows, jnp.minimum(wanted, layout.extent - 1), axis)
 
     def turn(rows: Array) -> Array:
         return jax.lax.all_to_all(_arranged(rows, layout, axis), devices.axis, axis, along, tiled=True)
@@ -189,7 +185,7 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
 
 def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
     """The table as a NumPy array, put together from the devices' shares; collective if processes share them."""
-    table = np.empty(_with_rows(stored.shape, axis, layout.extent), stored.dtype)
+    table = np.empty(resized(stored.shape, axis, layout.extent), stored.dtype)
     rows = np.moveaxis(table, axis, 0)
     for places, part in _parts_on_host(stored, layout, axis):
         number = layout.row(places)
@@ -225,10 +221,6 @@ def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, in
         )
 
     return jax.jit(lambda stored, start: devices.local(some, (axis, None), None, stored, start))
-
-
-def _with_rows(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
-    return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
 # --- all rows on one device, of some of the columns ---

@@ -7,112 +7,167 @@ global: over several devices a backend works under XLA's partitioner, or in `sha
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from autopar.backends.reductions import Others
+from autopar.backends.row_ops import numbered
+from autopar.ir.reductions import REDUCERS
 
 Array = Any
 Route = Any
+Params = Mapping[str, Any]
 
 
-class RowBackend(Protocol):
+class RowBackend(abc.ABC):
     """See docs/design.md, 'Row space'; shapes with U routed rows, F fetched ones, V rows in the table.
+
+    What has the name of an operation (`ap.pull`) takes an equation's parameters, with its `primitive` among them, and
+    its operands. `axis` is that of the rows.
 
     Attributes:
       is_spread: Whether rows are spread over the devices; else each device has all.
     """
 
-    is_spread: bool
+    is_spread = False
 
-    def route(self, ids: Sequence[Array], params: Mapping[str, Any]) -> Route:
+    @abc.abstractmethod
+    def route(self, params: Params, *ids: Array) -> Route:
         """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
 
         `params`: `extent`, `rows`, `asked` (F), and in `batched` for each of `ids` whether equal shares of it are the
         devices' (None: none is).
         """
-        ...
 
-    def pull(self, leaf: Array, route: Route, axis: int, state: bool) -> Array:
-        """The routed rows: [V, ...] -> [U, ...]. The last, which is padding, is some untouched row: of a state made
+    @abc.abstractmethod
+    def pull(self, params: Params, leaf: Array, route: Route) -> Array:
+        """The routed rows: [V, ...] -> [U, ...]. The last, which is padding, is some untouched row: of a `state` made
         finite."""
-        ...
 
-    def fetch(self, rows: Array, route: Route, axis: int) -> Array:
+    @abc.abstractmethod
+    def fetch(self, params: Params, rows: Array, route: Route) -> Array:
         """Brings each device the rows that it asked for: [U, ...] -> [F, ...]."""
-        ...
 
-    def lookup(self, params: Mapping[str, Any], fetched: Array, route: Route, index: Array) -> Array:
+    @abc.abstractmethod
+    def lookup(self, params: Params, fetched: Array, route: Route, index: Array) -> Array:
         """The gather that `params` describes, whose index vectors mean rows of the table, from the fetched rows."""
-        ...
 
-    def lookup_ids(self, fetched: Array, route: Route, ids: Array, axis: int) -> Array:
+    @abc.abstractmethod
+    def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
         """The rows with these flat int32 ids, all of which are rows."""
-        ...
 
-    def push(
-        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
-    ) -> Array:
+    @abc.abstractmethod
+    def push(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
         """The scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U, ...]."""
-        ...
 
-    def aggregate(
-        self, primitive: Any, params: Mapping[str, Any], base: Array, route: Route, index: Array, updates: Array
-    ) -> Array:
+    def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
         """A push by each device of what it has itself, into the rows that it asked for: `base` [F, ...]."""
-        ...
+        raise AssertionError("nothing travels by itself: there are pushes only")
 
-    def deliver(self, sums: Array, route: Route, axis: int, base: Array | None) -> Array:
+    def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
         """What was aggregated, [F, ...], summed over the devices and added to `base` [U, ...], if there is one."""
-        ...
+        raise AssertionError("nothing travels by itself: there are pushes only")
 
-    def push_ids(self, base: Array, route: Route, ids: Array, updates: Array, axis: int) -> Array:
+    @abc.abstractmethod
+    def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:
         """`base` [U, ...] with the rows of these flat int32 ids replaced; all of them are rows."""
-        ...
 
+    def row_iota(self, params: Params, route: Route) -> Array:
+        """The rows' numbers along their axis, as an iota."""
+        return numbered(params, self.row_numbers(route, params["extent"]))
+
+    @abc.abstractmethod
     def row_numbers(self, route: Route, extent: int) -> Array:
         """int32[U]: which row of the table each routed row is, the last padding row included."""
-        ...
 
-    def reduce_rows(self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None = None) -> Array:
-        """A reduction over all rows, from the routed ones, and from `others` if need be.
+    @abc.abstractmethod
+    def reduce_rows(
+        self, params: Params, rows: Array, route: Route, *alone: Array, others: Others | None = None, part: bool = False
+    ) -> Array:
+        """A reduction over all rows, from the routed ones, and from `others` if need be; if it is a `part`, over an
+        owner's own rows, in the program of one device. `alone`: whether the others are left out, where that may be so.
 
         `params`: `op`, `axes`, `axis`, `extent`.
         """
-        ...
 
-    def reduce_part(
-        self, params: Mapping[str, Any], rows: Array, route: Route, others: Others | None, alone: Array | None
-    ) -> Array:
-        """The same of an owner's own rows, in the program of one device; of the routed ones alone if `alone` holds."""
-        ...
-
-    def padding(self, rows: Array, axis: int) -> Array:
+    def padding(self, params: Params, rows: Array, route: Route) -> Array:
         """The padding rows that stand for the untouched ones: at least one."""
-        ...
+        return self.last_rows(rows, params["axis"])
 
-    def commit(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
+    @abc.abstractmethod
+    def last_rows(self, rows: Array, axis: int) -> Array:
+        """The last row; where rows are spread, of each device."""
+
+    def commit(self, params: Params, leaf: Array, rows: Array, route: Route, *rest: Array) -> Array:
+        """The leaf with the routed rows replaced; as it was if a guard holds, and after what is to be done first."""
+        guard, first = (rest[0], rest[1:]) if params.get("guarded") else (None, rest)
+        if first:
+            rows, *_ = jax.lax.optimization_barrier((rows, *first))
+        return self.replace(leaf, rows, route, params["axis"], guard)
+
+    @abc.abstractmethod
+    def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
         """The leaf with the routed rows replaced, in place where the leaf is donated; as it was if `guard` holds."""
-        ...
 
-    def exceeded(self, route: Route) -> Array:
+    def exceeded(self, params: Params, route: Route) -> Array:
         """bool[]: whether the ids need more rows than the route holds."""
-        ...
+        return jnp.zeros((), bool)
 
-    def densify(self, rows: Array, route: Route, axis: int, extent: int) -> Array:
+    @abc.abstractmethod
+    def densify(self, params: Params, rows: Array, route: Route) -> Array:
         """All rows: the routed ones where they belong, the padding row's value everywhere else."""
-        ...
 
-    def fill(self, leaf: Array, rows: Array, axis: int) -> Array:
+    def fill(self, params: Params, leaf: Array, rows: Array, route: Route, *unless: Array) -> Array:
+        """All rows what the padding row is, in place, unless one of some conditions holds."""
+        rounds = jnp.where(jnp.any(jnp.stack(unless)), 0, 1)
+        return jax.lax.fori_loop(0, rounds, lambda _, leaf: self.filled(leaf, rows, params["axis"]), leaf)
+
+    @abc.abstractmethod
+    def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
         """The leaf with all rows what the padding row is."""
-        ...
+
+    # --- all rows, some at a time ---
+
+    @abc.abstractmethod
+    def blocks(self, rows: int, extent: int) -> int:
+        """How many blocks of `rows` rows there are."""
+
+    @abc.abstractmethod
+    def block(self, k: Array, rows: int, extent: int) -> Route:
+        """A route to the rows of one block, whether the step touches them or not; its `rows` are their numbers."""
 
     def sweep(
         self,
+        params: Params,
         update: Callable[[Route, Sequence[Array]], Sequence[Array]],
         leaves: Sequence[Array],
         needed: Array,
-        params: Mapping[str, Any],
     ) -> Sequence[Array]:
         """If `needed`, run the off-row update over all rows of the leaves, `rows` at a time and in place."""
-        ...
+        size, extent = params["rows"], params["extent"]
+
+        def step(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
+            route = self.block(k, size, extent)
+            new = zip(leaves, update(route, leaves), params["axes"], strict=True)
+            return tuple(self.replace(leaf, value, route, axis) for leaf, value, axis in new)
+
+        return jax.lax.fori_loop(0, jnp.where(needed, self.blocks(size, extent), 0), step, tuple(leaves))
+
+    def join_others(
+        self, params: Params, part: Array, others: Others | None, reduced: Callable[[Array, Route], Array]
+    ) -> Array:
+        """A `part` of the routed rows (of all rows, unless others are needed) joined with that of all others, block by
+        block. `reduced`: a block's rows and their route -> the reduction of those of them that are others."""
+        if others is None:
+            return part
+        size, extent = others.block, params["extent"]
+
+        def step(k: Array, total: Array) -> Array:
+            route = self.block(k, size, extent)
+            return REDUCERS[params["op"]].join(total, reduced(others.rows(route), route).astype(total.dtype))
+
+        return jax.lax.fori_loop(0, jnp.where(others.needed, self.blocks(size, extent), 0), step, part)

@@ -30,23 +30,6 @@ class Others:
     block: int
 
 
-def join_blocks(op: str, part: Array, others: Others, blocks: int, reduced: Callable[[Array], Array]) -> Array:
-    """A reduction of the routed rows joined with that of all others, block by block; itself if they aren't needed.
-
-    Args:
-      op: Which reduction.
-      part: That of the routed rows; of all rows if the others aren't needed.
-      others: The others.
-      blocks: How many there are.
-      reduced: Number of a block -> the reduction of those of its rows that are others.
-    """
-
-    def step(k: Array, total: Array) -> Array:
-        return REDUCERS[op].join(total, reduced(k).astype(total.dtype))
-
-    return jax.lax.fori_loop(0, jnp.where(others.needed, blocks, 0), step, part)
-
-
 def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
     """A reduction of some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
     op, axis = params["op"], params["axis"]
@@ -58,15 +41,7 @@ def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
 def reduce_routed(
     params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
 ) -> Array:
-    """A reduction over all `extent` rows.
-
-    Args:
-      params: `op`, `axes` that are reduced, `axis` of the rows.
-      rows: The routed rows, padding included.
-      is_row: bool[U], False for padding.
-      extent: Rows that the routed ones are of.
-      alone: Whether the others are left out.
-    """
+    """A reduction over all `extent` rows, or over the routed ones `alone`. `is_row`: bool[U], False for padding."""
     kind, axes, axis = REDUCERS[params["op"]], params["axes"], params["axis"]
     part = reduce_some(params, rows, is_row)
     padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)

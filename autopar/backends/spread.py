@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from autopar.analysis.local import Spread
 from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
@@ -39,9 +37,8 @@ def mapped(program: Program, plan: BoundPlan, devices: Devices) -> Callable[...,
     inside = Mapped(devices.mesh, devices.axis)
     run = emit(program.block, backends(plan, inside), inside)
     entries = (entry.entry_axis for entry in program.inputs[len(plan.placements) :])
-    given = [devices.spec(along) for along in (*plan.placements, *entries)]
-    outputs = [devices.spec(state.axis if isinstance(state, Spread) else None) for state in program.local.outputs]
-    return jax.shard_map(run, mesh=devices.mesh, in_specs=tuple(given), out_specs=outputs, check_vma=False)
+    returned = (state.axis if isinstance(state, Spread) else None for state in program.local.outputs)
+    return devices.mapped(lambda *xs: tuple(run(*xs)), (*plan.placements, *entries), tuple(returned))
 
 
 def spread(

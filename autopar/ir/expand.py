@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.ir.slicing import clone
 from autopar.ir.trace import block_of
 
 
@@ -30,23 +31,11 @@ def expand(
     block = trace(fun, tuple(shapes), jax.config.read("jax_enable_x64"))
     (result,) = block.outputs
     assert block.equations and result is block.equations[-1].outputs[0], "the last equation computes the result"
-    env: dict[Atom, Any] = dict(zip(block.inputs, atoms, strict=True))
+    env: dict[Var, Atom] = dict(zip(block.inputs, atoms, strict=True))
     if output is not None:
-        env[result] = output
-    for equation in block.equations:
-        for var in equation.outputs:
-            env.setdefault(var, Var(var.type))
-    return [
-        dataclasses.replace(
-            equation,
-            inputs=tuple(env.get(a, a) for a in equation.inputs),
-            outputs=tuple(env[v] for v in equation.outputs),
-            context=like.context,
-            info=like.info,
-            origin=like.origin,
-        )
-        for equation in block.equations
-    ]
+        env[block.equations[-1].outputs[0]] = output
+    copy, _ = clone(block, env)
+    return [dataclasses.replace(e, context=like.context, info=like.info, origin=like.origin) for e in copy.equations]
 
 
 @functools.lru_cache(maxsize=256)

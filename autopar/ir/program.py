@@ -10,6 +10,7 @@ static assignment); a nested block reads nothing but its own inputs; types agree
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ class ArrayType:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -75,35 +76,33 @@ class OpaqueType:
 Type = ArrayType | RouteType | OpaqueType
 
 
+class _Typed:
+    __slots__ = ()
+
+    type: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return getattr(self.type, "shape", ())
+
+    @property
+    def dtype(self) -> Any:
+        return getattr(self.type, "dtype", None)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Var:
+class Var(_Typed):
     """A value, defined once: by an equation or as a block's input. Compared by identity."""
 
     type: Any
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return getattr(self.type, "shape", ())
-
-    @property
-    def dtype(self) -> Any:
-        return getattr(self.type, "dtype", None)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Literal:
+class Literal(_Typed):
     """A constant: a scalar written in the program, or an array that the step closes over."""
 
     value: Any
     type: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return getattr(self.type, "shape", ())
-
-    @property
-    def dtype(self) -> Any:
-        return getattr(self.type, "dtype", None)
 
 
 Atom = Var | Literal

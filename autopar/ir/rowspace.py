@@ -7,7 +7,7 @@ is on the rows that the step doesn't touch is its `off`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -181,9 +181,7 @@ class RowFacts:
 
     def find(self, family: int) -> int:
         """The representative of a family that may have been united with others."""
-        while self.parents[family] != family:
-            family = self.parents[family]
-        return family
+        return representative(self.parents, family)
 
     def value(self, atom: Atom) -> Value:
         """What a variable is along rows; constants are dense."""
@@ -192,6 +190,13 @@ class RowFacts:
     def space_of(self, leaf: int) -> RowSpace | None:
         """The family that a state leaf belongs to."""
         return next((s for s in self.spaces if leaf in s.leaves), None)
+
+
+def representative(parents: Sequence[int], family: int) -> int:
+    """Of the families that were united with one."""
+    while parents[family] != family:
+        family = parents[family]
+    return family
 
 
 def host_refusal(program: Program, space: RowSpace) -> Refusal | None:

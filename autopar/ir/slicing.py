@@ -99,15 +99,8 @@ def _select(items: Sequence, keep: Sequence[bool]) -> tuple:
 
 def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
     """The block's own equations that the atoms depend on, in order, reduced to what they need and without effects."""
-    needed: set[Atom] = {a for a in atoms if isinstance(a, Var)}
-    kept: list[Equation] = []
-    for equation in reversed(block.equations):
-        wanted = [v in needed for v in equation.outputs]
-        if any(wanted):
-            reduced = reduce_equation(equation, wanted, effects=False)
-            needed.update(a for a in reduced.inputs if isinstance(a, Var))
-            kept.append(reduced)
-    return kept[::-1]
+    reduced, _ = eliminate_dead(dataclasses.replace(block, outputs=tuple(atoms)), effects=False)
+    return list(reduced.equations)
 
 
 def nearest_line(block: Block, atom: Atom) -> Equation | None:
@@ -190,7 +183,7 @@ def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom
 
 
 def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict[Var, Atom]]:
-    """A copy with variables of its own; inputs found in `env` are replaced by what it maps them to."""
+    """A copy with variables of its own; those found in `env` are replaced by what it maps them to."""
     env = {} if env is None else env
     for var in block.inputs:
         env.setdefault(var, Var(var.type))
@@ -202,9 +195,7 @@ def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict
     for equation in block.equations:
         inputs = tuple(read(a) for a in equation.inputs)
         bodies = tuple(clone(b)[0] for b in equation.bodies)
-        for var in equation.outputs:
-            env[var] = Var(var.type)
-        outputs = tuple(env[v] for v in equation.outputs)
+        outputs = tuple(env.setdefault(v, Var(v.type)) for v in equation.outputs)
         equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
     inputs = tuple(v for v in (env[i] for i in block.inputs) if isinstance(v, Var))
     return Block(inputs, tuple(equations), tuple(read(a) for a in block.outputs)), env

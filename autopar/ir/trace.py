@@ -33,7 +33,7 @@ def type_of(aval: Any) -> Type:
 @paused_collection()
 def block_of(jaxpr: Any) -> Block:
     """Copy a (closed) jaxpr into a Block."""
-    return _Reader().block(jaxpr, ())
+    return _block(jaxpr, ())
 
 
 @functools.cache
@@ -67,89 +67,76 @@ class Origin:
         return None
 
 
-class _Reader:
-    """Copies equations; one per traced step."""
+def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:
+    """`outer`: the calls and loops around it, innermost first."""
+    jaxpr, consts = jax_compat.open_jaxpr(jaxpr)
+    inputs = tuple(Var(type_of(v.aval)) for v in jaxpr.invars)
+    equations: list[Equation] = []
+    outputs = _run(jaxpr, consts, inputs, equations, outer)
+    return Block(inputs, tuple(equations), tuple(outputs))
 
-    def block(self, jaxpr: Any, outer: tuple[Any, ...]) -> Block:
-        jaxpr, consts = jax_compat.open_jaxpr(jaxpr)
-        env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-        inputs = []
-        for invar in jaxpr.invars:
-            var = Var(type_of(invar.aval))
-            env[invar] = var
-            inputs.append(var)
-        equations: list[Equation] = []
-        outputs = self._run(jaxpr, env, equations, outer)
-        return Block(tuple(inputs), tuple(equations), tuple(outputs))
 
-    def _run(
-        self, jaxpr: Any, env: dict[Any, Atom], equations: list[Equation], outer: tuple[Any, ...]
-    ) -> Sequence[Atom]:
-        def read(atom: Any) -> Atom:
-            if isinstance(atom, jax_compat.Literal):
-                return Literal(atom.val, type_of(atom.aval))
-            return env[atom]
+def _run(
+    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], equations: list[Equation], outer: tuple[Any, ...]
+) -> Sequence[Atom]:
+    """Append the equations of an open jaxpr; its outputs."""
+    env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    env.update(zip(jaxpr.invars, inputs, strict=True))
 
-        for eqn in jaxpr.eqns:
-            operands = [read(a) for a in eqn.invars]
-            body = jax_compat.call_body(eqn)
-            if body is not None:
-                results = self._inline(body, operands, eqn, equations, outer)
-            else:
-                found = _transposed_first(self._equation(eqn, operands, outer))
-                equations += found
-                results = found[-1].outputs
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(a) for a in jaxpr.outvars]
+    def read(atom: Any) -> Atom:
+        if isinstance(atom, jax_compat.Literal):
+            return Literal(atom.val, type_of(atom.aval))
+        return env[atom]
 
-    def _inline(
-        self, body: Any, operands: Sequence[Atom], eqn: Any, equations: list[Equation], outer: tuple[Any, ...]
-    ) -> Sequence[Atom]:
-        inner, consts = jax_compat.open_jaxpr(body)
-        env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(inner.constvars, consts, strict=True)}
-        env.update(zip(inner.invars, operands, strict=True))
-        return self._run(inner, env, equations, (eqn, *outer))
+    for eqn in jaxpr.eqns:
+        operands = [read(a) for a in eqn.invars]
+        body = jax_compat.call_body(eqn)
+        if body is not None:
+            results = _run(*jax_compat.open_jaxpr(body), operands, equations, (eqn, *outer))
+        else:
+            found = _transposed_first(_equation(eqn, operands, outer))
+            equations += found
+            results = found[-1].outputs
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(a) for a in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equation:
-        outputs = tuple(Var(type_of(v.aval)) for v in eqn.outvars)
-        name, params = eqn.primitive.name, eqn.params
-        infos = (eqn.source_info, *(e.source_info for e in outer))
-        # A cached body of a library's jit (`jnp.take`) remembers the line that called it first: use this call's.
-        library = [k for k, e in enumerate(outer) if _is_library(_defined_in(jax_compat.call_body(e)))]
-        if library:
-            infos = infos[library[-1] + 1 :]
-        bodies: tuple[Block, ...] = ()
-        ours: dict[str, Any] = dict(params)
-        original = None
-        if name == "scan":
-            consts, carry = jax_compat.scan_counts(params)
-            bodies = (self.block(params["jaxpr"], (eqn, *outer)),)
-            ours = {k: params[k] for k in ("length", "reverse", "unroll")} | {"num_consts": consts, "num_carry": carry}
-            original = params
-        elif name in jax_compat.REMATS:
-            name = "remat"
-            bodies = (self.block(params["jaxpr"], (eqn, *outer)),)
-            ours = {k: params.get(k) for k in ("prevent_cse", "policy")}
-            original = params
-        elif name == "cond":
-            bodies = tuple(self.block(b, (eqn, *outer)) for b in params["branches"])
-            ours, original = {}, params
-        elif name == "while":
-            bodies = (self.block(params["cond_jaxpr"], (eqn, *outer)), self.block(params["body_jaxpr"], (eqn, *outer)))
-            ours, original = {k: params[k] for k in ("cond_nconsts", "body_nconsts")}, params
-        return Equation(
-            op=name,
-            inputs=tuple(operands),
-            outputs=outputs,
-            params=ours,
-            bodies=bodies,
-            primitive=eqn.primitive,
-            original=original,
-            effects=bool(eqn.effects),
-            context=eqn.ctx,
-            info=eqn.source_info,
-            origin=Origin(infos),
-        )
+
+def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equation:
+    name, params = eqn.primitive.name, eqn.params
+    infos = (eqn.source_info, *(e.source_info for e in outer))
+    # A cached body of a library's jit (`jnp.take`) remembers the line that called it first: use this call's.
+    library = [k for k, e in enumerate(outer) if _is_library(_defined_in(jax_compat.call_body(e)))]
+    if library:
+        infos = infos[library[-1] + 1 :]
+    bodies: Sequence[Any] = ()
+    original = params
+    if name == "scan":
+        consts, carry = jax_compat.scan_counts(params)
+        bodies = (params["jaxpr"],)
+        ours = {k: params[k] for k in ("length", "reverse", "unroll")} | {"num_consts": consts, "num_carry": carry}
+    elif name in jax_compat.REMATS:
+        name, bodies = "remat", (params["jaxpr"],)
+        ours = {k: params.get(k) for k in ("prevent_cse", "policy")}
+    elif name == "cond":
+        bodies, ours = params["branches"], {}
+    elif name == "while":
+        bodies = (params["cond_jaxpr"], params["body_jaxpr"])
+        ours = {k: params[k] for k in ("cond_nconsts", "body_nconsts")}
+    else:
+        ours, original = dict(params), None
+    return Equation(
+        op=name,
+        inputs=tuple(operands),
+        outputs=tuple(Var(type_of(v.aval)) for v in eqn.outvars),
+        params=ours,
+        bodies=tuple(_block(body, (eqn, *outer)) for body in bodies),
+        primitive=eqn.primitive,
+        original=original,
+        effects=bool(eqn.effects),
+        context=eqn.ctx,
+        info=eqn.source_info,
+        origin=Origin(infos),
+    )
 
 
 def _transposed_first(equation: Equation) -> Sequence[Equation]:

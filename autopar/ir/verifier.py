@@ -43,14 +43,8 @@ class _Place:
 def verify_block(
     block: Block, defined: set[Var], where: str | _Place, written: frozenset[str] = frozenset(PASSES)
 ) -> None:
-    """Check one block and the blocks nested in it.
-
-    Args:
-      block: The block.
-      defined: Collects every variable of the program.
-      where: The equations around it.
-      written: Passes whose operations may occur.
-    """
+    """Check one block and those nested in it. `defined` collects every variable of the program; `written`: passes whose
+    operations may occur."""
     visible: set[Var] = set()
     for var in block.inputs:
         _define(var, visible, defined, where)

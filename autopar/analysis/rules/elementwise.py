@@ -39,12 +39,9 @@ def _as(equation: Equation, value: Any) -> Any:
     return np.asarray(value).astype(equation.outputs[0].dtype)
 
 
-def _zero(off: Off) -> bool:
+def is_zero(off: Off) -> bool:
+    """Whether it is the constant zero."""
     return isinstance(off, Const) and off.is_zero
-
-
-def _one(off: Off) -> bool:
-    return isinstance(off, Const) and off.is_one
 
 
 def _constants(equation: Equation, offs: Sequence[Off]) -> Const | None:
@@ -55,51 +52,36 @@ def _constants(equation: Equation, offs: Sequence[Off]) -> Const | None:
         return Const(_as(equation, folded(*(np.asarray(o.value) for o in offs if isinstance(o, Const)))))
 
 
-def _mul(equation: Equation, offs: Sequence[Off]) -> Off:
-    known = _constants(equation, offs)
-    if known is not None:
-        return known
-    if any(map(_zero, offs)):
-        return Const(_as(equation, 0))
-    return offs[1] if _one(offs[0]) else offs[0] if _one(offs[1]) else UNKNOWN
+#: Of two operands' constants, by operand: those that are the result whatever the other operand is, and those of which
+#: the other operand is the result. -1 has all bits set.
+_ALGEBRA: Mapping[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
+    "mul": ((0, 0), (1, 1)),
+    "add": ((None, None), (0, 0)),
+    "add_any": ((None, None), (0, 0)),
+    "sub": ((None, None), (None, 0)),
+    "div": ((0, None), (None, 1)),
+    "and": ((0, 0), (-1, -1)),
+    "or": ((-1, -1), (0, 0)),
+}
 
 
-def _add(equation: Equation, offs: Sequence[Off]) -> Off:
-    return _constants(equation, offs) or (offs[1] if _zero(offs[0]) else offs[0] if _zero(offs[1]) else UNKNOWN)
+def _combined(equation: Equation, offs: Sequence[Off]) -> Off:
+    """Where one of two operands is a constant."""
+    absorbing, neutral = _ALGEBRA[equation.op]
+    for off, number in zip(offs, absorbing, strict=True):
+        if number is not None and _is_all(off, number):
+            return Const(_as(equation, number))
+    for off, number, other in zip(offs, neutral, offs[::-1], strict=True):
+        if number is not None and _is_all(off, number):
+            return other
+    return UNKNOWN
 
 
-def _sub(equation: Equation, offs: Sequence[Off]) -> Off:
-    return _constants(equation, offs) or (offs[0] if _zero(offs[1]) else UNKNOWN)
-
-
-def _div(equation: Equation, offs: Sequence[Off]) -> Off:
-    known = _constants(equation, offs)
-    if known is not None:
-        return known
-    return Const(_as(equation, 0)) if _zero(offs[0]) else offs[0] if _one(offs[1]) else UNKNOWN
-
-
-def _and(equation: Equation, offs: Sequence[Off]) -> Off:
-    return _lattice(equation, offs, absorbing=_zero, neutral=_ones)
-
-
-def _or(equation: Equation, offs: Sequence[Off]) -> Off:
-    return _lattice(equation, offs, absorbing=_ones, neutral=_zero)
-
-
-def _ones(off: Off) -> bool:
-    """Whether all bits are set."""
-    return isinstance(off, Const) and bool(np.all(np.invert(np.asarray(off.value)) == 0))
-
-
-def _lattice(
-    equation: Equation, offs: Sequence[Off], absorbing: Callable[[Off], bool], neutral: Callable[[Off], bool]
-) -> Off:
-    known = _constants(equation, offs)
-    if known is not None:
-        return known
-    absorbed = next((o for o in offs if absorbing(o)), None)
-    return absorbed or (offs[1] if neutral(offs[0]) else offs[0] if neutral(offs[1]) else UNKNOWN)
+def _is_all(off: Off, number: int) -> bool:
+    if not isinstance(off, Const):
+        return False
+    value = np.asarray(off.value)
+    return bool(np.all(value == np.asarray(number).astype(value.dtype)))
 
 
 def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
@@ -144,13 +126,7 @@ def _clamp(equation: Equation, offs: Sequence[Off]) -> Off:
 
 
 _SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
-    "mul": _mul,
-    "add": _add,
-    "add_any": _add,
-    "sub": _sub,
-    "div": _div,
-    "and": _and,
-    "or": _or,
+    **dict.fromkeys(_ALGEBRA, lambda equation, offs: _constants(equation, offs) or _combined(equation, offs)),
     "convert_element_type": _convert,
     "integer_pow": _integer_pow,
     "select_n": _select,

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar import jax_compat
-from autopar.analysis.rules.elementwise import off_of
-from autopar.analysis.rules.shape import pad_other_axis
+from autopar.analysis.batch_rules import place
+from autopar.analysis.rules.elementwise import is_zero, off_of
+from autopar.analysis.rules.shape import constant_or_unknown, pad_other_axis
 from autopar.analysis.rules.table import RESIZE, RULES, Analysis, Mixes, resized
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
@@ -26,10 +27,10 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         return [None]
     if row.axis in numbers.operand_batching_dims:
         raise Mixes("a gather that is batched over the rows")
-    if equation.params["slice_sizes"][row.axis] == equation.inputs[0].shape[row.axis]:
-        window = _window(equation, numbers.collapsed_slice_dims)
-        off = row.off if isinstance(row.off, Const) and "FILL" not in str(equation.params["mode"]) else UNKNOWN
-        return [Row(numbers.offset_dims[window.index(row.axis)], row.family, off)]
+    axis = place(equation, 0, row.axis)
+    if axis is not None:
+        off = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.off)
+        return [Row(axis, row.family, off)]
     if equation.params["slice_sizes"][row.axis] != 1:
         raise Mixes("a gather of several adjacent rows at a time")
     analysis.access(row.family, equation, row.axis)
@@ -89,9 +90,8 @@ def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Anal
     if not free and not (isinstance(operand, Row) and operand.axis == axis):
         raise Mixes("a scatter of rows of a table into something else", kind="scatter")
     offs = [off_of(equation.inputs[0], operand, axis), update.off]
-    zero = all(isinstance(o, Const) and o.is_zero for o in offs)
     family = analysis.unite([v for v in (operand, update) if isinstance(v, Row)])
-    return [Row(axis, family, offs[0] if zero else UNKNOWN)]
+    return [Row(axis, family, offs[0] if all(map(is_zero, offs)) else UNKNOWN)]
 
 
 def _single_rows(equation: Equation) -> set[int]:
@@ -114,25 +114,14 @@ def is_known_scatter(equation: Equation) -> bool:
 
 
 def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    row, p = values[0], equation.params
-    if not isinstance(row, Row):
-        return [None]
-    if p["start_indices"][row.axis] == 0 and p["limit_indices"][row.axis] == equation.inputs[0].shape[row.axis]:
-        if p["strides"] is None or p["strides"][row.axis] == 1:
-            return [Row(row.axis, row.family, row.off if isinstance(row.off, Const) else UNKNOWN)]
-    analysis.access(row.family, equation, row.axis)
-    analysis.role(equation, "lookup")
-    return [None]
-
-
-def dynamic_slice(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """Of some rows, or of all of them."""
     row = values[0]
     if any(isinstance(v, Row) for v in values[1:]):
         raise Mixes("the ids are themselves rows of a table")
     if not isinstance(row, Row):
         return [None]
-    if equation.params["slice_sizes"][row.axis] == equation.inputs[0].shape[row.axis]:
-        return [Row(row.axis, row.family, row.off if isinstance(row.off, Const) else UNKNOWN)]
+    if place(equation, 0, row.axis) is not None:
+        return [Row(row.axis, row.family, constant_or_unknown(row.off))]
     analysis.access(row.family, equation, row.axis)
     analysis.role(equation, "lookup")
     return [None]
@@ -162,7 +151,7 @@ def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequ
     config = equation.params["padding_config"]
     padded = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
     off = off_of(equation.inputs[1], values[1], 0)
-    if len(padded) != 1 or not isinstance(off, Const) or not off.is_zero or any(x < 0 for x in config[padded[0]]):
+    if len(padded) != 1 or not is_zero(off) or any(x < 0 for x in config[padded[0]]):
         return [None]
     axis = padded[0]
     family = analysis.enter(equation, axis)
@@ -172,7 +161,7 @@ def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequ
 RULES |= {
     "gather": gather,
     "slice": slice_,
-    "dynamic_slice": dynamic_slice,
+    "dynamic_slice": slice_,
     "dynamic_update_slice": dynamic_update_slice,
     "pad": pad,
 }

@@ -6,10 +6,12 @@ duplicates have been summed, with the constant folded in for the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.analysis.batch_rules import SUMMED, place
 from autopar.analysis.rules.table import RULES, Analysis, Mixes
 from autopar.ir.program import Equation
 from autopar.ir.reductions import PRIMITIVES
@@ -23,24 +25,25 @@ _ARG = frozenset({"argmax", "argmin"})
 
 
 def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    row, axes = values[0], equation.params["axes"]
+    row = values[0]
     if not isinstance(row, Row):
         return [None]
-    if row.axis in axes:
+    axis = place(equation, 0, row.axis)
+    if axis == SUMMED:
         if equation.op in _ARG:
             raise Mixes(f"{equation.op} over all rows")
         if not isinstance(row.off, Const):
             raise Mixes(f"{equation.op} over all rows of the table", SUM_REMEDY, "sum")
         analysis.role(equation, "reduce")
         return [None]
-    axis = row.axis - sum(a < row.axis for a in axes)
+    assert axis is not None, "axes stay or are reduced"
     return [Row(axis, row.family, _reduced_off(equation, row.off))]
 
 
 def _reduced_off(equation: Equation, off: Off) -> Off:
     if not isinstance(off, Const) or equation.op in _ARG:
         return UNKNOWN
-    count = int(np.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]], dtype=np.int64))
+    count = math.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]])
     value = np.asarray(off.value)
     with np.errstate(all="ignore"):
         if equation.op == "reduce_sum":

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from autopar.analysis.rules.elementwise import off_of
+from autopar.analysis.batch_rules import place
+from autopar.analysis.rules.elementwise import is_zero, off_of
 from autopar.analysis.rules.reduction import SUM_REMEDY
 from autopar.analysis.rules.table import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
 
 
-def _constant_or_unknown(off: Off) -> Off:
+def constant_or_unknown(off: Off) -> Off:
     """What is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
     return off if isinstance(off, Const) else UNKNOWN
 
@@ -23,17 +23,17 @@ def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Anal
     shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
     value, operand = values[0], equation.inputs[0]
     if isinstance(value, Row):
-        axis = dims[value.axis]
-        if shape[axis] != operand.shape[value.axis]:
+        axis = place(equation, 0, value.axis)
+        if axis is None:
             raise Mixes("broadcasts a table of one row")
-        return [Row(axis, value.family, _constant_or_unknown(value.off))]
+        return [Row(axis, value.family, constant_or_unknown(value.off))]
     new = {d for d in range(len(shape)) if d not in dims}
     new |= {d for k, d in enumerate(dims) if operand.shape[k] == 1 and shape[d] != 1}
     index_axis = None
     if isinstance(value, Free):
         new |= {dims[a] for a in value.axes if operand.shape[a] == shape[dims[a]]}
         index_axis = dims[value.index_axis] if value.index_axis is not None else None
-    off = _constant_or_unknown(off_of(operand, value, 0)) if operand.shape == () or isinstance(value, Free) else UNKNOWN
+    off = constant_or_unknown(off_of(operand, value, 0)) if operand.shape == () or isinstance(value, Free) else UNKNOWN
     return [Free(frozenset(new), off, index_axis)] if new else [None]
 
 
@@ -45,41 +45,36 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
         return [None]
     if not isinstance(value, Row):
         return [None]
-    before = int(np.prod(old[: value.axis], dtype=np.int64))
+    before = math.prod(old[: value.axis])
     for axis, size in enumerate(new):
-        if size == old[value.axis] and int(np.prod(new[:axis], dtype=np.int64)) == before:
-            return [Row(axis, value.family, _constant_or_unknown(value.off))]
+        if size == old[value.axis] and math.prod(new[:axis]) == before:
+            return [Row(axis, value.family, constant_or_unknown(value.off))]
     raise Mixes("reshapes the table so that its rows run into each other", "keep the table's first axis as it is")
 
 
-def transpose(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    value, order = values[0], list(equation.params["permutation"])
+#: Why rows aren't followed along their own axis.
+_REFUSED = {
+    "squeeze": "squeezes away the row axis",
+    "split": "splits the table by rows",
+    "unstack": "takes the table apart by rows",
+}
+
+
+def move(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """One operand's axes go where they go."""
+    value, count = values[0], len(equation.outputs)
     if isinstance(value, Row):
-        return [Row(order.index(value.axis), value.family, _constant_or_unknown(value.off))]
-    if isinstance(value, Free):
-        index_axis = order.index(value.index_axis) if value.index_axis is not None else None
-        return [Free(frozenset(order.index(a) for a in value.axes), value.off, index_axis)]
-    return [None]
-
-
-def squeeze(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    value, rank = values[0], len(equation.inputs[0].shape)
-    gone = {d % rank for d in equation.params["dimensions"]}
-
-    def moved(axis: int) -> int:
-        return axis - sum(d < axis for d in gone)
-
-    if isinstance(value, Row):
-        if value.axis in gone:
-            raise Mixes("squeezes away the row axis")
-        return [Row(moved(value.axis), value.family, _constant_or_unknown(value.off))]
-    if isinstance(value, Free):
-        index_axis = value.index_axis
-        if index_axis in gone:
-            return [None]
-        index_axis = moved(index_axis) if index_axis is not None else None
-        return [Free(frozenset(moved(a) for a in value.axes if a not in gone), value.off, index_axis)]
-    return [None]
+        axis = place(equation, 0, value.axis)
+        if axis is None:
+            raise Mixes(_REFUSED[equation.op])
+        return [Row(axis, value.family, constant_or_unknown(value.off))] * count
+    if not isinstance(value, Free) or equation.op in ("split", "unstack"):
+        return [None] * count
+    index_axis = None if value.index_axis is None else place(equation, 0, value.index_axis)
+    if value.index_axis is not None and index_axis is None:
+        return [None]
+    moved = (place(equation, 0, axis) for axis in value.axes)
+    return [Free(frozenset(axis for axis in moved if axis is not None), value.off, index_axis)]
 
 
 def iota(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -87,15 +82,6 @@ def iota(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Seq
         return [None]
     rank = len(equation.params["shape"])
     return [Free(frozenset(range(rank)), UNKNOWN, equation.params["dimension"])]
-
-
-def split(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    value = values[0]
-    if not isinstance(value, Row):
-        return [None] * len(equation.outputs)
-    if value.axis == equation.params["axis"]:
-        raise Mixes("splits the table by rows")
-    return [Row(value.axis, value.family, _constant_or_unknown(value.off)) for _ in equation.outputs]
 
 
 def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -116,19 +102,10 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
         return [None]
     if len(rows) != len(values) or len({r.axis for r in rows}) > 1:
         raise Mixes("stacks rows of a table with something else")
-    axis = rows[0].axis + (equation.params["axis"] <= rows[0].axis)
+    axis = place(equation, 0, rows[0].axis)
+    assert axis is not None, "stacked axes stay"
     same = all(isinstance(r.off, Const) and r.off == rows[0].off for r in rows)
     return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
-
-
-def unstack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    value, along = values[0], equation.params["axis"]
-    if not isinstance(value, Row):
-        return [None] * len(equation.outputs)
-    if value.axis == along:
-        raise Mixes("takes the table apart by rows")
-    row = Row(value.axis - (along < value.axis), value.family, _constant_or_unknown(value.off))
-    return [row] * len(equation.outputs)
 
 
 def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
@@ -151,10 +128,6 @@ def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda con
     return rule
 
 
-def optimization_barrier(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    return list(values)
-
-
 def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     """Rows times a dense matrix stay rows: `table @ w`. A contraction over the rows mixes them, unless one side is
     zero on the untouched ones (the gradient of w)."""
@@ -164,8 +137,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         return [None]
     if len(rows) == 2:
         positions = [c.index(v.axis) if v.axis in c else None for v, c in zip(rows, contract, strict=True)]
-        zero = any(isinstance(v.off, Const) and v.off.is_zero for v in rows)
-        if positions[0] is None or positions[0] != positions[1] or not zero:
+        if positions[0] is None or positions[0] != positions[1] or not any(is_zero(v.off) for v in rows):
             raise Mixes("a product of two tables' rows", kind="product")
         analysis.unite(rows)
         analysis.role(equation, "contract")
@@ -175,13 +147,9 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         raise Mixes("a matrix product sums over all rows of the table", SUM_REMEDY, "sum")
     if row.axis in batch[side]:
         raise Mixes("a matrix product is batched over the rows", kind="product")
-    rank = len(equation.inputs[side].shape)
-    free = [d for d in range(rank) if d not in contract[side] and d not in batch[side]]
-    axis = len(batch[side]) + free.index(row.axis)
-    if side == 1:
-        axis += len(equation.inputs[0].shape) - len(contract[0]) - len(batch[0])
-    zero = isinstance(row.off, Const) and row.off.is_zero
-    return [Row(axis, row.family, row.off if zero else UNKNOWN)]
+    axis = place(equation, side, row.axis)
+    assert axis is not None, "axes of a matrix product go somewhere"
+    return [Row(axis, row.family, row.off if is_zero(row.off) else UNKNOWN)]
 
 
 def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
@@ -197,12 +165,10 @@ def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Valu
 RULES |= {
     "broadcast_in_dim": broadcast_in_dim,
     "reshape": reshape,
-    "transpose": transpose,
-    "squeeze": squeeze,
+    **dict.fromkeys(("transpose", "squeeze", "split", "unstack"), move),
     "iota": iota,
-    "split": split,
     "concatenate": concatenate,
-    "optimization_barrier": optimization_barrier,
+    "optimization_barrier": lambda equation, values, analysis: list(values),
     "dot_general": dot_general,
     "cumsum": along_other_axis("axis", lambda constant: constant.is_zero),
     "cumprod": along_other_axis("axis", lambda constant: constant.is_zero or constant.is_one),
@@ -211,7 +177,6 @@ RULES |= {
     "cumlogsumexp": along_other_axis("axis", lambda constant: False),
     "sort": along_other_axis("dimension"),
     "stack": stack,
-    "unstack": unstack,
     "rev": along_other_axis("dimensions"),
 }
 ALIGNED |= {"concatenate", "sort"}

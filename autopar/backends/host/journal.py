@@ -6,6 +6,7 @@ Each rank flushes its own share, block by block; nothing travels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -67,15 +68,9 @@ class HostJournaling:
         return HostJournal(self, list(leaves), stamps, [none, none, *records, *volumes])
 
     def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], *, full: bool) -> list[Any]:
-        """Bring rows up to date, in place.
+        """Bring rows (settled ones, too, if `full`) up to date, in place; now, volume and volumes after it.
 
-        Args:
-          leaves, stamps: The family's.
-          entries: now, volume, records, volumes.
-          full: Take settled rows, too.
-
-        Returns:
-          now, volume and volumes after it.
+        `entries`: now, volume, records, volumes.
         """
         with jax.default_device(self._device):
             takes_all, volume, *volumes = map(np.asarray, self._close(*entries))
@@ -111,6 +106,7 @@ class HostJournaling:
         return min(len(leaves[0].rows), max(1, _BLOCK_ELEMENTS // max(1, widest)))
 
 
+@dataclass(eq=False, repr=False)
 class HostJournal:
     """A family's shares, some rows lagging behind, and what they missed.
 
@@ -120,15 +116,14 @@ class HostJournal:
       entries: now, volume, records, volumes.
     """
 
-    def __init__(
-        self, journaling: HostJournaling, leaves: list[HostRows], stamps: HostRows, entries: list[Any]
-    ) -> None:
-        self.journaling = journaling
-        self.leaves = leaves
-        self.stamps = stamps
-        self.entries = entries
-        self._is_settled = True
-        for leaf in leaves:  # those that phi only reads as well: nobody is to change them before it did
+    journaling: HostJournaling
+    leaves: Sequence[HostRows]
+    stamps: HostRows
+    entries: list[Any]
+    _is_settled: bool = True
+
+    def __post_init__(self) -> None:
+        for leaf in self.leaves:  # those that phi only reads as well: nobody is to change them before it did
             leaf.journal = self
 
     @uninterrupted

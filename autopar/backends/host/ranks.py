@@ -8,15 +8,16 @@ ranks fetched are global arrays of which each rank has its part. The owner's pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.backends.across import local
+from autopar import jax_compat
+from autopar.analysis.rules import resized
+from autopar.backends.across import is_global, local
 from autopar.backends.devices import Devices
 from autopar.backends.host.view import AllRanks, RankView
 from autopar.backends.protocol import RowBackend
@@ -29,6 +30,7 @@ from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import Asked, Exchange
 
 Array = Any
+T = TypeVar("T")
 
 
 class Ranks:
@@ -62,31 +64,22 @@ class Ranks:
     # --- exchanges ---
 
     def ask(self, places: np.ndarray, share: int) -> Asked:
-        """See `Exchange.ask`; marked as a wait for others, as the next ones are."""
-        self._wait("asking for rows")
-        found = self.exchange.ask(places, share)
-        self._go_on()
-        return found
+        return self._exchanged("asking for rows", self.exchange.ask, places, share)
 
     def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-        self._wait("fetching rows")
-        found = self.exchange.fetch(asked, rows, out)
-        self._go_on()
-        return found
+        return self._exchanged("fetching rows", self.exchange.fetch, asked, rows, out)
 
     def deliver(self, asked: Asked, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
-        self._wait("delivering gradients")
-        found = self.exchange.deliver(asked, sums, out)
-        self._go_on()
-        return found
+        return self._exchanged("delivering gradients", self.exchange.deliver, asked, sums, out)
 
-    def _wait(self, what: str) -> None:
+    def _exchanged(self, what: str, exchange: Callable[..., T], *given: Any) -> T:
+        """Marked as a wait for others."""
         if self.exchange.size > 1:
             mark(self.step, what, "waits")
-
-    def _go_on(self) -> None:
+        found = exchange(*given)
         if self.exchange.size > 1:
             mark(self.step, "computing")
+        return found
 
     # --- programs ---
 
@@ -98,27 +91,18 @@ class Ranks:
         self, run: Callable[..., Sequence[Array]], side: Side, donated: Sequence[int], whole: Sequence[bool]
     ) -> Callable[..., Sequence[Array]]:
         """A program of one side. `whole`: results that every device must have all of."""
+        options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
-            everywhere = self.sharding(None)
-            shardings = tuple(everywhere if w else None for w in whole)
-            program = jax.jit(
-                lambda *xs: tuple(run(*xs)),
-                donate_argnums=tuple(donated),
-                out_shardings=shardings,
-                keep_unused=bool(donated),
-            )
+            options["out_shardings"] = tuple(self.sharding(None) if w else None for w in whole)
+        program = jax.jit(lambda *xs: tuple(run(*xs)), **options)
+        if side == "device":
             return watched(program) if self.is_global and self.exchange.size > 1 else program
-        compiled = jax.jit(lambda *xs: tuple(run(*xs)), donate_argnums=tuple(donated), keep_unused=bool(donated))
-        if side == "owner" and self.host is not None:
-            return self._on_host(compiled)
-        return compiled
 
-    def _on_host(self, compiled: Callable[..., Sequence[Array]]) -> Callable[..., Sequence[Array]]:
-        def run(*operands: Array) -> Sequence[Array]:
+        def on_host(*operands: Array) -> Sequence[Array]:
             with jax.default_device(self.host):
-                return compiled(*operands)
+                return program(*operands)
 
-        return run
+        return program if self.host is None else on_host
 
     def sharding(self, along: int | None, *, ranks_only: bool = False) -> NamedSharding:
         """On all devices, or spread along an axis: over the ranks, and over each rank's devices."""
@@ -130,15 +114,15 @@ class Ranks:
 
     def for_device(self, value: Any) -> Any:
         """A value as a device program takes it."""
-        if not self.is_global or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+        if not self.is_global or is_global(value):
             return value
         return jax.tree.map(self.everywhere, value)
 
     def everywhere(self, value: Any) -> jax.Array:
         """A value that all ranks have, on all devices."""
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if is_global(value):
             return value
-        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
             data = self.everywhere(jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         value = value if isinstance(value, jax.Array) else np.asarray(value)
@@ -154,7 +138,7 @@ class Ranks:
 
     def own(self, value: Any) -> Any:
         """A result that all devices have, as an ordinary array of this process."""
-        if isinstance(value, jax.Array) and not value.is_fully_addressable and value.is_fully_replicated:
+        if is_global(value) and value.is_fully_replicated:
             return value.addressable_data(0)
         return value
 
@@ -163,7 +147,7 @@ class Ranks:
         if not self.is_global:
             return part
         sharding = self.sharding(axis, ranks_only=True)
-        shape = (*part.shape[:axis], part.shape[axis] * self.exchange.size, *part.shape[axis + 1 :])
+        shape = resized(part.shape, axis, part.shape[axis] * self.exchange.size)
         return jax.make_array_from_callback(shape, sharding, lambda index: part)
 
     def own_part(self, value: Any, axis: int) -> np.ndarray:
@@ -182,11 +166,7 @@ class Ranks:
         """Values of all ranks, reduced."""
         if self.exchange.size == 1:
             return values if self.host is None else [np.asarray(v) for v in values]
-        given = [np.asarray(v) for v in values]
-        self._wait("reducing")
-        found = self.exchange.reduce(given, op)
-        self._go_on()
-        return found
+        return self._exchanged("reducing", self.exchange.reduce, [np.asarray(v) for v in values], op)
 
     def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
         """The largest of all ranks' needs, where their programs must have one shape."""

@@ -150,8 +150,16 @@ class StagedProgram:
             return self._segment(item, may_donate)
         if item.op == "ap.reduce":
             return lambda step: self._reduce(item.equations, step, item.level)
+        if item.op == "ap.route":
+            return lambda step: self._route(item.equations, step)
         run = getattr(self, "_" + plain_name(item.op))
-        return lambda step: run(item.equations, step)
+
+        def act(step: RunningStep) -> None:
+            for equation in item.equations:
+                results = run(equation, step, *(self._value(step, a) for a in equation.inputs))
+                step.values.update(zip(equation.outputs, results, strict=True))
+
+        return act
 
     def _needed_whole(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
         """What leaves the device programs: for the caller, for owners, to be reduced."""
@@ -210,38 +218,6 @@ class StagedProgram:
             route = _route(asked, places, self._layouts[family], rows, asked_rows, self._ranks)
             step.values[equation.outputs[0]] = route
 
-    def _pull(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            leaf, route = (self._value(step, a) for a in equation.inputs)
-            state = equation.params["state"]
-            if not isinstance(leaf, HostRows):  # an array with as many rows that is no leaf: a mask
-                axis, layout = equation.params["axis"], self._layouts[equation.inputs[1].type.family]
-                leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
-            step.values[equation.outputs[0]] = leaf.pull(route.rows, route.count, route.spare, state)
-
-    def _fetch(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            rows, route = (step.values[a] for a in equation.inputs)
-            axis, count = equation.params["axis"], len(route.view.asked)
-            first = rows_first(np.asarray(rows), axis)[: route.count]
-            shape = count, *first.shape[1:]
-            is_awaited = equation in self._awaited
-            out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
-            fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
-            out[len(fetched) :] = 0
-            step.values[equation.outputs[0]] = self._ranks.spread(rows_back(out, axis), axis)
-
-    def _deliver(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            sums, route, *base = (self._value(step, a) for a in equation.inputs)
-            axis = equation.params["axis"]
-            own = rows_first(self._ranks.own_part(sums, axis), axis)[: route.places.size]
-            out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
-            total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
-            out[len(total) :] = 0
-            rows = rows_back(out, axis)
-            step.values[equation.outputs[0]] = rows + np.asarray(base[0]) if base else rows
-
     def _reduce(self, equations: Sequence[Equation], step: RunningStep, level: int) -> None:
         for op in dict.fromkeys(e.params["op"] for e in equations):
             some = [e for e in equations if e.params["op"] == op]
@@ -250,73 +226,93 @@ class StagedProgram:
             for equation, value in zip(some, step.reduced[level, op], strict=True):
                 step.values[equation.outputs[0]] = value
 
-    def _reduce_table(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            if equation not in self._tables:
-                self._tables[equation] = TableReduction(equation, self._ranks)
-            operands = [self._value(step, a) for a in equation.inputs]
-            step.values[equation.outputs[0]] = self._tables[equation].run(operands)
+    # By equation: what it returns from its operands.
 
-    def _reduce_others(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            part, route, needed, *operands = (self._value(step, a) for a in equation.inputs)
-            if np.any(needed):
-                part = self._of_others(equation).reduce(np.asarray(part), route.rows[: route.count], operands)
-            step.values[equation.outputs[0]] = part
+    def _pull(self, equation: Equation, step: RunningStep, leaf: Any, route: HostRoute) -> Sequence[Any]:
+        axis, state = equation.params["axis"], equation.params["state"]
+        if not isinstance(leaf, HostRows):  # an array with as many rows that is no leaf: a mask
+            layout = self._layouts[equation.inputs[1].type.family]
+            leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
+        return [leaf.pull(route.rows, route.count, route.spare, state)]
+
+    def _fetch(self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute) -> Sequence[Any]:
+        axis, count = equation.params["axis"], len(route.view.asked)
+        first = rows_first(np.asarray(rows), axis)[: route.count]
+        shape = count, *first.shape[1:]
+        is_awaited = equation in self._awaited
+        out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
+        fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
+        out[len(fetched) :] = 0
+        return [self._ranks.spread(rows_back(out, axis), axis)]
+
+    def _deliver(self, equation: Equation, step: RunningStep, sums: Any, route: HostRoute, *base: Any) -> Sequence[Any]:
+        axis = equation.params["axis"]
+        own = rows_first(self._ranks.own_part(sums, axis), axis)[: route.places.size]
+        out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
+        total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
+        out[len(total) :] = 0
+        rows = rows_back(out, axis)
+        return [rows + np.asarray(base[0]) if base else rows]
+
+    def _reduce_table(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
+        if equation not in self._tables:
+            self._tables[equation] = TableReduction(equation, self._ranks)
+        return [self._tables[equation].run(operands)]
+
+    def _reduce_others(
+        self, equation: Equation, step: RunningStep, part: Any, route: HostRoute, needed: Any, *operands: Any
+    ) -> Sequence[Any]:
+        if np.any(needed):
+            part = self._of_others(equation).reduce(np.asarray(part), route.rows[: route.count], operands)
+        return [part]
 
     def _of_others(self, equation: Equation) -> OtherRows:
         if equation not in self._others:
             self._others[equation] = OtherRows(equation, self._plan, self._ranks)
         return self._others[equation]
 
-    def _commit(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            leaf, rows, route = (step.values[a] for a in equation.inputs[:3])
-            step.has_written = True
-            leaf.commit(route.rows, route.count, np.asarray(rows))
-            step.values[equation.outputs[0]] = leaf
+    def _commit(
+        self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Any, route: HostRoute, *first: Any
+    ) -> Sequence[Any]:
+        step.has_written = True
+        leaf.commit(route.rows, route.count, np.asarray(rows))
+        return [leaf]
 
-    def _fill(self, equations: Sequence[Equation], step: RunningStep) -> None:
+    def _fill(
+        self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Any, route: HostRoute, *unless: Any
+    ) -> Sequence[Any]:
         """A leaf that is constant off the rows, unless a sweep has found that it isn't."""
-        for equation in equations:
-            leaf, rows, _, *unless = (self._value(step, a) for a in equation.inputs)
-            if not any(map(np.any, unless)):
-                step.has_written = True
-                leaf.spread_last(np.asarray(rows))
-            step.values[equation.outputs[0]] = leaf
-
-    def _densify(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        """A leaf that is constant off the rows whatever the step does: written into the leaf that it replaces."""
-        for equation in equations:
-            rows, route = (step.values[a] for a in equation.inputs[:2])
-            out = equation.outputs[0]
-            leaf = step.values[self._states[out]]
+        if not any(map(np.any, unless)):
             step.has_written = True
             leaf.spread_last(np.asarray(rows))
-            leaf.commit(route.rows, route.count, np.asarray(rows))
-            step.values[out] = leaf
+        return [leaf]
 
-    def _flush(self, equations: Sequence[Equation], step: RunningStep) -> None:
+    def _densify(
+        self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute, *first: Any
+    ) -> Sequence[Any]:
+        """A leaf that is constant off the rows whatever the step does: written into the leaf that it replaces."""
+        leaf = step.values[self._states[equation.outputs[0]]]
+        step.has_written = True
+        leaf.spread_last(np.asarray(rows))
+        return self._commit(equation, step, leaf, rows, route)
+
+    def _flush(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
         """Deferred rows, where the journal is full."""
-        for equation in equations:
-            journaling = self._journalings[equation]
-            given = split(equation.op, equation.params, [self._value(step, a) for a in equation.inputs])
-            leaves, (stamps,), entries = (given[name] for name in ("leaves", "stamps", "entries"))
-            entries = [np.asarray(self._ranks.own(x)) for x in entries]
-            ends = [*entries[:2], *entries[2 + len(journaling.replay.records) :]]
-            if int(entries[0]) >= journaling.replay.length:
-                step.has_written = True
-                ends = journaling.flush(leaves, stamps, entries, full=False)
-            results = (*leaves[: journaling.replay.changed], stamps, *ends)
-            step.values.update(zip(equation.outputs, results, strict=True))
+        journaling = self._journalings[equation]
+        given = split(equation.op, equation.params, operands)
+        leaves, (stamps,), entries = (given[name] for name in ("leaves", "stamps", "entries"))
+        entries = [np.asarray(self._ranks.own(x)) for x in entries]
+        ends = [*entries[:2], *entries[2 + len(journaling.replay.records) :]]
+        if int(entries[0]) >= journaling.replay.length:
+            step.has_written = True
+            ends = journaling.flush(leaves, stamps, entries, full=False)
+        return [*leaves[: journaling.replay.changed], stamps, *ends]
 
-    def _sweep(self, equations: Sequence[Equation], step: RunningStep) -> None:
-        for equation in equations:
-            needed, *operands = (self._value(step, a) for a in equation.inputs)
-            if np.any(needed):
-                step.has_written = True
-                self._of_others(equation).sweep(operands)
-            step.values.update(zip(equation.outputs, operands, strict=False))
+    def _sweep(self, equation: Equation, step: RunningStep, needed: Any, *operands: Any) -> Sequence[Any]:
+        if np.any(needed):
+            step.has_written = True
+            self._of_others(equation).sweep(operands)
+        return operands[: len(equation.outputs)]
 
     def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")

@@ -7,6 +7,7 @@ one current generation: a state that was given to a step is gone, as a donated a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ class Settling(Protocol):
     def settle(self) -> None: ...
 
 
+@dataclass(eq=False, repr=False)
 class HostRows:
     """A share.
 
@@ -35,15 +37,13 @@ class HostRows:
       journal: What some rows still miss, if they are deferred.
     """
 
+    rows: np.ndarray
+    layout: RowLayout
+    rank: int
+    axis: int
+    path: str
+    generation: int = 0
     journal: Settling | None = None
-
-    def __init__(self, rows: np.ndarray, layout: RowLayout, rank: int, axis: int, path: str) -> None:
-        self.rows = rows
-        self.layout = layout
-        self.rank = rank
-        self.axis = axis
-        self.path = path
-        self.generation = 0
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
@@ -81,12 +81,10 @@ class HostRows:
     def copy(self) -> HostRows:
         """Another storage with the same rows, all up to date."""
         self.settle()
-        found = HostRows(allocate_table(self.rows.shape, self.rows.dtype, self.path), *self._rest())
+        rows = allocate_table(self.rows.shape, self.rows.dtype, self.path)
+        found = HostRows(rows, self.layout, self.rank, self.axis, self.path)
         np.copyto(found.rows, self.rows)
         return found
-
-    def _rest(self) -> tuple[RowLayout, int, int, str]:
-        return self.layout, self.rank, self.axis, self.path
 
     def pull(self, rows: np.ndarray, count: int, spare: int, state: bool) -> np.ndarray:
         """The rows with these numbers in the share, and padding; the row axis where the table has it.

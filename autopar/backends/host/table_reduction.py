@@ -30,12 +30,7 @@ class TableReduction:
         self._program = ranks.compile(emit(body), "owner", [], [])
 
     def run(self, operands: Sequence[Any]) -> np.ndarray:
-        """This rank's part of the result.
-
-        Args:
-          operands: Stored tables; touched rows and their routes, in pairs; dense arrays that have all rows; other
-            values.
-        """
+        """This rank's part of the result, from the operands that `ir.operations` lists."""
         p, rank = self._params, self._ranks.exchange.rank
         layout: RowLayout = p["layout"]
         given = split("ap.reduce_table", p, operands)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.devices import Devices, OwnPart
-from autopar.backends.protocol import RowBackend
+from autopar.backends.protocol import Params, RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.ir.bound_plan import BoundPlan
 
@@ -71,13 +71,13 @@ class AllRanks(Devices):
 class RankRows(ShardedRows):
     """The rows of one rank of `ranks`; what a single rank exchanges with itself it has."""
 
-    def fetch(self, rows: Array, route: Any, axis: int) -> Array:
+    def fetch(self, params: Params, rows: Array, route: Any) -> Array:
         assert self._devices.count == 1, "rows are fetched between programs"
-        return _resized(rows, route.asked.shape[0], axis)
+        return _resized(rows, route.asked.shape[0], params["axis"])
 
-    def deliver(self, sums: Array, route: Any, axis: int, base: Array | None) -> Array:
+    def deliver(self, params: Params, sums: Array, route: Any, base: Array | None = None) -> Array:
         assert self._devices.count == 1, "sums are delivered between programs"
-        delivered = _resized(sums, route.rows.shape[0], axis)
+        delivered = _resized(sums, route.rows.shape[0], params["axis"])
         return delivered if base is None else base + delivered
 
 
