@@ -20,10 +20,7 @@ def rewrite(scope: Scope, equation: Equation) -> None:
     """Rewrite one equation of the block, whatever it is."""
     role = scope.lifting.facts.roles.get(equation)
     if not scope.lifting.touches(equation) or role == "dense":
-        inputs = tuple(scope.get(a) for a in equation.inputs)
-        outputs = tuple(Var(v.type) for v in equation.outputs)
-        scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
-        scope.dense.update(zip(equation.outputs, outputs, strict=True))
+        scope.compute(equation)
     elif equation.op == "scan":
         _Loop(scope, equation).lift()
     elif equation.op in ("remat", "cond"):
@@ -192,13 +189,13 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
     for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
         for j, atoms in enumerate(exports):
             outputs += atoms if j == k else [child.zeros(a.type) for a in atoms]
-    keys = list(dict.fromkeys(key for child in children for key in child.imports))
+    types = {key: var.type for child in children for key, var in child.imports.items()}
     blocks = tuple(
-        Block(tuple(child.import_(key) for key in keys), tuple(child.equations), tuple(outputs))
+        Block(tuple(child.import_(key, type_) for key, type_ in types.items()), tuple(child.equations), tuple(outputs))
         for child, outputs in zip(children, returned, strict=True)
     )
     results = tuple(Var(a.type) for a in blocks[0].outputs)
-    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in keys))
+    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in types))
     scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
     scope.bind(equation.outputs, results)
     exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
