@@ -256,6 +256,13 @@ class Program:
         return {o.state: k for k, o in enumerate(self.outputs) if o.state is not None}
 
 
+def family_of(equation: Equation) -> int | None:
+    """The family whose rows an operation of ours is about; None of any other equation."""
+    atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
+    routed = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
+    return equation.params.get("family", routed)
+
+
 def count_equations(block: Block) -> int:
     """Number of equations, those of nested blocks included."""
     return sum(1 for _ in block.walk())

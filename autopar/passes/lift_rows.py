@@ -21,8 +21,6 @@ import numpy as np
 
 from autopar.analysis.fates import Fates
 from autopar.analysis.row_ids import RowIds
-from autopar.analysis.rules import resized
-from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan, Plan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
@@ -84,7 +82,9 @@ class _Lift:
         spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
         block = program.block
         ids: dict[int, RowIds] = {f: program.ids[f] for f in spaces}
-        inputs = [_stored(v, *plan.layouts[k]) if k in plan.layouts else v for k, v in enumerate(block.inputs)]
+        inputs = list(block.inputs)
+        for k, (layout, axis) in plan.layouts.items():
+            inputs[k] = Var(inputs[k].type.resized(axis, layout.stored))
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},
@@ -331,8 +331,3 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)
     return devices * min(-(-space.extent // devices), _BLOCK_ROWS)
-
-
-def _stored(leaf: Var, layout: RowLayout, axis: int) -> Var:
-    """The input that holds a leaf as it is stored."""
-    return Var(dataclasses.replace(leaf.type, shape=resized(leaf.shape, axis, layout.stored)))

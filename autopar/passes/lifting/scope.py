@@ -63,7 +63,8 @@ class Lifting:
 class Template:
     """The off-row form of a scan, remat or cond: built with the first rewriting, used by the second.
 
-    `imports` are what the bodies read from around them; `stacked` the dense values that the first rewriting exported.
+    `imports` are what the bodies read from around them, `exports` values of the first rewriting's bodies that they read
+    as well; `stacked` is what that returns of these, known once it is complete.
     """
 
     equation: Equation
@@ -72,8 +73,9 @@ class Template:
     imports: tuple[Key, ...]
     carries: tuple[tuple[Atom, int], ...]
     sequences: tuple[tuple[Atom, int], ...]
-    stacked: tuple[Var, ...]
+    exports: tuple[Atom, ...]
     outputs: tuple[Var, ...]
+    stacked: tuple[Var, ...] = ()
 
 
 class Untouched(Protocol):
