@@ -10,8 +10,9 @@ static assignment); a nested block reads nothing but its own inputs; types agree
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,10 @@ class ArrayType:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.size * int(getattr(self.dtype, "itemsize", 4))
+
+    def resized(self, axis: int, size: int) -> ArrayType:
+        """The type with another size along an axis."""
+        return dataclasses.replace(self, shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
@@ -160,6 +165,12 @@ class Equation:
         source = self.source
         return str(source) if source else "an unknown line"
 
+    def with_bodies(self, bodies: Sequence[Block]) -> Equation:
+        """The equation with other bodies; itself if they are the same."""
+        if all(new is old for new, old in zip(bodies, self.bodies, strict=True)):
+            return self
+        return dataclasses.replace(self, bodies=tuple(bodies), original=None)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
@@ -175,6 +186,13 @@ class Block:
             yield equation
             for body in equation.bodies:
                 yield from body.walk()
+
+    def with_equations(self, equations: Sequence[Equation]) -> Block:
+        """The block with other equations; itself if they are the same."""
+        same = len(equations) == len(self.equations)
+        if same and all(new is old for new, old in zip(equations, self.equations, strict=True)):
+            return self
+        return Block(self.inputs, tuple(equations), self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +253,13 @@ class Program:
     def new_states(self) -> dict[int, int]:
         """Index of a state input -> index of the output that is its new value."""
         return {o.state: k for k, o in enumerate(self.outputs) if o.state is not None}
+
+
+def family_of(equation: Equation) -> int | None:
+    """The family whose rows an operation of ours is about; None of any other equation."""
+    atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
+    routed = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
+    return equation.params.get("family", routed)
 
 
 def count_equations(block: Block) -> int:

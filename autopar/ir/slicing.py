@@ -34,9 +34,8 @@ def eliminate_dead(
         needed.update(a for a in reduced.inputs if isinstance(a, Var))
         kept.append(reduced)
     used = [v in needed for v in block.inputs]
-    if len(kept) == len(block.equations) and all(a is b for a, b in zip(reversed(kept), block.equations, strict=True)):
-        return (block if all(live) else dataclasses.replace(block, outputs=outputs)), used
-    return Block(block.inputs, tuple(reversed(kept)), outputs), used
+    block = block.with_equations(kept[::-1])
+    return (block if all(live) else dataclasses.replace(block, outputs=outputs)), used
 
 
 def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = True) -> Equation:

@@ -21,12 +21,10 @@ import numpy as np
 
 from autopar.analysis.fates import Fates
 from autopar.analysis.row_ids import RowIds
-from autopar.analysis.rules import resized
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
-from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
-from autopar.ir.slicing import clone, eliminate_dead, needed_equations
+from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
 from autopar.passes.lifting.deferral import read_phi
 from autopar.passes.lifting.journal import StepJournal
@@ -84,7 +82,9 @@ class _Lift:
         spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
         block = program.block
         ids: dict[int, RowIds] = {f: program.ids[f] for f in spaces}
-        inputs = [_stored(v, *plan.layouts[k]) if k in plan.layouts else v for k, v in enumerate(block.inputs)]
+        inputs = list(block.inputs)
+        for k, (layout, axis) in plan.layouts.items():
+            inputs[k] = Var(inputs[k].type.resized(axis, layout.stored))
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},
@@ -200,19 +200,15 @@ class _Lift:
         roots = [a for e in ids.equations for a in e.inputs]
         self._ahead(needed_equations(self.program.block, roots))
         for equation in ids.equations:
-            bodies = tuple(clone(b)[0] for b in equation.bodies)
-            inputs = tuple(self.scope.get(a) for a in equation.inputs)
-            outputs = tuple(Var(v.type) for v in equation.outputs)
-            self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
-            self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
+            self.scope.compute(equation)
         self.scope.indices |= {e: self.scope.get(index.atom) for e, index in ids.indices.items()}
         type_ = RouteType(family, space.extent, self.scope.rows_of(family))
         flat = [self.scope.get(v) for v in ids.results]
-        asked = self.scope.lifting.families[family].asked
+        planned = self.scope.lifting.families[family]
         batched = ids.batched if any(ids.batched) else None
-        params = {"extent": space.extent, "rows": type_.rows, "asked": asked, "batched": batched}
+        params = {"extent": space.extent, "rows": type_.rows, "asked": planned.asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
-        if self.plan.families[self._position(family)].journal:
+        if planned.journal:
             self.journals[family] = StepJournal.begin(self.scope, space, self._kept(space), self.inputs)
 
     def _ahead(self, equations: list[Equation]) -> None:
@@ -225,11 +221,7 @@ class _Lift:
                 continue
             for family in self._families(equation):
                 self._route(family)
-            bodies = tuple(clone(b)[0] for b in equation.bodies)
-            inputs = tuple(self.scope.get(a) for a in equation.inputs)
-            outputs = tuple(Var(v.type) for v in equation.outputs)
-            self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
-            self.scope.dense.update(zip(equation.outputs, outputs, strict=True))
+            self.scope.compute(equation)
             self.known.update(equation.outputs)
 
     # --- the end of a step ---
@@ -256,7 +248,7 @@ class _Lift:
         journal = self.journals.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
-        if changed and journal is None and not self.plan.families[self._position(family)].lazy:
+        if changed and journal is None and not scope.lifting.families[family].lazy:
             updates = {k: (atom, self._off(atom)) for k, atom in self._updates(space)}
             leaves = sweep(scope, space, inputs, updates, self.exceeded, first)
             first = []
@@ -294,7 +286,7 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
-        if self.plan.families[self._position(space.family)].journal:
+        if self.scope.lifting.families[space.family].journal:
             return [k for k, _ in self._updates(space)]
         return [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
 
@@ -311,9 +303,6 @@ class _Lift:
         for k in kept:
             self._name(updates[k], k, flushed[k])
             self.guarded.add((flushed[k], k))
-
-    def _position(self, family: int) -> int:
-        return next(i for i, f in enumerate(self.plan.families) if f.family == family)
 
     def _off(self, atom: Atom):
         value = self.facts.value(atom)
@@ -342,8 +331,3 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)
     return devices * min(-(-space.extent // devices), _BLOCK_ROWS)
-
-
-def _stored(leaf: Var, layout: RowLayout, axis: int) -> Var:
-    """The input that holds a leaf as it is stored."""
-    return Var(dataclasses.replace(leaf.type, shape=resized(leaf.shape, axis, layout.stored)))

@@ -30,7 +30,7 @@ from autopar.analysis.local import (
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.localizing.local_forms import Forms, Shared
+from autopar.passes.localizing.local_forms import Forms, Shared, joined
 from autopar.passes.localizing.local_rows import ROW_OPS
 
 
@@ -126,17 +126,15 @@ class Localizer(Forms):
             if isinstance(state, Spread) and not state.owner and self.shared.inside is None:
                 self.shared.inside = NotLocal("the examples' own values depend on a sum over all", equation.source)
 
-    def copy(self, equation: Equation) -> None:
-        """An equation of whole values, as it is."""
+    def copy(self, equation: Equation, states: Sequence[State] | None = None) -> None:
+        """An equation as it is, its results in these states; whole by default."""
         inputs = tuple(self.read(a) for a in equation.inputs)
-        outputs = tuple(self.define(v, None) for v in equation.outputs)
+        pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
+        outputs = tuple(self.define(v, s) for v, s in pairs)
         self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
 
     def _barrier(self, equation: Equation) -> None:
-        inputs = tuple(self.read(a) for a in equation.inputs)
-        pairs = zip(equation.inputs, equation.outputs, strict=True)
-        outputs = tuple(self.define(v, self.state(a)) for a, v in pairs)
-        self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        self.copy(equation, [self.state(a) for a in equation.inputs])
 
     def _plain(self, equation: Equation) -> None:
         states = [self.state(a) for a in equation.inputs]
@@ -291,12 +289,12 @@ class Localizer(Forms):
             mark = len(self.shared.reductions), self.shared.inside
             inner, inputs = self.body(body, equation.inputs, [*given[:consts], *carries, *xs])
             returned = [inner.state(a) for a in body.outputs]
-            joined = [_join(a, b) for a, b in zip(carries, returned, strict=False)]
-            if joined == carries:
+            wanted = [joined(pair) for pair in zip(carries, returned, strict=False)]
+            if wanted == carries:
                 break
             del self.shared.reductions[mark[0] :]
             self.shared.inside = mark[1]
-            carries = joined
+            carries = wanted
         results = [*carries, *returned[carry:]]
         atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
         outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
@@ -327,9 +325,7 @@ class Localizer(Forms):
         returned = [
             [inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)
         ]
-        wanted = returned[0]
-        for other in returned[1:]:
-            wanted = [_join(a, b) for a, b in zip(wanted, other, strict=True)]
+        wanted = [joined(states) for states in zip(*returned, strict=True)]
         bodies = []
         for (inner, inputs), body in zip(walked, equation.bodies, strict=True):
             atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, wanted, strict=True))
@@ -339,15 +335,6 @@ class Localizer(Forms):
         self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
         if any(inner.reduced for inner, _ in walked):
             self.reduced.update(equation.outputs)
-
-
-def _join(a: State, b: State) -> State:
-    """What two values that must have one form are made."""
-    if a == b or b is None:
-        return a
-    if isinstance(b, Spread) or a is None:
-        return b if not isinstance(a, Spread) else a
-    return a
 
 
 def _has_rows(equation: Equation) -> bool:

@@ -86,8 +86,7 @@ class _Merge:
         for body in equation.bodies:
             pairs = zip(body.inputs[:constant], operands, strict=False)
             bodies.append(self.run(body, frozenset(v for v, a in pairs if editor.is_zero(a))))
-        changed = any(new is not old for new, old in zip(bodies, equation.bodies, strict=True))
-        equation = dataclasses.replace(equation, bodies=tuple(bodies), original=None) if changed else equation
+        equation = equation.with_bodies(bodies)
         if equation.op == "scan":
             self._deliver_after(editor, equation)
         elif equation.op == "remat":
@@ -255,11 +254,7 @@ def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
             if _sum(editor, equation, flat, uses):
                 continue
         editor.add(equation)
-    if len(editor.equations) == len(block.equations) and all(
-        a is b for a, b in zip(editor.equations, block.equations, strict=True)
-    ):
-        return block
-    return Block(block.inputs, tuple(editor.equations), block.outputs)
+    return block.with_equations(editor.equations)
 
 
 def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.analysis.values import Numbering
-from autopar.ir.program import Atom, Block, Equation, Program, Var, count_equations
+from autopar.ir.program import Atom, Block, Equation, Program, count_equations
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.normalizing.expand_broadcasts import expand_broadcasts
 from autopar.passes.normalizing.recognise_lookups import recognise_lookups
@@ -43,10 +43,7 @@ def merge_equal(block: Block) -> Block:
     equations: list[Equation] = []
     for equation in block.equations:
         inputs = tuple(env.get(a, a) for a in equation.inputs)
-        bodies = tuple(merge_equal(b) for b in equation.bodies)
-        changed = any(a is not b for a, b in zip(bodies, equation.bodies, strict=True))
-        if changed:
-            equation = dataclasses.replace(equation, bodies=bodies, original=None)
+        equation = equation.with_bodies([merge_equal(b) for b in equation.bodies])
         if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
             equation = dataclasses.replace(equation, inputs=inputs)
         earlier = numbering.find(equation)
@@ -54,7 +51,6 @@ def merge_equal(block: Block) -> Block:
             equations.append(equation)
         else:
             env.update(zip(equation.outputs, earlier, strict=True))
-    if not env and all(a is b for a, b in zip(equations, block.equations, strict=True)):
-        return block
-    outputs = tuple(env.get(a, a) if isinstance(a, Var) else a for a in block.outputs)
-    return Block(block.inputs, tuple(equations), outputs)
+    if not env:
+        return block.with_equations(equations)
+    return Block(block.inputs, tuple(equations), tuple(env.get(a, a) for a in block.outputs))

@@ -63,14 +63,9 @@ def once_per_row(program: Program, plan: BoundPlan, devices: int = 1) -> tuple[P
 
 
 def _of_block(block: Block, devices: int, found: list[Ids]) -> Block:
-    equations = []
-    for equation in block.equations:
-        bodies = tuple(_of_block(body, devices, found) for body in equation.bodies)
-        if any(new is not old for new, old in zip(bodies, equation.bodies, strict=True)):
-            equation = dataclasses.replace(equation, bodies=bodies, original=None)
-        equations.append(equation)
-    if any(new is not old for new, old in zip(equations, block.equations, strict=True)):
-        block = Block(block.inputs, tuple(equations), block.outputs)
+    block = block.with_equations(
+        [e.with_bodies([_of_block(body, devices, found) for body in e.bodies]) for e in block.equations]
+    )
     every = {key: ids for key, ids in all_ids(block).items() if ids.entries * devices < ids.lookups}
     if not every:
         return block

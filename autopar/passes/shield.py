@@ -22,7 +22,7 @@ from autopar.analysis.batch import BatchAxes, follow_batch
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
 from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartitioned
-from autopar.analysis.rules import RESIZE, resized
+from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
@@ -67,7 +67,7 @@ class _Shield:
         self.told: list[str] = []
 
     def block(self, block: Block) -> Block:
-        return dataclasses.replace(block, equations=tuple(new for e in block.equations for new in self._equation(e)))
+        return block.with_equations([new for e in block.equations for new in self._equation(e)])
 
     def _equation(self, equation: Equation) -> Sequence[Equation]:
         name = mispartitioned(equation)
@@ -80,10 +80,7 @@ class _Shield:
             return _REWRITES[equation.op](equation)
         if name is not None:
             return (self._isolated(equation, name),)
-        bodies = tuple(map(self.block, equation.bodies))
-        if all(new.equations == old.equations for new, old in zip(bodies, equation.bodies, strict=True)):
-            return (equation,)
-        return (dataclasses.replace(equation, bodies=bodies, original=None),)
+        return (equation.with_bodies([self.block(body) for body in equation.bodies]),)
 
     def _is_apart(self, equation: Equation) -> bool:
         """Whether each device's results are known to be of its own examples alone."""
@@ -223,5 +220,4 @@ def _part(atom: Atom, axis: int | None, devices: int) -> Atom:
         return atom
     if axis is None:
         return Var(atom.type)
-    shape = resized(atom.shape, axis, atom.shape[axis] // devices)
-    return Var(dataclasses.replace(atom.type, shape=shape))
+    return Var(atom.type.resized(axis, atom.shape[axis] // devices))

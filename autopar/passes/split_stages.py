@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.analysis.local import NotLocal
-from autopar.ir.program import Atom, Block, Equation, Program, RouteType, Var
+from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
 from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
@@ -50,20 +50,14 @@ def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stage
     return _Split(program.block, program.local.owned if ranks > 1 else None, hosted).run()
 
 
-def _is_on(equation: Equation, hosted: Collection[int]) -> bool:
-    """Whether an equation is about rows on hosts, or about no table's."""
-    atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
-    family = equation.params.get("family", next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None))
-    return family is None or family in hosted
-
-
 class _Split:
     def __init__(self, block: Block, owned: frozenset[Var] | None, hosted: Collection[int]) -> None:
         self.block = block
         self.owned = owned or frozenset()
         self.sides: tuple[Side, ...] = ("device",) if owned is None else ("device", "owner")
         self.exchanges = _ALONE if owned is None else EXCHANGES
-        self.exchanged = {e for e in block.walk() if e.op in self.exchanges and _is_on(e, hosted)}
+        about = {None, *hosted}  # rows on hosts, or no table's
+        self.exchanged = {e for e in block.walk() if e.op in self.exchanges and family_of(e) in about}
         self.free = _free(block, self.exchanged)
         self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
         self.side: dict[Atom, Side] = {}

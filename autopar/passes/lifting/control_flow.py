@@ -20,10 +20,7 @@ def rewrite(scope: Scope, equation: Equation) -> None:
     """Rewrite one equation of the block, whatever it is."""
     role = scope.lifting.facts.roles.get(equation)
     if not scope.lifting.touches(equation) or role == "dense":
-        inputs = tuple(scope.get(a) for a in equation.inputs)
-        outputs = tuple(Var(v.type) for v in equation.outputs)
-        scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
-        scope.dense.update(zip(equation.outputs, outputs, strict=True))
+        scope.compute(equation)
     elif equation.op == "scan":
         _Loop(scope, equation).lift()
     elif equation.op in ("remat", "cond"):
@@ -54,7 +51,7 @@ class _Loop:
         for inner in body.equations:
             rewrite(child, inner)
         outputs = [self._result(child, k, 0 if k < carry else 1) for k in range(len(equation.outputs))]
-        pending = self._off_bodies(child, carry)
+        pending = self._off_forms(child, carry)
         exported: dict[Atom, int] = {}
         for off in pending:
             for atom in off.exports:
@@ -65,7 +62,7 @@ class _Loop:
         scope.bind(equation.outputs, results)
         for off in pending:
             stacked = tuple(results[exported[a]] for a in off.exports)
-            lifting.templates[equation, off.template.family] = dataclasses.replace(off.template, stacked=stacked)
+            lifting.templates[equation, off.family] = dataclasses.replace(off, stacked=stacked)
 
     def _varying_indices(self) -> list[Equation]:
         """Accesses in the loop whose index operand differs from iteration to iteration."""
@@ -94,7 +91,7 @@ class _Loop:
         atom, row = self.equation.bodies[0].outputs[k], self.scope.lifting.row(self.equation.outputs[k])
         return child.get(atom) if row is None else child.at_rows(atom, row.axis - shift, row.family)
 
-    def _off_bodies(self, child: Scope, carry: int) -> list[_OffBody]:
+    def _off_forms(self, child: Scope, carry: int) -> list[Template]:
         """The body once more for each family that comes out of the loop."""
         equation, lifting = self.equation, self.scope.lifting
         consts, body = equation.params["num_consts"], equation.bodies[0]
@@ -111,11 +108,7 @@ class _Loop:
                 off.rows[body.inputs[k], row.axis, family] = var
                 inner.append(var)
                 (carries if is_carry else sequences).append((equation.inputs[k], row.axis + (0 if is_carry else 1)))
-            outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := lifting.row(v)) and r.family == family]
-            targets = [body.outputs[k] for k, _ in outs]
-            off.run([t for t in targets if isinstance(t, Var)], family)
-            results = [off.at_rows(body.outputs[k], r.axis - (k >= carry), family) for k, r in outs]
-            made.append(_OffBody.of(equation, family, off, inner, results, carries, sequences, [k for k, _ in outs]))
+            made.append(_template(equation, family, off, carry, inner, carries, sequences))
         return made
 
 
@@ -123,54 +116,46 @@ def _families(lifting: Lifting, outputs: Sequence[Var]) -> list[int]:
     return list(dict.fromkeys(r.family for v in outputs if (r := lifting.row(v)) is not None))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _OffBody:
-    """A template without its stacked values, and the values of the first rewriting that it needs."""
+def _template(
+    equation: Equation,
+    family: int,
+    off: OffScope,
+    carry: int,
+    inner: Sequence[Var] = (),
+    carries: Sequence[tuple[Atom, int]] = (),
+    sequences: Sequence[tuple[Atom, int]] = (),
+) -> Template:
+    """The off-row form of a body, whose results are stacked from number `carry` on.
 
-    template: Template
-    exports: tuple[Atom, ...]
-
-    @staticmethod
-    def of(
-        equation: Equation,
-        family: int,
-        off: OffScope,
-        inner: Sequence[Var],
-        results: Sequence[Atom],
-        carries: Sequence[tuple[Atom, int]],
-        sequences: Sequence[tuple[Atom, int]],
-        outputs: Sequence[int],
-    ) -> _OffBody:
-        """Sort what the off-row body reads: what the loop leaves alone is imported, the rest is exported by it."""
-        assert off.primary is not None
-        outside = {var: key for key, var in off.primary.imports.items()}
-        imports: list[Key] = []
-        invariant, varying, exports = [], [], []
-        for key, var in off.imports.items():
-            if key[0] == "new" and key[1] not in outside:
-                varying.append(var)
-                exports.append(key[1])
-            else:
-                invariant.append(var)
-                imports.append(_outer_key(outside[key[1]]) if key[0] == "new" else key)
-        body = Block((*invariant, *inner, *varying), tuple(off.equations), tuple(results))
-        template = Template(
-            equation=equation,
-            family=family,
-            bodies=(body,),
-            imports=tuple(imports),
-            carries=tuple(carries),
-            sequences=tuple(sequences),
-            stacked=(),
-            outputs=tuple(equation.outputs[k] for k in outputs),
-        )
-        return _OffBody(template, tuple(exports))
-
-
-def _outer_key(key: Key) -> Key:
-    """An import of the first rewriting's body, as an import of the second's: resolved in its dense form outside."""
-    assert key[0] == "dense", "the off-row form takes only dense values from the first rewriting"
-    return key
+    What it reads is sorted: what the loop leaves alone is imported, the rest is exported by the first rewriting.
+    """
+    returned = off.block.outputs
+    outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := off.lifting.row(v)) and r.family == family]
+    off.run([a for k, _ in outs if isinstance(a := returned[k], Var)], family)
+    results = tuple(off.at_rows(returned[k], r.axis - (k >= carry), family) for k, r in outs)
+    assert off.primary is not None, "an off-row form is a second rewriting"
+    outside = {var: key for key, var in off.primary.imports.items()}
+    imports: list[Key] = []
+    invariant, varying, exports = [], [], []
+    for key, var in off.imports.items():
+        if key[0] == "new" and key[1] not in outside:
+            varying.append(var)
+            exports.append(key[1])
+            continue
+        outer = outside[key[1]] if key[0] == "new" else key
+        assert key[0] != "new" or outer[0] == "dense", "it takes only dense values from the first rewriting"
+        invariant.append(var)
+        imports.append(outer)
+    return Template(
+        equation=equation,
+        family=family,
+        bodies=(Block((*invariant, *inner, *varying), tuple(off.equations), results),),
+        imports=tuple(imports),
+        carries=tuple(carries),
+        sequences=tuple(sequences),
+        exports=tuple(exports),
+        outputs=tuple(equation.outputs[k] for k, _ in outs),
+    )
 
 
 def _lift_branches(scope: Scope, equation: Equation) -> None:
@@ -192,13 +177,13 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
     for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
         for j, atoms in enumerate(exports):
             outputs += atoms if j == k else [child.zeros(a.type) for a in atoms]
-    keys = list(dict.fromkeys(key for child in children for key in child.imports))
+    types = {key: var.type for child in children for key, var in child.imports.items()}
     blocks = tuple(
-        Block(tuple(child.import_(key) for key in keys), tuple(child.equations), tuple(outputs))
+        Block(tuple(child.import_(key, type_) for key, type_ in types.items()), tuple(child.equations), tuple(outputs))
         for child, outputs in zip(children, returned, strict=True)
     )
     results = tuple(Var(a.type) for a in blocks[0].outputs)
-    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in keys))
+    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in types))
     scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
     scope.bind(equation.outputs, results)
     exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
@@ -206,27 +191,21 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
         lifting.templates[equation, family] = _join_branches(offs, exported)
 
 
-def _off_branch(child: Scope, equation: Equation, family: int) -> _OffBody:
+def _off_branch(child: Scope, equation: Equation, family: int) -> Template:
     """The off-row form of one body."""
     off = OffScope(child.lifting, child.block, None, dict(child.operands), primary=child)
-    outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := child.lifting.row(v)) and r.family == family]
-    off.run([a for k, _ in outs if isinstance(a := child.block.outputs[k], Var)], family)
-    results = [off.at_rows(child.block.outputs[k], r.axis, family) for k, r in outs]
-    return _OffBody.of(equation, family, off, (), results, (), (), [k for k, _ in outs])
+    return _template(equation, family, off, len(equation.outputs))
 
 
-def _join_branches(offs: Sequence[_OffBody], exported: Mapping[Atom, Var]) -> Template:
+def _join_branches(offs: Sequence[Template], exported: Mapping[Atom, Var]) -> Template:
     """One template of the branches' off-row forms, which then take the same operands."""
-    named = [dict(zip((*o.template.imports, *o.exports), o.template.bodies[0].inputs, strict=True)) for o in offs]
-    imports = tuple(dict.fromkeys(key for off in offs for key in off.template.imports))
+    named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in offs]
+    imports = tuple(dict.fromkeys(key for off in offs for key in off.imports))
     exports = tuple(dict.fromkeys(a for off in offs for a in off.exports))
     types = {name: var.type for given in named for name, var in given.items()}
     bodies = tuple(
-        dataclasses.replace(
-            off.template.bodies[0],
-            inputs=tuple(given.get(k) or Var(types[k]) for k in (*imports, *exports)),
-        )
+        dataclasses.replace(off.bodies[0], inputs=tuple(given.get(k) or Var(types[k]) for k in (*imports, *exports)))
         for off, given in zip(offs, named, strict=True)
     )
     stacked = tuple(exported[a] for a in exports)
-    return dataclasses.replace(offs[0].template, bodies=bodies, imports=imports, stacked=stacked)
+    return dataclasses.replace(offs[0], bodies=bodies, imports=imports, stacked=stacked)

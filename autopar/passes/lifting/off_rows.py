@@ -48,7 +48,7 @@ class OffScope(Scope):
         """A value of the first rewriting, as an input of this one."""
         if isinstance(atom, Literal):
             return atom
-        return self.import_(("new", atom))
+        return self.import_new(atom)
 
     def rows_of(self, family: int) -> int:
         return self.lifting.block_rows[family]

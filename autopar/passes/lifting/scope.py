@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autopar.analysis.row_ids import Index
-from autopar.analysis.rules import RESIZE, resized
+from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
@@ -63,7 +63,8 @@ class Lifting:
 class Template:
     """The off-row form of a scan, remat or cond: built with the first rewriting, used by the second.
 
-    `imports` are what the bodies read from around them; `stacked` the dense values that the first rewriting exported.
+    `imports` are what the bodies read from around them, `exports` values of the first rewriting's bodies that they read
+    as well; `stacked` is what that returns of these, known once it is complete.
     """
 
     equation: Equation
@@ -72,8 +73,9 @@ class Template:
     imports: tuple[Key, ...]
     carries: tuple[tuple[Atom, int], ...]
     sequences: tuple[tuple[Atom, int], ...]
-    stacked: tuple[Var, ...]
+    exports: tuple[Atom, ...]
     outputs: tuple[Var, ...]
+    stacked: tuple[Var, ...] = ()
 
 
 class Untouched(Protocol):
@@ -135,7 +137,7 @@ class Scope:
         if atom in self.dense:
             return self.dense[atom]
         if atom in self.operands:
-            found = self.import_(("dense", self.operands[atom]))
+            found = self.import_(("dense", self.operands[atom]), self.operands[atom].type)
         elif atom in self.stored:
             found = self.unstored(*self.stored[atom])
         else:
@@ -160,25 +162,24 @@ class Scope:
         key = (atom, axis, family, "fetched")
         found = self.rows.get(key)
         if found is None:
+            count = self.lifting.families[family].asked
+            assert count is not None, "only rows that are spread are fetched"
             if isinstance(atom, Var) and atom in self.operands:
-                found = self.import_(("fetched", self.operands[atom], axis, family))
+                outer = self.operands[atom]
+                found = self.import_(("fetched", outer, axis, family), outer.type.resized(axis, count))
             else:
                 rows = self.at_rows(atom, axis, family)
-                type_ = self._at_fetched(atom.type, axis, family)
+                type_ = atom.type.resized(axis, count)
                 found = self.emit("ap.fetch", (rows, self.route(family)), type_, {"axis": axis})
             self.rows[key] = found
         return found
-
-    def _at_fetched(self, type_: Any, axis: int, family: int) -> ArrayType:
-        count = self.lifting.families[family].asked
-        assert count is not None, "only rows that are spread are fetched"
-        return dataclasses.replace(type_, shape=resized(type_.shape, axis, count))
 
     def _make_rows(self, atom: Atom, axis: int, family: int) -> Atom:
         value = self.lifting.facts.value(atom)
         row = self.lifting.row(atom)
         if isinstance(atom, Var) and atom in self.operands and (row is not None or isinstance(value, Free)):
-            return self.import_(("rows", self.operands[atom], axis, family))
+            outer = self.operands[atom]
+            return self.import_(("rows", outer, axis, family), self.at(outer.type, axis, family))
         if isinstance(value, Free) and axis in value.axes:
             equation = self.producers.get(atom) if isinstance(atom, Var) else None
             if equation is not None and equation.op == "optimization_barrier":
@@ -190,30 +191,27 @@ class Scope:
             return self.pull(self.stored[atom][0], axis, family)
         leaf, layout = self.get(atom), self.lifting.families[family].layout
         if layout is not None and not layout.is_plain and leaf not in self.leaf_atoms:
-            type_ = dataclasses.replace(leaf.type, shape=resized(leaf.shape, axis, layout.stored))
-            leaf = self.emit("ap.store", (leaf,), type_, {"layout": layout, "axis": axis})
+            params = {"layout": layout, "axis": axis}
+            leaf = self.emit("ap.store", (leaf,), leaf.type.resized(axis, layout.stored), params)
         return self.pull(leaf, axis, family)
 
     def padding(self, rows: Atom, axis: int, family: int) -> Var:
         """The padding rows, one of each device where rows are spread."""
         layout = self.lifting.families[family].layout
-        type_ = dataclasses.replace(rows.type, shape=resized(rows.shape, axis, 1 if layout is None else layout.devices))
+        type_ = rows.type.resized(axis, 1 if layout is None else layout.devices)
         return self.emit("ap.padding", (rows, self.route(family)), type_, {"axis": axis})
 
     def unstored(self, stored: Atom, layout: RowLayout, axis: int) -> Var:
         """All rows of a stored leaf in their own order."""
-        type_ = dataclasses.replace(stored.type, shape=resized(stored.shape, axis, layout.extent))
-        return self.emit("ap.whole", (stored,), type_, {"layout": layout, "axis": axis})
+        params = {"layout": layout, "axis": axis}
+        return self.emit("ap.whole", (stored,), stored.type.resized(axis, layout.extent), params)
 
     def densify(self, rows: Atom, type_: Any, axis: int, family: int) -> Var:
         """All rows, as they are stored: the routed ones, and what the padding row is everywhere else."""
         layout = self.lifting.families[family].layout
-        stored = (
-            type_ if layout is None else dataclasses.replace(type_, shape=resized(type_.shape, axis, layout.stored))
-        )
-        return self.emit(
-            "ap.densify", (rows, self.route(family)), stored, {"axis": axis, "extent": self.lifting.extents[family]}
-        )
+        stored = type_ if layout is None else type_.resized(axis, layout.stored)
+        params = {"axis": axis, "extent": self.lifting.extents[family]}
+        return self.emit("ap.densify", (rows, self.route(family)), stored, params)
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
         """The routed rows of a leaf, or of any dense value with as many rows."""
@@ -225,9 +223,9 @@ class Scope:
         out = equation.outputs[0]
         if equation.op == "iota" and equation.params["dimension"] == axis:
             extent = self.lifting.extents[family]
-            shape = resized(out.shape, axis, self.rows_of(family))
-            params = {"axis": axis, "shape": shape, "dtype": out.dtype, "extent": extent}
-            return self.emit("ap.row_iota", (self.route(family),), self.at(out.type, axis, family), params)
+            type_ = self.at(out.type, axis, family)
+            params = {"axis": axis, "shape": type_.shape, "dtype": out.dtype, "extent": extent}
+            return self.emit("ap.row_iota", (self.route(family),), type_, params)
         inputs = []
         for atom in equation.inputs:
             inner = _operand_axis(equation, atom, axis)
@@ -250,8 +248,7 @@ class Scope:
         """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
         resize = RESIZE.get(equation.op)
         params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
-        types = [self.at(v.type, axis, family) for v in equation.outputs]
-        outputs = tuple(Var(t) for t in types)
+        outputs = tuple(Var(self.at(v.type, axis, family)) for v in equation.outputs)
         self.equations.append(
             dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None)
         )
@@ -263,13 +260,7 @@ class Scope:
         assert row is not None, f"a {var.type} is used before it is defined"
         equation = self.producers.get(var)
         if equation is not None and self._is_made_of_whole(equation):
-            copy = dataclasses.replace(
-                equation,
-                inputs=tuple(self.get(a) for a in equation.inputs),
-                outputs=tuple(Var(v.type) for v in equation.outputs),
-                bodies=tuple(clone(b)[0] for b in equation.bodies),
-            )
-            self.equations.append(copy)
+            copy = self.copy(equation)
             for old, new in zip(equation.outputs, copy.outputs, strict=True):
                 self.dense.setdefault(old, new)  # a cond has many: it is run once for all of them
             return self.dense[var]
@@ -283,16 +274,14 @@ class Scope:
         if self.lifting.facts.roles.get(equation) != "rows" or not can_be_run_again(equation):
             return False
         rows = [a for a in equation.inputs if self.lifting.row(a) is not None]
-        return all(a in self.dense or a in self.operands or self._cheaply_whole(a) for a in rows)
-
-    def _cheaply_whole(self, atom: Atom) -> bool:
-        return atom in self.lifting.facts.whole
+        return all(a in self.dense or a in self.operands or a in self.lifting.facts.whole for a in rows)
 
     def index(self, access: Equation) -> Atom:
         """The index operand of an access."""
         found = self.indices.get(access)
         if found is None:
-            self.indices[access] = found = self.import_(("index", access))
+            assert self.parent is not None, "the outermost block has all indices"
+            self.indices[access] = found = self.import_(("index", access), self.parent.index(access).type)
         return found
 
     # --- routes and types ---
@@ -303,12 +292,13 @@ class Scope:
 
     def at(self, type_: Any, axis: int, family: int) -> ArrayType:
         """The type of a value at the routed rows."""
-        return dataclasses.replace(type_, shape=resized(type_.shape, axis, self.rows_of(family)))
+        return type_.resized(axis, self.rows_of(family))
 
     def route(self, family: int) -> Atom:
         """The family's route, imported where it was made outside."""
         if family not in self.routes:
-            self.routes[family] = self.import_(("route", family))
+            type_ = RouteType(family, self.lifting.extents[family], self.rows_of(family))
+            self.routes[family] = self.import_(("route", family), type_)
         return self.routes[family]
 
     def take(self, atom: Atom, owner: Scope) -> Atom:
@@ -316,40 +306,32 @@ class Scope:
         if owner is self or isinstance(atom, Literal):
             return atom
         assert self.parent is not None, "a block takes what is around it"
-        return self.import_(("new", self.parent.take(atom, owner)))
+        return self.import_new(self.parent.take(atom, owner))
 
-    def import_(self, key: Key) -> Var:
+    def import_new(self, atom: Atom) -> Var:
+        """An input for a rewritten value of the block around this one."""
+        return self.import_(("new", atom), atom.type)
+
+    def import_(self, key: Key, type_: Any) -> Var:
         """An input of this nested block for something outside; `resolve` says what, when the block is complete."""
         assert self.may_import, "the outermost block imports nothing"
         if key not in self.imports:
-            self.imports[key] = Var(self._import_type(key))
+            self.imports[key] = Var(type_)
         return self.imports[key]
-
-    def _import_type(self, key: Key) -> Any:
-        if key[0] in ("dense", "new"):
-            return key[1].type
-        if key[0] == "route":
-            return RouteType(key[1], self.lifting.extents[key[1]], self.rows_of(key[1]))
-        if key[0] == "fetched":
-            return self._at_fetched(key[1].type, key[2], key[3])
-        if key[0] == "index":
-            assert self.parent is not None, "the outermost block has all indices"
-            return self.parent.index(key[1]).type
-        return self.at(key[1].type, key[2], key[3])
 
     def resolve(self, key: Key) -> Atom:
         """The atom of this scope that an import of a nested one means."""
-        if key[0] == "dense":
-            return self.get(key[1])
-        if key[0] == "new":
-            return key[1]
-        if key[0] == "route":
-            return self.route(key[1])
-        if key[0] == "fetched":
-            return self.fetched(key[1], key[2], key[3])
-        if key[0] == "index":
-            return self.index(key[1])
-        return self.at_rows(key[1], key[2], key[3])
+        kind, *what = key
+        if kind == "new":
+            return what[0]
+        found = {
+            "dense": self.get,
+            "rows": self.at_rows,
+            "fetched": self.fetched,
+            "index": self.index,
+            "route": self.route,
+        }
+        return found[kind](*what)
 
     def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:
         """Name results: dense ones, and rows of the families that are lifted. There may be more new ones than old."""
@@ -361,6 +343,21 @@ class Scope:
                 self.rows[var, row.axis, row.family] = atom
 
     # --- equations ---
+
+    def copy(self, equation: Equation) -> Equation:
+        """Append an equation on dense values, with results and bodies of its own."""
+        copy = dataclasses.replace(
+            equation,
+            inputs=tuple(self.get(a) for a in equation.inputs),
+            outputs=tuple(Var(v.type) for v in equation.outputs),
+            bodies=tuple(clone(b)[0] for b in equation.bodies),
+        )
+        self.equations.append(copy)
+        return copy
+
+    def compute(self, equation: Equation) -> None:
+        """Append an equation on dense values: from here on its results are known in their dense form."""
+        self.dense.update(zip(equation.outputs, self.copy(equation).outputs, strict=True))
 
     def emit(self, op: str, inputs: Sequence[Atom], type_: Any, params: Mapping[str, Any] | None = None) -> Var:
         """Append a row-space operation; its result."""

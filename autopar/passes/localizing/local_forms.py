@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,13 @@ from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
 from autopar.analysis.rules import resized
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
+
+
+def joined(states: Iterable[State]) -> State:
+    """What values that must have one form are made: shares along the first one's axis, else partial sums."""
+    kinds = list(states)
+    first = next((s for s in kinds if isinstance(s, Spread)), None)
+    return first or next((s for s in kinds if s is not None), None)
 
 
 @dataclass(eq=False)

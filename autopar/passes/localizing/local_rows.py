@@ -7,132 +7,96 @@ itself what it asked for (`fetch`), what its examples look up, and the sums of t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.operations import split
-from autopar.ir.program import Atom, Block, Equation, RouteType, Var
-from autopar.passes.localizing.local_forms import Forms
+from autopar.ir.program import Atom, Block, Equation, RouteType, Var, family_of
+from autopar.passes.localizing.local_forms import Forms, joined
 
 
 def _family(walk: Forms, equation: Equation) -> FamilyPlan:
-    atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
-    family = next(a.type.family for a in atoms if isinstance(a.type, RouteType))
-    found = walk.shared.plan.family(family)
-    assert found is not None, "a route belongs to a family of the plan"
+    family = family_of(equation)
+    found = None if family is None else walk.shared.plan.family(family)
+    assert found is not None, "its rows belong to a family of the plan"
     return found
 
 
-def _rows(walk: Forms, equation: Equation, axis: int) -> State:
+def _owned(family: FamilyPlan, axis: int) -> State:
+    """What a device has of a family's rows."""
+    return Spread(axis, owner=True) if family.layout is not None else None
+
+
+def _rows(walk: Forms, equation: Equation) -> State:
     """What a device has of the routed rows."""
-    return Spread(axis, owner=True) if _family(walk, equation).layout is not None else None
+    return _owned(_family(walk, equation), equation.params["axis"])
 
 
-def _asked(walk: Forms, equation: Equation, axis: int) -> State:
+def _asked(walk: Forms, equation: Equation) -> State:
     """What a device has of the rows that all devices asked for."""
-    return Spread(axis) if walk.shared.examples and _family(walk, equation).asked is not None else None
+    is_spread = walk.shared.examples and _family(walk, equation).asked is not None
+    return Spread(equation.params["axis"]) if is_spread else None
 
 
-def _fetched(walk: Forms, equation: Equation, fetched: Atom, axis: int) -> Atom:
+def _examples(walk: Forms, axis: int | None) -> State:
+    """What a device has of an index operand, or of updates: a share along the axis that was planned, or all."""
+    return None if axis is None or not walk.shared.examples else Spread(axis)
+
+
+def _fetched(walk: Forms, equation: Equation) -> State:
     """The rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the table) are
     spread over the examples instead: they are brought together."""
-    has_fetch = _family(walk, equation).layout is not None
-    return walk.as_state(fetched, _asked(walk, equation, axis) if has_fetch else None, equation)
+    return _asked(walk, equation) if _family(walk, equation).layout is not None else None
 
 
-def _write(walk: Forms, equation: Equation, inputs: list[Atom], state: State) -> None:
-    outputs = tuple(walk.define(v, state) for v in equation.outputs)
+#: What a device has of an operand or result, by the name that `_each` knows it by.
+_STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
+    "whole": lambda walk, equation: None,
+    "rows": _rows,
+    "asked": _asked,
+    "fetched": _fetched,
+    "index": lambda walk, equation: _examples(walk, equation.params.get("batch")),
+    "updates": lambda walk, equation: _examples(walk, equation.params["spread"]),
+    "ids": lambda walk, equation: _examples(walk, None if equation.params.get("batch") is None else 0),
+    "owner": lambda walk, equation: Spread(equation.params["axis"], owner=True),
+}
+
+
+def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
+    """An operation on operands of which a device has this, and then that of its results.
+
+    Args:
+      operands: Their names in `_STATES`, or "read" for what is taken as it is. The last one's is that of all others.
+      result: The results' name.
+    """
+    *names, last = operands.split()
+
+    def rewrite(walk: Forms, equation: Equation) -> None:
+        inputs = []
+        for atom, name in zip(equation.inputs, itertools.chain(names, itertools.repeat(last)), strict=False):
+            wanted = None if name == "read" else _STATES[name](walk, equation)
+            inputs.append(walk.read(atom) if name == "read" else walk.as_state(atom, wanted, equation))
+        _write(walk, equation, inputs, itertools.repeat(_STATES[result](walk, equation)))
+
+    return rewrite
+
+
+def _write(walk: Forms, equation: Equation, inputs: Iterable[Atom], states: Iterable[State]) -> None:
+    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
     walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
-def _examples(walk: Forms, equation: Equation, atom: Atom, axis: int | None) -> Atom:
-    """An index operand, or updates: spread along an axis as the access was planned, or whole."""
-    if axis is None or not walk.shared.examples:
-        return walk.whole(atom, equation)
-    return walk.as_state(atom, Spread(axis), equation)
-
-
-def _row_ids(walk: Forms, equation: Equation) -> None:
-    index = equation.inputs[0]
-    planned = equation.params.get("batch")
-    if planned is None or not walk.shared.examples:
-        _write(walk, equation, [walk.whole(index, equation)], None)
-    else:
-        _write(walk, equation, [walk.as_state(index, Spread(planned), equation)], Spread(0))
-
-
-def _route(walk: Forms, equation: Equation) -> None:
-    _write(walk, equation, [walk.read(a) for a in equation.inputs], None)
-
-
-def _pull(walk: Forms, equation: Equation) -> None:
-    axis = equation.params["axis"]
-    state = _rows(walk, equation, axis)
-    leaf = walk.as_state(equation.inputs[0], state, equation)
-    _write(walk, equation, [leaf, walk.read(equation.inputs[1])], state)
-
-
-def _fetch(walk: Forms, equation: Equation) -> None:
-    axis = equation.params["axis"]
-    rows = walk.as_state(equation.inputs[0], _rows(walk, equation, axis), equation)
-    _write(walk, equation, [rows, walk.read(equation.inputs[1])], _asked(walk, equation, axis))
-
-
-def _lookup(walk: Forms, equation: Equation) -> None:
-    fetched, route, index = equation.inputs
-    batch, spread = equation.params["batch"], equation.params["spread"]
-    rows = _fetched(walk, equation, fetched, equation.params["axis"])
-    inputs = [rows, walk.read(route), _examples(walk, equation, index, batch)]
-    local = None if batch is None or not walk.shared.examples else Spread(spread)
-    _write(walk, equation, inputs, local)
-
-
-def _lookup_ids(walk: Forms, equation: Equation) -> None:
-    fetched, route, ids = equation.inputs
-    rows = _fetched(walk, equation, fetched, equation.params["axis"])
-    _write(walk, equation, [rows, walk.read(route), walk.whole(ids, equation)], None)
-
-
-def _aggregate(walk: Forms, equation: Equation) -> None:
-    base, route, index, updates = equation.inputs
-    p, axis = equation.params, equation.params["axis"]
-    asked = _asked(walk, equation, axis)
-    inputs = [
-        walk.as_state(base, asked, equation),
-        walk.read(route),
-        _examples(walk, equation, index, p["batch"]),
-        _examples(walk, equation, updates, p["spread"]),
-    ]
-    _write(walk, equation, inputs, asked)
-
-
-def _deliver(walk: Forms, equation: Equation) -> None:
-    sums, route, *base = equation.inputs
-    axis = equation.params["axis"]
-    rows = _rows(walk, equation, axis)
-    inputs = [walk.as_state(sums, _asked(walk, equation, axis), equation), walk.read(route)]
-    inputs += [walk.as_state(b, rows, equation) for b in base]
-    _write(walk, equation, inputs, rows)
-
-
 def _push(walk: Forms, equation: Equation) -> None:
-    base, route, index, updates = equation.inputs
-    p, axis = equation.params, equation.params["axis"]
-    rows = _rows(walk, equation, axis)
-    if rows is None and p["op"] == "scatter-add":
+    is_replicated = _rows(walk, equation) is None and equation.params["op"] == "scatter-add"
+    if is_replicated:
         _push_replicated(walk, equation)
-        return
-    if walk.nested and not walk.shared.examples and walk.shared.devices > 1:
+    elif walk.nested and not walk.shared.examples and walk.shared.devices > 1:
         reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
         raise NotLocal(reason, equation.source)
-    inputs = [
-        walk.as_state(base, rows, equation),
-        walk.read(route),
-        _examples(walk, equation, index, None),
-        _examples(walk, equation, updates, None),
-    ]
-    _write(walk, equation, inputs, rows)
+    else:
+        _each("rows read whole", "rows")(walk, equation)
 
 
 def _push_replicated(walk: Forms, equation: Equation) -> None:
@@ -141,35 +105,23 @@ def _push_replicated(walk: Forms, equation: Equation) -> None:
     p = equation.params
     batched = p["batch"] is not None and walk.shared.examples
     if not batched and not isinstance(walk.state(updates), Partial):
-        inputs = [walk.whole(base, equation), walk.read(route), _examples(walk, equation, index, None)]
-        _write(walk, equation, [*inputs, _examples(walk, equation, updates, None)], None)
+        _each("whole", "whole")(walk, equation)
         return
-    given = walk.read(updates)
-    if batched:
-        given = _examples(walk, equation, updates, p["spread"])
-    inputs = [walk.as_state(base, PARTIAL), walk.read(route), _examples(walk, equation, index, p["batch"]), given]
-    _write(walk, equation, inputs, PARTIAL)
-
-
-def _push_ids(walk: Forms, equation: Equation) -> None:
-    base, route, ids, updates = equation.inputs
-    rows = _rows(walk, equation, equation.params["axis"])
-    inputs = [walk.as_state(base, rows, equation), walk.read(route), walk.whole(ids), walk.whole(updates, equation)]
-    _write(walk, equation, inputs, rows)
+    index = walk.as_state(index, _examples(walk, p["batch"]), equation)
+    given = walk.as_state(updates, Spread(p["spread"]), equation) if batched else walk.read(updates)
+    _write(walk, equation, [walk.as_state(base, PARTIAL), walk.read(route), index, given], [PARTIAL])
 
 
 def _row_iota(walk: Forms, equation: Equation) -> None:
-    p = equation.params
-    state = _rows(walk, equation, p["axis"])
-    out = walk.define(equation.outputs[0], state)
-    params = {**p, "shape": out.shape}
+    out = walk.define(equation.outputs[0], _rows(walk, equation))
+    params = {**equation.params, "shape": out.shape}
     walk.emit(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
 
 
 def _reduce_rows(walk: Forms, equation: Equation) -> None:
     """An owner's rows by themselves, then all owners'."""
     rows, route, *more = equation.inputs
-    state = _rows(walk, equation, equation.params["axis"])
+    state = _rows(walk, equation)
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
     given: list[Atom] = []
     if more:
@@ -177,7 +129,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
         (result,) = equation.bodies[0].outputs
         equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
-        _write(walk, equation, [*inputs, *given], None)
+        _write(walk, equation, [*inputs, *given], [None])
         return
     part = Var(equation.outputs[0].type)
     if given and _family(walk, equation).on_hosts:  # no program has the other rows
@@ -211,44 +163,24 @@ def _reduce_table(walk: Forms, equation: Equation) -> None:
     walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation), None
 
 
-def _padding(walk: Forms, equation: Equation) -> None:
-    state = _rows(walk, equation, equation.params["axis"])
-    _write(walk, equation, [walk.as_state(equation.inputs[0], state), *map(walk.read, equation.inputs[1:])], state)
-
-
-def _commit(walk: Forms, equation: Equation) -> None:
-    leaf, rows, *rest = equation.inputs
-    state = _rows(walk, equation, equation.params["axis"])
-    inputs = [walk.as_state(leaf, state, equation), walk.as_state(rows, state, equation), *map(walk.read, rest)]
-    _write(walk, equation, inputs, state)
-
-
-def _densify(walk: Forms, equation: Equation) -> None:
-    rows, *rest = equation.inputs
-    state = _rows(walk, equation, equation.params["axis"])
-    _write(walk, equation, [walk.as_state(rows, state, equation), *map(walk.read, rest)], state)
-
-
 def _changes(walk: Forms, equation: Equation) -> None:
     """Each owner finds out by itself whether its other rows change."""
     p = equation.params
-    family = walk.shared.plan.family(p["family"])
-    assert family is not None, "untouched rows belong to a family of the plan"
+    family = _family(walk, equation)
     given = split(equation.op, p, equation.inputs)
     axes = (*p["axes"], *p["axes"], *(axis for _, axis in p["constants"]))
-    states: list[State] = [None if family.layout is None else Spread(axis, owner=True) for axis in axes]
+    states = [_owned(family, axis) for axis in axes]
     rows = (*given["old"], *given["new"], *given["constant"])
     inputs = [walk.as_state(a, s, equation) for a, s in zip(rows, states, strict=True)]
     inputs += [walk.whole(a, equation) for a in given["frontier"]]
     for atom in (*given["finite"], *given["nonzero"]):  # a sum may be 0 where no device's part of it is, and conversely
         inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
-    _write(walk, equation, [*inputs, *map(walk.read, (*given["guard"], *given["first"]))], None)
+    _write(walk, equation, [*inputs, *map(walk.read, (*given["guard"], *given["first"]))], [None])
 
 
 def _sweep(walk: Forms, equation: Equation) -> None:
     axes = equation.params["axes"]
-    rows = _family(walk, equation).layout is not None
-    states: list[State] = [Spread(axis, owner=True) if rows else None for axis in axes]
+    states = [_owned(_family(walk, equation), axis) for axis in axes]
     inputs, inner = _off_form(walk, equation, axes, equation.inputs)
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
     body = inner(states, equation.bodies[0].outputs)
@@ -261,9 +193,8 @@ def _off_form(
     """Operands of an off-row form (whether it is needed, rows, values of the step), and what makes its body of the
     states of its results."""
     needed, *read = operands
-    rows = _family(walk, equation).layout is not None
-    along = (*axes, *equation.params["read_axes"])
-    states: list[State] = [Spread(axis, owner=True) if rows else None for axis in along]
+    family = _family(walk, equation)
+    states = [_owned(family, axis) for axis in (*axes, *equation.params["read_axes"])]
     states += [None] * (len(read) - len(states))
     inputs = [walk.read(needed), *(walk.as_state(a, s, equation) for a, s in zip(read, states, strict=True))]
     (body,) = equation.bodies
@@ -276,38 +207,14 @@ def _off_form(
     return inputs, block
 
 
-def _fill(walk: Forms, equation: Equation) -> None:
-    leaf, rows, *rest = equation.inputs
-    state = _rows(walk, equation, equation.params["axis"])
-    inputs = [walk.as_state(leaf, state, equation), walk.as_state(rows, state, equation), *map(walk.read, rest)]
-    _write(walk, equation, inputs, state)
-
-
-def _catch_up(walk: Forms, equation: Equation) -> None:
-    """Each owner by itself; what was written down every device has."""
-    inputs, states = _of_journal(walk, equation)
-    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
-    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
-
-
-def _flush(walk: Forms, equation: Equation) -> None:
-    inputs, states = _of_journal(walk, equation)
-    changed = equation.params["replay"].changed
-    entries = len(equation.outputs) - changed - 1
-    ends = (*states[:changed], states[-1], *(None for _ in range(entries)))
-    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, ends, strict=True))
-    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
-
-
-def _of_journal(walk: Forms, equation: Equation) -> tuple[list[Atom], list[State]]:
-    """Operands, and what a device has of the leaves' rows and of their stamps."""
-    family = walk.shared.plan.family(equation.params["family"])
-    assert family is not None, "a journal belongs to a family of the plan"
-    axes = (*equation.params["replay"].axes, 0)
-    states: list[State] = [None if family.layout is None else Spread(axis, owner=True) for axis in axes]
-    pairs = zip(equation.inputs, states, strict=False)
-    rows = [walk.as_state(a, s, equation) for a, s in pairs]
-    return [*rows, *(walk.whole(a, equation) for a in equation.inputs[len(axes) :])], states
+def _of_journal(walk: Forms, equation: Equation) -> None:
+    """Each owner by itself, on the leaves' rows and their stamps; what was written down every device has."""
+    family, replay = _family(walk, equation), equation.params["replay"]
+    states = [_owned(family, axis) for axis in (*replay.axes, 0)]
+    wanted = itertools.chain(states, itertools.repeat(None))
+    inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, wanted, strict=False)]
+    entries = itertools.repeat(None)
+    _write(walk, equation, inputs, itertools.chain(states[: replay.changed], states[-1:], entries))
 
 
 def _exceeded(walk: Forms, equation: Equation) -> None:
@@ -320,7 +227,7 @@ def _select(walk: Forms, equation: Equation) -> None:
     which, new, old = equation.inputs
     state = walk.state(old)
     inputs = [walk.whole(which), walk.as_state(new, state, equation), walk.as_state(old, state, equation)]
-    _write(walk, equation, inputs, state)
+    _write(walk, equation, inputs, [state])
 
 
 def _replicate(walk: Forms, equation: Equation) -> None:
@@ -340,57 +247,47 @@ def _spread(walk: Forms, equation: Equation) -> None:
     walk.env[equation.outputs[0]] = walk.as_state(atom, state, equation), state
 
 
-def _store(walk: Forms, equation: Equation) -> None:
-    """An array with as many rows as a table that is none, such as a mask: each owner takes its rows of it."""
-    (atom,) = equation.inputs
-    _write(walk, equation, [walk.whole(atom, equation)], Spread(equation.params["axis"], owner=True))
-
-
 def _whole_table(walk: Forms, equation: Equation) -> None:
     raise NotLocal("all rows of a table are read at once", equation.source)
 
 
 def _plus(walk: Forms, equation: Equation) -> None:
-    states = [walk.state(a) for a in equation.inputs]
-    wanted = next((s for s in states if isinstance(s, Spread)), next((s for s in states if s is not None), None))
-    _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], wanted)
-
-
-def _whole_operands(walk: Forms, equation: Equation) -> None:
-    _write(walk, equation, [walk.whole(a) for a in equation.inputs], None)
+    wanted = joined(map(walk.state, equation.inputs))
+    _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], [wanted])
 
 
 ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
-    "ap.row_ids": _row_ids,
-    "ap.row_range": _route,
+    "ap.row_ids": _each("index", "ids"),
+    "ap.row_range": _each("read", "whole"),
     "ap.row_iota": _row_iota,
-    "ap.route": _route,
-    "ap.pull": _pull,
-    "ap.fetch": _fetch,
-    "ap.padding": _padding,
-    "ap.lookup": _lookup,
-    "ap.lookup_ids": _lookup_ids,
-    "ap.push_ids": _push_ids,
+    "ap.route": _each("read", "whole"),
+    "ap.pull": _each("rows read", "rows"),
+    "ap.fetch": _each("rows read", "asked"),
+    "ap.padding": _each("rows read", "rows"),
+    "ap.lookup": _each("fetched read index", "updates"),
+    "ap.lookup_ids": _each("fetched read whole", "whole"),
+    "ap.push_ids": _each("rows read whole", "rows"),
     "ap.push": _push,
-    "ap.aggregate": _aggregate,
-    "ap.deliver": _deliver,
+    "ap.aggregate": _each("asked read index updates", "asked"),
+    "ap.deliver": _each("asked read rows", "rows"),
     "ap.reduce_rows": _reduce_rows,
     "ap.reduce_table": _reduce_table,
-    "ap.densify": _densify,
-    "ap.commit": _commit,
+    "ap.densify": _each("rows read", "rows"),
+    "ap.commit": _each("rows rows read", "rows"),
     "ap.changes": _changes,
     "ap.sweep": _sweep,
-    "ap.fill": _fill,
-    "ap.catch_up": _catch_up,
-    "ap.record": _whole_operands,
-    "ap.flush": _flush,
-    "ap.next": _whole_operands,
+    "ap.fill": _each("rows rows read", "rows"),
+    "ap.catch_up": _of_journal,
+    "ap.record": _each("whole", "whole"),
+    "ap.flush": _of_journal,
+    "ap.next": _each("whole", "whole"),
     "ap.exceeded": _exceeded,
     "ap.plus": _plus,
-    "ap.any": _whole_operands,
+    "ap.any": _each("whole", "whole"),
     "ap.select": _select,
     "ap.replicate": _replicate,
     "ap.spread": _spread,
-    "ap.store": _store,
+    # An array with as many rows as a table that is none, such as a mask: each owner takes its rows of it.
+    "ap.store": _each("whole", "owner"),
     "ap.whole": _whole_table,
 }

@@ -20,16 +20,11 @@ def expand_broadcasts(block: Block) -> Block:
     equations: list[Equation] = []
     made: dict[tuple[Atom, tuple[int, ...]], Var] = {}
     for equation in block.equations:
-        bodies = tuple(expand_broadcasts(b) for b in equation.bodies)
-        if any(a is not b for a, b in zip(bodies, equation.bodies, strict=True)):
-            equation = dataclasses.replace(equation, bodies=bodies, original=None)
+        equation = equation.with_bodies([expand_broadcasts(b) for b in equation.bodies])
         if equation.op in ELEMENTWISE:
             equation = _expanded(equation, equations, made)
         equations.append(equation)
-    same = len(equations) == len(block.equations)
-    if same and all(a is b for a, b in zip(equations, block.equations, strict=True)):
-        return block
-    return dataclasses.replace(block, equations=tuple(equations))
+    return block.with_equations(equations)
 
 
 def _expanded(equation: Equation, equations: list[Equation], made: dict[tuple[Atom, tuple[int, ...]], Var]) -> Equation:

@@ -13,6 +13,7 @@ all but one are 0 is exact for finite numbers. A gradient that isn't finite make
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +75,8 @@ class OneHot:
 
 def recognise_lookups(program: Program) -> tuple[Program, int]:
     """The program with lookups for one-hot products, and how many products there were."""
-    states = {
-        var for var, given in zip(program.block.inputs, program.inputs, strict=True) if given.role in ("state", "table")
-    }
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    states = {var for var, given in pairs if given.role in ("state", "table")}
     extents: set[int] = set()
     block, lookups = _lookups(program.block, states, extents)
     if not lookups:
@@ -93,7 +93,7 @@ def _lookups(block: Block, states: set[Var], extents: set[int]) -> tuple[Block, 
       states: Its inputs that are made of the state alone.
       extents: Filled in.
     """
-    producers = {v: e for e in block.equations for v in e.outputs}
+    producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
     pure: set[Atom] = set(states)
 
     def rewrite(equation: Equation) -> tuple[list[Equation] | None, int]:
@@ -110,7 +110,7 @@ def _lookups(block: Block, states: set[Var], extents: set[int]) -> tuple[Block, 
 
 def _transposes(block: Block, extents: set[int]) -> tuple[Block, int]:
     """A block with scatter-adds for products of gradients with one-hot matrices of so many classes."""
-    producers = {v: e for e in block.equations for v in e.outputs}
+    producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
 
     def rewrite(equation: Equation) -> tuple[list[Equation] | None, int]:
         if equation.op == "dot_general":
@@ -128,15 +128,12 @@ def _rewritten(block: Block, rewrite: Callable[[Equation], tuple[list[Equation] 
         made, count = rewrite(equation)
         equations += [equation] if made is None else made
         total += count
-    return (Block(block.inputs, tuple(equations), block.outputs), total) if total else (block, 0)
+    return block.with_equations(equations), total
 
 
 def _in_bodies(equation: Equation, rewrite: Callable[[Block], tuple[Block, int]]) -> tuple[list[Equation] | None, int]:
-    bodies = [rewrite(body) for body in equation.bodies]
-    total = sum(count for _, count in bodies)
-    if not total:
-        return None, 0
-    return [dataclasses.replace(equation, bodies=tuple(body for body, _ in bodies), original=None)], total
+    made = [rewrite(body) for body in equation.bodies]
+    return [equation.with_bodies([body for body, _ in made])], sum(count for _, count in made)
 
 
 def _inner(equation: Equation, body: Block, pure: set[Atom]) -> set[Var]:
@@ -149,7 +146,7 @@ def _inner(equation: Equation, body: Block, pure: set[Atom]) -> set[Var]:
 
 
 def _lookup(
-    equation: Equation, producers: Mapping[Var, Equation], pure: set[Atom], extents: set[int]
+    equation: Equation, producers: Mapping[Atom, Equation], pure: set[Atom], extents: set[int]
 ) -> list[Equation] | None:
     """The lookup in place of `one_hot @ table`."""
     contract, batch = equation.params["dimension_numbers"]
@@ -174,7 +171,7 @@ def _lookup(
     return None
 
 
-def _push(equation: Equation, producers: Mapping[Var, Equation], extents: set[int]) -> list[Equation] | None:
+def _push(equation: Equation, producers: Mapping[Atom, Equation], extents: set[int]) -> list[Equation] | None:
     """The scatter-add in place of a product that contracts all axes of a one-hot array but its classes."""
     contract, batch = equation.params["dimension_numbers"]
     for k in (0, 1):
@@ -236,15 +233,13 @@ def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
 # --- one-hot arrays ---
 
 
-def _one_hot(atom: Atom, producers: Mapping[Var, Equation]) -> OneHot | None:
+def _one_hot(atom: Atom, producers: Mapping[Atom, Equation]) -> OneHot | None:
     """What a one-hot array is made of; None of anything else."""
-    equation = producers.get(atom) if isinstance(atom, Var) else None
-    converted, orders = False, []
+    equation, converted, orders = producers.get(atom), False, []
     while equation is not None and equation.op in ("convert_element_type", "transpose"):
         converted = converted or equation.op == "convert_element_type"
         orders += [equation.params["permutation"]] if equation.op == "transpose" else []
-        atom = equation.inputs[0]
-        equation = producers.get(atom) if isinstance(atom, Var) else None
+        equation = producers.get(equation.inputs[0])
     if equation is None or equation.op != "eq" or not converted:
         return None
     shape = equation.outputs[0].shape
@@ -263,7 +258,7 @@ def _one_hot(atom: Atom, producers: Mapping[Var, Equation]) -> OneHot | None:
     return None
 
 
-def _iota_axis(atom: Atom, producers: Mapping[Var, Equation]) -> int | None:
+def _iota_axis(atom: Atom, producers: Mapping[Atom, Equation]) -> int | None:
     """The axis along which a value counts from 0, being the same along all others."""
     if isinstance(atom, Literal):
         if jax_compat.is_key(atom.dtype) or len(atom.shape) == 0:
@@ -277,19 +272,17 @@ def _iota_axis(atom: Atom, producers: Mapping[Var, Equation]) -> int | None:
         return None
     if equation.op == "iota":
         return equation.params["dimension"] if _holds(atom, equation.params["dimension"]) else None
+    if equation.op not in ("convert_element_type", "broadcast_in_dim", "reshape"):
+        return None
+    axis = _iota_axis(equation.inputs[0], producers)
+    if axis is None:
+        return None
     if equation.op == "convert_element_type":
-        axis = _iota_axis(equation.inputs[0], producers)
-        return axis if axis is not None and _holds(atom, axis) else None
+        return axis if _holds(atom, axis) else None
     if equation.op == "broadcast_in_dim":
-        axis = _iota_axis(equation.inputs[0], producers)
-        return None if axis is None else equation.params["broadcast_dimensions"][axis]
-    if equation.op == "reshape":  # arange[None, :]
-        axis = _iota_axis(equation.inputs[0], producers)
-        old, new = equation.inputs[0].shape, atom.shape
-        if axis is None or max(old) != int(np.prod(old)):
-            return None
-        return next((d for d, size in enumerate(new) if size == old[axis]), None)
-    return None
+        return equation.params["broadcast_dimensions"][axis]
+    old = equation.inputs[0].shape  # arange[None, :]
+    return next((d for d, n in enumerate(atom.shape) if n == old[axis]), None) if max(old) == math.prod(old) else None
 
 
 def _holds(atom: Atom, axis: int) -> bool:
@@ -297,9 +290,9 @@ def _holds(atom: Atom, axis: int) -> bool:
     return bool(jnp.issubdtype(atom.dtype, jnp.integer)) and atom.shape[axis] - 1 <= jnp.iinfo(atom.dtype).max
 
 
-def _without(ids: Atom, axis: int, producers: Mapping[Var, Equation]) -> tuple[Atom, tuple[int, ...]] | None:
+def _without(ids: Atom, axis: int, producers: Mapping[Atom, Equation]) -> tuple[Atom, tuple[int, ...]] | None:
     """Ids that are repeated along an axis, before they are, and where their axes are."""
-    equation = producers.get(ids) if isinstance(ids, Var) else None
+    equation = producers.get(ids)
     if equation is None or equation.op != "broadcast_in_dim":
         return None
     source, dims = equation.inputs[0], equation.params["broadcast_dimensions"]

@@ -14,7 +14,8 @@ axis, `pmax` and `pmin` likewise; they become the reductions that they are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax"
 def sink_sums(program: Program) -> tuple[Program, int]:
     """The program with its sums over shares where they are made, and how many there were."""
     block, count = _sink(program.block)
-    return (program if block is program.block else dataclasses.replace(program, block=block)), count
+    return dataclasses.replace(program, block=block), count
 
 
 def _sink(block: Block) -> tuple[Block, int]:
@@ -43,20 +44,16 @@ def _sink(block: Block) -> tuple[Block, int]:
     for equation in block.equations:
         if equation.bodies:
             bodies, counts = zip(*map(_sink, equation.bodies), strict=True)
-            if any(new is not old for new, old in zip(bodies, equation.bodies, strict=True)):
-                equation = dataclasses.replace(equation, bodies=bodies, original=None)
+            equation = equation.with_bodies(bodies)
             total += sum(counts)
-        made = _reduction(equation)
         new: list[Equation] = []
-        for e in made:
+        for e in _reduction(equation):
             sunk = _Sinking(producers).sum(e)
             total += sunk is not None
             new += [e] if sunk is None else sunk
         equations += new
         producers.update((v, e) for e in new for v in e.outputs)
-    if len(equations) == len(block.equations) and all(a is b for a, b in zip(equations, block.equations, strict=True)):
-        return block, total
-    return Block(block.inputs, tuple(equations), block.outputs), total
+    return block.with_equations(equations), total
 
 
 def _reduction(equation: Equation) -> list[Equation]:
@@ -80,9 +77,10 @@ class _Sinking:
         """The equations in place of a sum that reaches what makes the shares; None where it doesn't."""
         if equation.op != "reduce_sum" or len(equation.params["axes"]) != 1:
             return None
-        if not self._reaches(equation.inputs[0], int(equation.params["axes"][0])):
+        (operand,), axis = equation.inputs, int(equation.params["axes"][0])
+        if not self._reaches(operand, axis):
             return None
-        self._summed(equation.inputs[0], int(equation.params["axes"][0]), equation.outputs[0])
+        self._summed(operand, axis, equation.outputs[0])
         return self._made
 
     def _reaches(self, atom: Atom, axis: int) -> bool:
@@ -101,29 +99,21 @@ class _Sinking:
         if isinstance(atom, Literal):
             return not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
         equation = self._producers.get(atom)
-        moved = equation is not None and equation.op in ("broadcast_in_dim", "convert_element_type", "reshape")
-        return moved and equation is not None and self._is_zero(equation.inputs[0])
+        keeps = ("broadcast_in_dim", "convert_element_type", "reshape")
+        return equation is not None and equation.op in keeps and self._is_zero(equation.inputs[0])
 
     def _summed(self, atom: Atom, axis: int, output: Var | None = None) -> Var:
         """The sum of a value along an axis."""
         equation = self._producers[atom]
         if equation.op == "scatter-add":
-            return self._emit(
-                lambda indices, updates: _scattered(equation, axis, indices, updates), equation, output, 1
-            )
-        if equation.op == "dot_general":
-            return self._emit(lambda *xs: _contracted(equation, axis, xs), equation, output, 0)
-        sums = {a: self._summed(a, d) for a, d in _through(equation, axis) or ()}
-        atoms = tuple(sums.get(a, a) for a in equation.inputs)
-        apply = lambda *xs: jax_compat.bind(equation.primitive, xs, _reduced(equation, axis))[0]  # noqa: E731
-        return self._append(expand(apply, equation, atoms, output))
-
-    def _emit(self, fun: Callable[..., Any], equation: Equation, output: Var | None, start: int) -> Var:
-        return self._append(expand(fun, equation, equation.inputs[start:], output))
-
-    def _append(self, equations: list[Equation]) -> Var:
-        self._made += equations
-        return equations[-1].outputs[0]
+            apply, atoms = _scattered, equation.inputs[1:]
+        elif equation.op == "dot_general":
+            apply, atoms = _contracted, equation.inputs
+        else:
+            sums = {a: self._summed(a, d) for a, d in _through(equation, axis) or ()}
+            apply, atoms = _applied, tuple(sums.get(a, a) for a in equation.inputs)
+        self._made += expand(functools.partial(apply, equation, axis), equation, atoms, output)
+        return self._made[-1].outputs[0]
 
 
 def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
@@ -146,16 +136,16 @@ def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
     return None
 
 
-def _reduced(equation: Equation, axis: int) -> Mapping[str, Any]:
-    """The parameters of a linear equation without an axis of its result."""
-    if equation.op != "transpose":
-        return equation.params
-    gone = equation.params["permutation"][axis]
-    kept = [d for d in equation.params["permutation"] if d != gone]
-    return {**equation.params, "permutation": tuple(d - (d > gone) for d in kept)}
+def _applied(equation: Equation, axis: int, *operands: Any) -> Any:
+    """A linear equation of sums."""
+    params = equation.params
+    if equation.op == "transpose":
+        gone = params["permutation"][axis]
+        params = {**params, "permutation": tuple(d - (d > gone) for d in params["permutation"] if d != gone)}
+    return jax_compat.bind(equation.primitive, operands, params)[0]
 
 
-def _contracted(equation: Equation, axis: int, operands: Any) -> Any:
+def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
     """The product that adds up the shares, too."""
     contract, batch = equation.params["dimension_numbers"]
     numbers = (
@@ -180,10 +170,4 @@ def _scattered(equation: Equation, axis: int, indices: Any, updates: Any) -> Any
             int(d) for n, d in enumerate(numbers.scatter_indices_batching_dims) if n != k
         ),
     )
-    return jax.lax.scatter_add(
-        jnp.zeros(shape, old.dtype),
-        indices,
-        updates,
-        reduced,
-        mode=equation.params["mode"],
-    )
+    return jax.lax.scatter_add(jnp.zeros(shape, old.dtype), indices, updates, reduced, mode=equation.params["mode"])
