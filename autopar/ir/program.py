@@ -102,6 +102,11 @@ class Literal:
     value: Any
     type: Any
 
+    @staticmethod
+    def scalar(value: Any, dtype: Any) -> Literal:
+        """A number of a dtype."""
+        return Literal(np.asarray(value, dtype), ArrayType((), dtype))
+
     @property
     def shape(self) -> tuple[int, ...]:
         return getattr(self.type, "shape", ())

@@ -208,4 +208,4 @@ def _join_branches(offs: Sequence[Template], exported: Mapping[Atom, Var]) -> Te
         for off, given in zip(offs, named, strict=True)
     )
     stacked = tuple(exported[a] for a in exports)
-    return dataclasses.replace(offs[0].template, bodies=bodies, imports=imports, stacked=stacked)
+    return dataclasses.replace(offs[0], bodies=bodies, imports=imports, stacked=stacked)
