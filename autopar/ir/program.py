@@ -109,6 +109,19 @@ class Literal(_Typed):
     value: Any
     type: Any
 
+    @staticmethod
+    def scalar(value: Any, dtype: Any) -> Literal:
+        """A number of a dtype."""
+        return Literal(np.asarray(value, dtype), ArrayType((), dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return getattr(self.type, "shape", ())
+
+    @property
+    def dtype(self) -> Any:
+        return getattr(self.type, "dtype", None)
+
 
 Atom = Var | Literal
 

@@ -131,7 +131,7 @@ class Localizer(Forms):
         inputs = tuple(self.read(a) for a in equation.inputs)
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
-        self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
 
     def _barrier(self, equation: Equation) -> None:
         self.copy(equation, [self.state(a) for a in equation.inputs])
@@ -160,7 +160,8 @@ class Localizer(Forms):
             return False
         rest = [equation.inputs[k] for k in others]
         top = not self.nested
-        if top and any(a.shape and not self.is_zero(a) for a in rest):  # of gradient + decay the gradient is reduced
+        # Of gradient + decay the gradient is reduced.
+        if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
             return False
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
             if not top and self.shared.plan.emit == "pmap" and not self.shared.plan.on_hosts:
@@ -168,7 +169,7 @@ class Localizer(Forms):
             return not top
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
-        self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
         return True
 
     def _scaled(self, equation: Equation, k: int) -> None:
@@ -191,7 +192,7 @@ class Localizer(Forms):
         inputs = tuple(self.read(a) for a in equation.inputs)
         params = {"by": 1 - k, "divides": equation.op == "div"}
         found = self.define(out, PARTIAL)
-        self.emit(Equation("ap.scaled", inputs, (found,), params, (body(False), body(True)), equation.origin))
+        self.append(Equation("ap.scaled", inputs, (found,), params, (body(False), body(True)), equation.origin))
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
         """Whether partial sums meet a factor of the step: where a device's is 0, infinity times it would be NaN."""
@@ -222,7 +223,7 @@ class Localizer(Forms):
         state = Spread(placed.axis, owner)
         outputs = tuple(self.define(v, state) for v in equation.outputs)
         params = resized_params(equation, spread, placed.axis, outputs[0].shape[placed.axis])
-        self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
         """An equation whose operands aren't all had in shares: of a product the larger one is, else none."""
@@ -242,7 +243,7 @@ class Localizer(Forms):
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
         outputs = tuple(Var(v.type) for v in equation.outputs)
-        self.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
         for old, new in zip(equation.outputs, outputs, strict=True):
             if op == "sum":
                 self.env[old] = new, PARTIAL
@@ -310,7 +311,7 @@ class Localizer(Forms):
                 state = Spread(state.axis + 1, state.owner)
             outputs.append(self.define(var, state))
         block = Block(tuple(inputs), tuple(inner.equations), atoms)
-        self.emit(
+        self.append(
             dataclasses.replace(equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), original=None)
         )
         if inner.reduced:
@@ -332,7 +333,7 @@ class Localizer(Forms):
             bodies.append(Block(tuple(inputs), tuple(inner.equations), atoms))
         inputs = tuple(self.read(a) for a in equation.inputs)
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, wanted, strict=True))
-        self.emit(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
+        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
         if any(inner.reduced for inner, _ in walked):
             self.reduced.update(equation.outputs)
 

@@ -13,14 +13,12 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
-
-from autopar.analysis.rules import resized
 from autopar.ir.bound_plan import BoundPlan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
+from autopar.passes.writer import ZeroWriter
 
 #: What adds gradients to rows, on top of its first operand.
 _ADDING = ("ap.aggregate", "ap.push")
@@ -50,14 +48,14 @@ class _Merge:
 
     def run(self, block: Block, zeros: frozenset[Var]) -> Block:
         """The block merged; `zeros` are inputs that are known to be zero."""
-        split = _Editor(zeros)
+        split = _Editor(known_zeros=set(zeros))
         for equation in block.equations:
             if equation.bodies and equation.op in ("scan", "remat", "cond"):
                 self._nested(split, equation)
             elif self._is_split(equation):
                 self._split(split, equation)
             else:
-                split.add(equation)
+                split.append(equation)
         return _merge_sums(Block(block.inputs, tuple(split.equations), block.outputs), zeros)
 
     def _is_split(self, equation: Equation) -> bool:
@@ -67,14 +65,11 @@ class _Merge:
     def _split(self, editor: _Editor, push: Equation) -> None:
         base, route, *rest = push.inputs
         axis = push.params["axis"]
-        start = editor.zeros_of(self._aggregated(push.outputs[0].type, route.type, axis))
+        start = editor.zeros(push.outputs[0].type.resized(axis, self.asked[route.type.family]))
         sums = Var(start.type)
-        editor.add(dataclasses.replace(push, op="ap.aggregate", inputs=(start, route, *rest), outputs=(sums,)))
+        editor.append(dataclasses.replace(push, op="ap.aggregate", inputs=(start, route, *rest), outputs=(sums,)))
         on = () if editor.is_zero(base) else (base,)
-        editor.add(Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
-
-    def _aggregated(self, type_: ArrayType, route: RouteType, axis: int) -> ArrayType:
-        return dataclasses.replace(type_, shape=resized(type_.shape, axis, self.asked[route.family]))
+        editor.append(Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
 
     # --- bodies ---
 
@@ -92,7 +87,7 @@ class _Merge:
         elif equation.op == "remat":
             self._deliver_outside(editor, equation)
         else:
-            editor.add(equation)
+            editor.append(equation)
 
     def _deliver_after(self, editor: _Editor, equation: Equation) -> None:
         """A scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
@@ -105,12 +100,12 @@ class _Merge:
             if found is None:
                 continue
             sums, route, axis = found
-            inner = _Editor(frozenset(), list(body.equations))
+            inner = _Editor.of(body)
             carried = Var(sums.type)
             total = inner.plus(carried, sums)
             body = Block(_set(body.inputs, consts + k, carried), tuple(inner.equations), _set(body.outputs, k, total))
             start, result = inputs[consts + k], outputs[k]
-            inputs[consts + k] = editor.zeros_of(sums.type)
+            inputs[consts + k] = editor.zeros(sums.type)
             outputs[k] = Var(sums.type)
             on = () if editor.is_zero(start) else (start,)
             outer = equation.inputs[body.inputs.index(route)]
@@ -120,14 +115,12 @@ class _Merge:
             equation = dataclasses.replace(
                 equation, inputs=tuple(inputs), outputs=tuple(outputs), bodies=(body,), original=None
             )
-        editor.add(equation)
-        for deliver in after:
-            editor.add(deliver)
+        editor.extend([equation, *after])
 
     def _deliver_outside(self, editor: _Editor, equation: Equation) -> None:
         """A remat whose results are delivered rows: it returns aggregates."""
         (body,) = equation.bodies
-        block = _Editor(frozenset(), list(body.equations))
+        block = _Editor.of(body)
         returned, outputs, after = list(body.outputs), list(equation.outputs), []
         for k, atom in enumerate(body.outputs):
             made = block.producer(atom, "ap.deliver")
@@ -142,9 +135,7 @@ class _Merge:
         if after:
             body, _ = eliminate_dead(Block(body.inputs, body.equations, tuple(returned)))
             equation = dataclasses.replace(equation, outputs=tuple(outputs), bodies=(body,), original=None)
-        editor.add(equation)
-        for deliver in after:
-            editor.add(deliver)
+        editor.extend([equation, *after])
 
 
 def _set(items: Sequence, k: int, item: Atom) -> tuple:
@@ -153,8 +144,7 @@ def _set(items: Sequence, k: int, item: Atom) -> tuple:
 
 def _accumulated(body: Block, carry: Var, out: Atom) -> tuple[Var, Var, int] | None:
     """(sums, route, axis) if an iteration does no more with a carry than deliver sums on top of it."""
-    editor = _Editor(frozenset(), list(body.equations))
-    made = editor.producer(out, "ap.deliver")
+    made = _Editor.of(body).producer(out, "ap.deliver")
     uses = _uses(body)
     if made is None or len(made.inputs) < 3 or made.inputs[2] is not carry or uses[carry] > 1 or uses[out] > 1:
         return None
@@ -170,56 +160,29 @@ def _uses(block: Block) -> collections.Counter[Atom]:
     return found
 
 
-@dataclass(slots=True)
-class _Editor:
-    """Equations of a block being written. `zeros`: variables that are zero."""
+class _Editor(ZeroWriter):
+    """A block being written, and its sums."""
 
-    known: frozenset[Var]
-    equations: list[Equation] = field(default_factory=list)
-    zeros: set[Atom] = field(init=False)
-    producers: dict[Atom, Equation] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.zeros = set(self.known)
-        self.producers = {}
-        equations, self.equations = self.equations, []
-        for equation in equations:
-            self.add(equation)
-
-    def add(self, equation: Equation) -> None:
-        self.equations.append(equation)
-        self.producers.update({v: equation for v in equation.outputs})
-        constant = equation.op in ("ap.full", "broadcast_in_dim", "convert_element_type", "copy")
-        if constant and self.is_zero(equation.inputs[0]):
-            self.zeros.update(equation.outputs)
-
-    def is_zero(self, atom: Atom) -> bool:
-        """Whether a value is known to be zero."""
-        if isinstance(atom, Literal):
-            return atom.shape == () and not np.any(np.asarray(atom.value))
-        return atom in self.zeros
+    @staticmethod
+    def of(body: Block) -> _Editor:
+        """A block to be edited further."""
+        editor = _Editor()
+        editor.extend(body.equations)
+        return editor
 
     def producer(self, atom: Atom, op: str) -> Equation | None:
         """The equation that makes a value, if it is this operation."""
         made = self.producers.get(atom)
         return made if made is not None and made.op == op else None
 
-    def zeros_of(self, type_: ArrayType) -> Var:
-        zero = Literal(np.zeros((), type_.dtype), ArrayType((), type_.dtype))
-        out = Var(type_)
-        self.add(Equation("ap.full", (zero,), (out,), {"shape": type_.shape, "dtype": type_.dtype}))
-        return out
-
     def plus(self, base: Atom, sums: Atom) -> Atom:
         """The sum of two values; where the second one is gradients added to zeros, they are added to the first."""
         chain = self.chain(sums)
         if not chain:
-            out = Var(base.type)
-            self.add(Equation("ap.plus", (base, sums), (out,)))
-            return out
+            return self.emit("ap.plus", (base, sums), base.type)
         for adding in chain:
             out = Var(base.type)
-            self.add(dataclasses.replace(adding, inputs=(base, *adding.inputs[1:]), outputs=(out,)))
+            self.append(dataclasses.replace(adding, inputs=(base, *adding.inputs[1:]), outputs=(out,)))
             base = out
         return base
 
@@ -227,7 +190,7 @@ class _Editor:
         """Give the result of the last equation a name that others know it by."""
         last = self.equations.pop()
         del self.producers[last.outputs[0]]
-        self.add(dataclasses.replace(last, outputs=(out,)))
+        self.append(dataclasses.replace(last, outputs=(out,)))
 
     def chain(self, sums: Atom) -> list[Equation]:
         """The equations that add gradients to zeros, first to last; none if there is anything else in it."""
@@ -243,7 +206,7 @@ class _Editor:
 def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
     """Sums of delivered rows delivered once; sums of values and pushes as pushes into those values."""
     uses = _uses(block)
-    editor = _Editor(zeros)
+    editor = _Editor(known_zeros=set(zeros))
     terms: dict[Atom, list[Atom]] = {}
     for equation in block.equations:
         parts = _parts(editor, equation)
@@ -253,7 +216,7 @@ def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
             terms[out] = flat
             if _sum(editor, equation, flat, uses):
                 continue
-        editor.add(equation)
+        editor.append(equation)
     return block.with_equations(editor.equations)
 
 
@@ -262,9 +225,9 @@ def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
     if equation.op in ("add", "add_any") and equation.inputs[0].shape == equation.inputs[1].shape:
         return list(equation.inputs)
     if equation.op == "ap.deliver" and len(equation.inputs) == 3:
-        alone = Var(equation.outputs[0].type)
-        editor.add(dataclasses.replace(equation, inputs=equation.inputs[:2], outputs=(alone,)))
-        return [equation.inputs[2], alone]
+        alone = dataclasses.replace(equation, inputs=equation.inputs[:2], outputs=(Var(equation.outputs[0].type),))
+        editor.append(alone)
+        return [equation.inputs[2], *alone.outputs]
     return None
 
 
@@ -286,9 +249,7 @@ def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collec
     base = functools.reduce(editor.plus, (*rest, *pushes)) if rest or pushes else None
     for (route, axis), sums in deliveries.items():
         together = functools.reduce(editor.plus, sums)
-        result = Var(equation.outputs[0].type)
         on = () if base is None else (base,)
-        editor.add(Equation("ap.deliver", (together, route, *on), (result,), {"axis": axis}))
-        base = result
+        base = editor.emit("ap.deliver", (together, route, *on), equation.outputs[0].type, {"axis": axis})
     editor.name_last(equation.outputs[0])
     return True

@@ -7,12 +7,13 @@ reduced to its owner and not to all. A lookup takes the owner's rows, and needs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
+from autopar.passes.writer import Writer
 
 
 def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
@@ -30,18 +31,16 @@ def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     )
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(placing.equations), returned))
     gathered = sum(e.op == "ap.replicate" for e in block.equations)
-    return dataclasses.replace(
-        program, block=block
-    ), f"{len(plan.shares)} leaves in shares, {gathered} gathered for use"
+    note = f"{len(plan.shares)} leaves in shares, {gathered} gathered for use"
+    return dataclasses.replace(program, block=block), note
 
 
-class _Placing:
-    """The block being written. `shares`: values that are spread, with their axis."""
+@dataclass(eq=False)
+class _Placing(Writer):
+    """The block being written. `shares`: values that are spread, with their axis; `gathered`: and gathered."""
 
-    def __init__(self, shares: Mapping[Atom, int]) -> None:
-        self.shares: dict[Atom, int] = dict(shares)
-        self.equations: list[Equation] = []
-        self._gathered: dict[Atom, Var] = {}
+    shares: dict[Atom, int]
+    gathered: dict[Atom, Var] = field(default_factory=dict)
 
     def add(self, equation: Equation) -> None:
         axis = next((self.shares[a] for a in equation.inputs if a in self.shares), None)
@@ -64,14 +63,11 @@ class _Placing:
         """The value on every device."""
         if atom not in self.shares:
             return atom
-        if atom not in self._gathered:
-            self._gathered[atom] = out = Var(atom.type)
-            self.equations.append(Equation("ap.replicate", (atom,), (out,), {"axis": self.shares[atom]}))
-        return self._gathered[atom]
+        if atom not in self.gathered:
+            self.gathered[atom] = self.emit("ap.replicate", (atom,), atom.type, {"axis": self.shares[atom]})
+        return self.gathered[atom]
 
     def _share(self, atom: Atom, axis: int) -> Atom:
         if not isinstance(atom, Var) or self.shares.get(atom) == axis:
             return atom
-        out = Var(atom.type)
-        self.equations.append(Equation("ap.spread", (atom,), (out,), {"axis": axis}))
-        return out
+        return self.emit("ap.spread", (atom,), atom.type, {"axis": axis})

@@ -22,13 +22,12 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.reducing.table_body import Body, RowSource, TableRows
+from autopar.passes.reducing.table_body import REMEDY, Body, RowSource, TableRows, Tables, refusal
 
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
 #: Equations of lookups and updates, which take a stored table as it is.
 _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
-_REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 
 
 def reduce_tables(program: Program, plan: BoundPlan) -> tuple[Program, str]:
@@ -40,7 +39,7 @@ def reduce_tables(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     layouts = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
     if not layouts:
         return program, "no table is on hosts"
-    walk = _Walk(program)
+    walk = _Walk(program=program)
     for space in program.rows.spaces:
         if space.family in layouts:
             for k, axis in zip(space.leaves, space.axes, strict=True):
@@ -53,15 +52,10 @@ def reduce_tables(program: Program, plan: BoundPlan) -> tuple[Program, str]:
 
 
 @dataclass(eq=False)
-class _Walk:
+class _Walk(Tables):
     """The block being written."""
 
-    program: Program
-    equations: list[Equation] = field(default_factory=list)
-    rows: dict[Atom, TableRows] = field(default_factory=dict)
-    sources: dict[Atom, RowSource] = field(default_factory=dict)
-    #: Row by row from whole tables -> operands that are taken by rows, and along which axis.
-    waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
+    program: Program = field(kw_only=True)
     #: Stored table (an input) -> reductions of it so far.
     readers: dict[Var, list[Var]] = field(default_factory=dict)
     written: set[Var] = field(default_factory=set)
@@ -89,8 +83,8 @@ class _Walk:
             source = self.sources.get(atom)
             what = self._reads_whole(atom, output)
             if what:
-                remedy = _REMEDY if output.state is None else ""
-                refused.append(self.refusal(self.rows[atom], what, nearest_line(block, atom), remedy))
+                remedy = REMEDY if output.state is None else ""
+                refused.append(refusal(self.rows[atom], what, nearest_line(block, atom), remedy))
             found.append(atom if source is None else source.atoms[0])
         if refused:
             first = refused[0]
@@ -109,11 +103,6 @@ class _Walk:
         if is_stored and self.program.block.inputs[output.state] in self.sources:
             return ""
         return f"the new value of {self.program.inputs[output.state].path} needs them"
-
-    def refusal(self, rows: TableRows, what: str, equation: Equation | None, remedy: str = _REMEDY) -> NotLocal:
-        where = None if equation is None else equation.source
-        reason = f"all rows of a table are read at once, of {rows.path}: {what}"
-        return NotLocal(reason, where, remedy, (rows.path,))
 
     # --- equations ---
 
@@ -139,7 +128,7 @@ class _Walk:
         for atom in equation.inputs:
             source = self.sources.get(atom)
             if atom in self.rows and (source is None or source.leaf is None):
-                raise self.refusal(self.rows[atom], "its update needs them", equation)
+                raise refusal(self.rows[atom], "its update needs them", equation)
         self.equations.append(equation)
 
     def _watch(self, equation: Equation) -> None:
@@ -222,26 +211,26 @@ class _Walk:
         some = next(iter(found.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:
             where = "in a loop or branch" if equation.bodies else f"by {plain_name(equation.op)}"
-            remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else _REMEDY
-            raise self.refusal(some, where, equation, remedy)
+            remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else REMEDY
+            raise refusal(some, where, equation, remedy)
         if len({r.layout for r in found.values()}) > 1:
-            raise self.refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
+            raise refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
         spread = {k: rows.axis for k, rows in found.items()}
         try:
             placed = place_spread(equation, spread, 1)
         except NotLocal:
-            raise self.refusal(some, f"by {plain_name(equation.op)}", equation) from None
+            raise refusal(some, f"by {plain_name(equation.op)}", equation) from None
         by_rows = {**placed.needed, **spread}
         if placed.axis != SUMMED:
             rows = some.at(placed.axis, equation.outputs[0].shape[placed.axis])
             if rows is None:
-                raise self.refusal(some, f"{equation.op} lets them run into each other", equation)
+                raise refusal(some, f"{equation.op} lets them run into each other", equation)
             self.rows.update(dict.fromkeys(equation.outputs, rows))
             self.waiting[equation] = by_rows
         elif equation.op in REDUCES:
             self._reduce(equation, by_rows, some)
         else:
-            raise self.refusal(some, f"by {plain_name(equation.op)}", equation)
+            raise refusal(some, f"by {plain_name(equation.op)}", equation)
 
     # --- reductions ---
 
@@ -265,4 +254,4 @@ class _Walk:
             if source.is_old and source.leaf in self.written:
                 what = f"{equation.op} needs them as they were before the update, and the update as well"
                 remedy = "Tables are updated in place: reduce the old and the new one by themselves, or the gradient"
-                raise self.refusal(self.rows[source.atoms[0]], what, equation, remedy)
+                raise refusal(self.rows[source.atoms[0]], what, equation, remedy)

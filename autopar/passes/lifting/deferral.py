@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
-import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.fading import find_fading
@@ -25,6 +24,7 @@ from autopar.ir.rowspace import Refusal
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.lifting.off_rows import OffScope
 from autopar.passes.lifting.scope import Scope
+from autopar.passes.writer import Writer
 
 #: Bytes that a step may write down for each row of a table: more would be no saving.
 _RECORD_SHARE = 1 / 64
@@ -148,8 +148,7 @@ class _Step:
             return atom
         found = self.outside.get(atom) or self.arrays.get(atom)
         if found is None:
-            params = {"shape": atom.shape, "dtype": atom.dtype}
-            found = self.arrays[atom] = self.scope.emit("ap.full", (self.scalars[atom],), atom.type, params)
+            found = self.arrays[atom] = self.scope.full(self.scalars[atom], atom.type)
         return found
 
     def compute(self, equation: Equation) -> None:
@@ -158,9 +157,7 @@ class _Step:
         scalars = [self.scalar(a) for a in equation.inputs]
         if equation.op in ("ap.full", "broadcast_in_dim", "reshape") and scalars[0] is not None and out.shape != ():
             same = scalars[0].dtype == out.dtype
-            type_ = ArrayType((), out.dtype)
-            params = {"shape": (), "dtype": out.dtype}
-            self.scalars[out] = scalars[0] if same else self.scope.emit("ap.full", (scalars[0],), type_, params)
+            self.scalars[out] = scalars[0] if same else self.scope.full(scalars[0], ArrayType((), out.dtype))
             return
         known = [a for a in scalars if a is not None]
         if equation.op in ELEMENTWISE and out.shape != () and len(known) == len(scalars):
@@ -185,10 +182,9 @@ class _Step:
         if divisor is None or isinstance(divisor, Literal) or not jax_compat.is_float(dtype) or dtype.itemsize < 4:
             return None
         if divisor not in self.inverses:
-            one = Literal(np.ones((), dtype), ArrayType((), dtype))
             found = self.inverses[divisor] = Var(ArrayType((), dtype))
-            again = dataclasses.replace(equation, inputs=(one, divisor), outputs=(found,))
-            self.scope.equations.append(again)
+            inputs = (Literal.scalar(1, dtype), divisor)
+            self.scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(found,)))
         return self.inverses[divisor]
 
     def boundary(
@@ -198,7 +194,7 @@ class _Step:
         values: list[Atom] = []
         names: dict[Atom, Var] = {}
         inside: dict[Atom, Atom] = {}
-        body: list[Equation] = []
+        body = Writer()
 
         def given(value: Atom) -> Atom:
             if isinstance(value, Literal) and value.shape == ():
@@ -216,10 +212,7 @@ class _Step:
                 if scalar is None or atom.shape == ():
                     inside[atom] = given(self.array(atom))
                 else:
-                    made = Var(atom.type)
-                    params = {"shape": atom.shape, "dtype": atom.dtype}
-                    body.append(Equation("ap.full", (given(scalar),), (made,), params))
-                    inside[atom] = made
+                    inside[atom] = body.full(given(scalar), atom.type)
             return inside[atom]
 
         for equation in equations:
@@ -228,10 +221,8 @@ class _Step:
                 inputs = tuple(take(a) for a in equation.inputs)
                 body.append(dataclasses.replace(equation, inputs=inputs))
             else:  # a division by a number of the step: one in the step, in place of one for each element
-                factor = Var(dataclasses.replace(equation.outputs[0].type, weak_type=False))
-                params = {"shape": factor.shape, "dtype": factor.dtype}
-                body.append(Equation("ap.full", (given(by),), (factor,), params))
+                factor = body.full(given(by), dataclasses.replace(equation.outputs[0].type, weak_type=False))
                 inputs = take(equation.inputs[0]), factor
                 body.append(dataclasses.replace(equation, op="mul", primitive=jax.lax.mul_p, inputs=inputs))
         outputs = tuple(take(a) for a in results)
-        return Block((*rows, *names.values()), tuple(body), outputs), values
+        return Block((*rows, *names.values()), tuple(body.equations), outputs), values

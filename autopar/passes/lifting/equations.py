@@ -79,7 +79,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     taken_type = ArrayType(shape, out.dtype)
     taken = scope.emit("ap.lookup_ids", (rows, route, ids), taken_type, {"axis": row.axis})
     if equation.op == "dynamic_slice":  # other axes may be sliced as well
-        starts[row.axis] = Literal(np.zeros((), starts[row.axis].dtype), ArrayType((), starts[row.axis].dtype))
+        starts[row.axis] = Literal.scalar(0, starts[row.axis].dtype)
         cut = dataclasses.replace(equation, inputs=(taken, *starts), outputs=(Var(out.type),))
     else:
         p = equation.params
@@ -143,7 +143,8 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
 def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
     """What a push adds to: the operand at the rows; for a pad its padding value."""
     if equation.op == "pad":
-        return scope.full(scope.get(equation.inputs[1]), equation.outputs[0].type, row.axis, row.family)
+        at = scope.at(equation.outputs[0].type, row.axis, row.family)
+        return scope.full(scope.get(equation.inputs[1]), at)
     return scope.at_rows(equation.inputs[0], row.axis, row.family)
 
 

@@ -88,7 +88,7 @@ class StepJournal:
         route = scope.route(self.family)
         after = scope.emit("ap.next", (self.now,), self.now.type)
         # No stamp is larger. But what is written waits for what was read, or XLA copies all stamps in every step.
-        full = scope.full(after, self.stamps.type, 0, self.family)
+        full = scope.full(after, scope.at(self.stamps.type, 0, self.family))
         rows = Var(full.type)
         scope.equations.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
         guard = () if exceeded is None else (exceeded,)

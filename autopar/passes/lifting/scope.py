@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from autopar.analysis.row_ids import Index
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
@@ -20,6 +18,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteT
 from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.untouched import RowValue, UntouchedRows
+from autopar.passes.writer import Writer
 
 #: What an import brings into a nested block: a dense value, one that is rewritten ("new"), one at a family's rows, a
 #: route.
@@ -95,14 +94,13 @@ class Untouched(Protocol):
 
 
 @dataclass(eq=False)
-class Scope:
+class Scope(Writer):
     """One block being rewritten. `operands` maps a nested block's loop-invariant inputs to the atoms outside."""
 
     lifting: Lifting
     block: Block
     parent: Scope | None = None
     operands: dict[Var, Atom] = field(default_factory=dict)
-    equations: list[Equation] = field(default_factory=list)
     dense: dict[Var, Atom] = field(default_factory=dict)
     rows: dict[tuple[Any, ...], Atom] = field(default_factory=dict)
     routes: dict[int, Atom] = field(default_factory=dict)
@@ -234,16 +232,6 @@ class Scope:
             return self.pull(self.get(out), axis, family)
         return self.again(equation, inputs, axis, family)
 
-    def full(self, value: Atom, type_: Any, axis: int, family: int) -> Var:
-        """A scalar at every routed row."""
-        at = self.at(type_, axis, family)
-        return self.emit("ap.full", (value,), at, {"shape": at.shape, "dtype": at.dtype})
-
-    def zeros(self, type_: ArrayType) -> Var:
-        """Zeros of a type."""
-        zero = Literal(np.zeros((), type_.dtype), ArrayType((), type_.dtype))
-        return self.emit("ap.full", (zero,), type_, {"shape": type_.shape, "dtype": type_.dtype})
-
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
         """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
         resize = RESIZE.get(equation.op)
@@ -358,12 +346,6 @@ class Scope:
     def compute(self, equation: Equation) -> None:
         """Append an equation on dense values: from here on its results are known in their dense form."""
         self.dense.update(zip(equation.outputs, self.copy(equation).outputs, strict=True))
-
-    def emit(self, op: str, inputs: Sequence[Atom], type_: Any, params: Mapping[str, Any] | None = None) -> Var:
-        """Append a row-space operation; its result."""
-        out = Var(type_)
-        self.equations.append(Equation(op, tuple(inputs), (out,), params or {}))
-        return out
 
 
 def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:

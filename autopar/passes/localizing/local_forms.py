@@ -10,13 +10,10 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from autopar import jax_compat
 from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
-from autopar.analysis.rules import resized
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
+from autopar.passes.writer import ZeroWriter
 
 
 def joined(states: Iterable[State]) -> State:
@@ -42,18 +39,15 @@ class Shared:
 
 
 @dataclass(eq=False)
-class Forms(abc.ABC):
+class Forms(ZeroWriter, abc.ABC):
     """Old values of one block, under their new names, and in other forms."""
 
     shared: Shared
     nested: bool = False
-    equations: list[Equation] = field(default_factory=list)
     #: Old variable -> its new name and what a device has of it.
     env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)
-    producers: dict[Atom, Equation] = field(default_factory=dict)
     #: Old variables that depend on a sum over the examples.
     reduced: set[Atom] = field(default_factory=set)
-    zeros: set[Atom] = field(default_factory=set)
     converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
 
     # --- values ---
@@ -66,28 +60,28 @@ class Forms(abc.ABC):
         """The new name of an old value."""
         return atom if isinstance(atom, Literal) else self.env[atom][0]
 
-    def local_type(self, type_: ArrayType, state: State) -> ArrayType:
+    def _local_type(self, type_: ArrayType, state: State) -> ArrayType:
         """The type of a device's part."""
         if not isinstance(state, Spread):
             return type_
         size, devices = type_.shape[state.axis], self.shared.devices
         if size % devices:
             raise NotLocal(f"{devices} devices don't divide {size}")
-        return dataclasses.replace(type_, shape=resized(type_.shape, state.axis, size // devices))
+        return type_.resized(state.axis, size // devices)
 
     def define(self, var: Var, state: State) -> Var:
         """A new variable for an old one."""
         type_ = var.type
         if isinstance(type_, RouteType):
-            new = Var(dataclasses.replace(type_, rows=type_.rows // self.owners(type_.family)))
+            new = Var(dataclasses.replace(type_, rows=type_.rows // self._owners(type_.family)))
         else:
-            new = Var(self.local_type(type_, state))
+            new = Var(self._local_type(type_, state))
         self.env[var] = new, state
         if isinstance(state, Spread) and state.owner:
             self.shared.owned.add(new)
         return new
 
-    def owners(self, family: int) -> int:
+    def _owners(self, family: int) -> int:
         """Over how many devices a family's rows are spread."""
         planned = self.shared.plan.family(family)
         return 1 if planned is None or planned.layout is None else self.shared.devices
@@ -95,23 +89,6 @@ class Forms(abc.ABC):
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
         """A nested block rewritten, and its new inputs, which are in these states."""
-
-    def emit(self, equation: Equation) -> None:
-        """Append a new equation."""
-        self.equations.append(equation)
-        self.producers.update({v: equation for v in equation.outputs})
-        constant = equation.op in ("ap.full", "broadcast_in_dim", "convert_element_type", "copy", "ap.share")
-        if constant and self._is_zero(equation.inputs[0]):
-            self.zeros.update(equation.outputs)
-
-    def _is_zero(self, atom: Atom) -> bool:
-        if isinstance(atom, Literal):
-            return atom.shape == () and not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
-        return atom in self.zeros
-
-    def is_zero(self, atom: Atom) -> bool:
-        """Whether an old value is known to be zero."""
-        return self._is_zero(self.read(atom))
 
     # --- from one form to another ---
 
@@ -139,8 +116,7 @@ class Forms(abc.ABC):
             if not have.owner and self.shared.inside is None:
                 where = source.source if source else None
                 self.shared.inside = NotLocal("examples meet those of other devices", where)
-            self.converted[key] = out = Var(atom.type)
-            self.emit(Equation("ap.replicate", (new,), (out,), {"axis": have.axis}))
+            self.converted[key] = self.emit("ap.replicate", (new,), atom.type, {"axis": have.axis})
         return self.converted[key]
 
     def whole(self, atom: Atom, source: Equation | None = None, op: str = "sum") -> Atom:
@@ -155,11 +131,9 @@ class Forms(abc.ABC):
 
     def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
         """A new value reduced over the devices."""
-        out = Var(new.type)
-        self.emit(Equation("ap.reduce", (new,), (out,), {"op": op}))
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
-        return out
+        return self.emit("ap.reduce", (new,), new.type, {"op": op})
 
     def make_whole(self, atom: Atom, source: Equation) -> None:
         """From here on every device has all of an old value."""
@@ -172,7 +146,7 @@ class Forms(abc.ABC):
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
         if isinstance(wanted, Partial):
-            out = new if self._is_zero(new) else self._once(new)
+            out = new if self.is_zero(new) else self.emit("ap.once", (new,), new.type)
         elif isinstance(wanted, Spread):
             out = self._share(new, wanted)
         else:
@@ -181,26 +155,16 @@ class Forms(abc.ABC):
             self.converted[key] = out
         return out
 
-    def _once(self, new: Atom) -> Var:
-        out = Var(new.type)
-        self.emit(Equation("ap.once", (new,), (out,)))
-        return out
-
     def _share(self, new: Atom, wanted: Spread) -> Var:
         """A device's part; a constant is made in that size."""
-        type_ = self.local_type(new.type, wanted)
+        type_ = self._local_type(new.type, wanted)
         made = self.producers.get(new)
-        out = Var(type_)
-        if made is not None and made.op in ("broadcast_in_dim", "ap.full"):
-            kept = made.params.get("broadcast_dimensions", ())
-            if wanted.axis not in kept:
-                params = {**made.params, "shape": resized(made.params["shape"], wanted.axis, type_.shape[wanted.axis])}
-                self.emit(dataclasses.replace(made, outputs=(out,), params=params))
-                return self._owned(out, wanted)
-        self.emit(Equation("ap.share", (new,), (out,), {"axis": wanted.axis}))
-        return self._owned(out, wanted)
-
-    def _owned(self, out: Var, state: Spread) -> Var:
-        if state.owner:
+        is_constant = made is not None and made.op in ("broadcast_in_dim", "ap.full")
+        if made is not None and is_constant and wanted.axis not in made.params.get("broadcast_dimensions", ()):
+            out = Var(type_)
+            self.append(dataclasses.replace(made, outputs=(out,), params={**made.params, "shape": type_.shape}))
+        else:
+            out = self.emit("ap.share", (new,), type_, {"axis": wanted.axis})
+        if wanted.owner:
             self.shared.owned.add(out)
         return out

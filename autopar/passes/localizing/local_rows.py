@@ -85,7 +85,7 @@ def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
 
 def _write(walk: Forms, equation: Equation, inputs: Iterable[Atom], states: Iterable[State]) -> None:
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
-    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
 def _push(walk: Forms, equation: Equation) -> None:
@@ -115,7 +115,7 @@ def _push_replicated(walk: Forms, equation: Equation) -> None:
 def _row_iota(walk: Forms, equation: Equation) -> None:
     out = walk.define(equation.outputs[0], _rows(walk, equation))
     params = {**equation.params, "shape": out.shape}
-    walk.emit(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
+    walk.append(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
 
 
 def _reduce_rows(walk: Forms, equation: Equation) -> None:
@@ -136,12 +136,12 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
         needed, *read = given
         routed = Var(part.type)
         alone = dataclasses.replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
-        walk.emit(dataclasses.replace(alone, inputs=(*inputs, needed)))
+        walk.append(dataclasses.replace(alone, inputs=(*inputs, needed)))
         others = (routed, inputs[1], needed, *read)
-        walk.emit(dataclasses.replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
+        walk.append(dataclasses.replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
     else:
         operands = (*inputs, *given)
-        walk.emit(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
+        walk.append(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation), None
 
 
@@ -159,7 +159,7 @@ def _reduce_table(walk: Forms, equation: Equation) -> None:
         else:
             inputs.append(walk.as_state(atom, None if axis is None else Spread(axis, owner=True), equation))
     part = Var(equation.outputs[0].type)
-    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,)))
+    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation), None
 
 
@@ -184,7 +184,7 @@ def _sweep(walk: Forms, equation: Equation) -> None:
     inputs, inner = _off_form(walk, equation, axes, equation.inputs)
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
     body = inner(states, equation.bodies[0].outputs)
-    walk.emit(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
+    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
 
 
 def _off_form(
@@ -219,7 +219,7 @@ def _of_journal(walk: Forms, equation: Equation) -> None:
 
 def _exceeded(walk: Forms, equation: Equation) -> None:
     part = Var(equation.outputs[0].type)
-    walk.emit(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
+    walk.append(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, "or", equation), None
 
 
@@ -238,7 +238,7 @@ def _replicate(walk: Forms, equation: Equation) -> None:
         walk.env[equation.outputs[0]] = walk.whole(atom), None
         return
     out = walk.define(equation.outputs[0], None)
-    walk.emit(dataclasses.replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
+    walk.append(dataclasses.replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
 
 
 def _spread(walk: Forms, equation: Equation) -> None:

@@ -7,21 +7,22 @@ it is a broadcast or computed element by element, so that no program makes an ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.analysis.local import REDUCES, NotLocal, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
-from autopar.analysis.rules import resized
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import neutral
+from autopar.passes.writer import Writer
 
 #: Elements of the widest value that a block of rows may have: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
+#: What to do where all rows are needed at once.
+REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 _REMADE = ELEMENTWISE | {"broadcast_in_dim"}
 
 
@@ -52,28 +53,37 @@ class RowSource:
     is_old: bool = False
 
 
-class Reads(Protocol):
-    """What a body is made from."""
+@dataclass(eq=False)
+class Tables(Writer):
+    """A block being written, and what is known of its values of all rows.
 
-    @property
-    def equations(self) -> Sequence[Equation]: ...
-    @property
-    def rows(self) -> Mapping[Atom, TableRows]: ...
-    @property
-    def sources(self) -> Mapping[Atom, RowSource]: ...
-    @property
-    def waiting(self) -> Mapping[Equation, Mapping[int, int]]: ...
-    def refusal(self, rows: TableRows, what: str, equation: Equation | None) -> NotLocal: ...
+    Attributes:
+      rows: They, and where their rows lie.
+      sources: Those that rows come from.
+      waiting: Row by row from whole tables -> operands that are taken by rows, and along which axis.
+    """
+
+    rows: dict[Atom, TableRows] = field(default_factory=dict)
+    sources: dict[Atom, RowSource] = field(default_factory=dict)
+    waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
 
 
-class Body:
+def refusal(rows: TableRows, what: str, equation: Equation | None, remedy: str = REMEDY) -> NotLocal:
+    """That a table can't be read as a step does, with the line."""
+    where = None if equation is None else equation.source
+    reason = f"all rows of a table are read at once, of {rows.path}: {what}"
+    return NotLocal(reason, where, remedy, (rows.path,))
+
+
+class Body(Writer):
     """The body of a `reduce_table` equation: everything between tables and a reduction, for a block of rows.
 
     Its inputs are the rows' numbers (-1 for none), blocks of stored tables, blocks of what is made of touched rows,
     blocks of dense arrays that have all rows, and other dense values.
     """
 
-    def __init__(self, walk: Reads, like: TableRows) -> None:
+    def __init__(self, walk: Tables, like: TableRows) -> None:
+        super().__init__()
         self._walk = walk
         self._like = like
         #: Values that are taken by rows, and their axis.
@@ -89,7 +99,6 @@ class Body:
         self._numbers = numbers
         self._env: dict[Atom, Var] = {}
         self._whole: dict[Atom, Var] = {}
-        self._made: list[Equation] = []
         groups: dict[str, list[tuple[tuple[Atom, ...], Var, int, int]]] = {"stored": [], "touched": [], "dense": []}
         inside = {v for e, _, _ in self._kept for v in e.outputs}
         for atom, rows in self._cut.items():
@@ -102,7 +111,7 @@ class Body:
         part = self._last(equation, by_rows)
         given = [entry for entries in groups.values() for entry in entries]
         inputs = (*(a for atoms, *_ in given for a in atoms), *self._whole)
-        block = Block((numbers, *(v for _, v, *_ in given), *self._whole.values()), tuple(self._made), (part,))
+        block = Block((numbers, *(v for _, v, *_ in given), *self._whole.values()), tuple(self.equations), (part,))
         params = {
             "op": REDUCES[equation.op],
             "layout": self._like.layout,
@@ -133,7 +142,7 @@ class Body:
             atom = equation.inputs[k]
             rows = self._like.at(axis, atom.shape[axis])
             if rows is None or self._cut.setdefault(atom, rows) != rows:
-                raise self._walk.refusal(self._like, f"{equation.op} needs them in two ways", equation)
+                raise refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
     def _remade(self, equation: Equation, place: TableRows) -> Mapping[int, int] | None:
         """What belongs to no table is made anew for rows where it is a broadcast or a number's function: operands."""
@@ -168,7 +177,7 @@ class Body:
 
     def _type(self, atom: Atom, rows: TableRows) -> ArrayType:
         """The type of a value for a block of rows."""
-        return dataclasses.replace(atom.type, shape=resized(atom.shape, rows.axis, self._size * rows.factor))
+        return atom.type.resized(rows.axis, self._size * rows.factor)
 
     def _operand(self, equation: Equation, k: int, by_rows: Mapping[int, int]) -> Atom:
         atom = equation.inputs[k]
@@ -177,7 +186,7 @@ class Body:
         if isinstance(atom, Literal):
             return atom
         if atom in self._walk.rows:
-            raise self._walk.refusal(self._like, f"by {equation.op}", equation)
+            raise refusal(self._like, f"by {equation.op}", equation)
         return self._whole.setdefault(atom, Var(atom.type))
 
     def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:
@@ -186,37 +195,29 @@ class Body:
         self._env.update(zip(equation.outputs, outputs, strict=True))
         if equation.op == "iota" and equation.params["dimension"] == place.axis:
             params = {"axis": place.axis, "shape": outputs[0].shape, "dtype": outputs[0].dtype}
-            self._made.append(Equation("ap.numbered", (self._numbers,), outputs, params))
+            self.append(Equation("ap.numbered", (self._numbers,), outputs, params))
             return
         if equation.primitive is None:  # what was behind a barrier
             self._env[equation.outputs[0]] = self._env[equation.inputs[0]]
             return
         inputs = tuple(self._operand(equation, k, by_rows) for k in range(len(equation.inputs)))
         params = resized_params(equation, by_rows, place.axis, outputs[0].shape[place.axis])
-        self._made.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
+        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
     def _last(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
         """The reduction itself; rows that there aren't count for nothing."""
         inputs = []
         for k, atom in enumerate(equation.inputs):
             if equation.op == "scatter-add" and k == 0:
-                inputs.append(self._zeros(atom))
+                inputs.append(self.zeros(atom.type))
             elif k in by_rows:
                 inputs.append(self._only_rows(self._env[atom], self._cut[atom], equation.op))
             else:
                 inputs.append(self._operand(equation, k, by_rows))
         part = Var(equation.outputs[0].type)
-        self._made.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,), original=None))
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,), original=None))
         return part
 
-    def _zeros(self, atom: Atom) -> Var:
-        zero = Literal(np.zeros((), atom.dtype), ArrayType((), atom.dtype))
-        out = Var(atom.type)
-        self._made.append(Equation("ap.full", (zero,), (out,), {"shape": atom.shape, "dtype": atom.dtype}))
-        return out
-
     def _only_rows(self, value: Var, rows: TableRows, op: str) -> Var:
-        out = Var(value.type)
         params = {"axis": rows.axis, "factor": rows.factor, "fill": neutral(REDUCES[op], value.dtype)}
-        self._made.append(Equation("ap.only_rows", (value, self._numbers), (out,), params))
-        return out
+        return self.emit("ap.only_rows", (value, self._numbers), value.type, params)
