@@ -127,7 +127,7 @@ def measure(rows: int, rounds: int = 8) -> None:
         runners[method].seconds(batch(0))
         assert step.plan is not None
         (family,) = step.latest.compiled.bound.families
-        print(f"{method}: {family.method}, capacity {family.capacity}", flush=True)
+        print(f"{method}: {family.method}, capacity {family.bounds.capacity}", flush=True)
     ps = planned["ps"].plan
     assert ps is not None and ps.families[0].capacity is not None
     useful = [np.unique(np.asarray(part)).size for part in np.split(np.asarray(batches(1)["ids"]), DEVICES)]

@@ -22,8 +22,8 @@ def backends(plan: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
     """Family -> its backend; `allreduce_rows` needs none but the partitioner, or `reduce`."""
     found: dict[int, RowBackend] = {}
     for family in plan.families:
-        if family.layout is not None and family.capacity is not None:
-            found[family.family] = ShardedRows(devices, family.layout, family.capacity)
+        if family.layout is not None and family.bounds.capacity is not None:
+            found[family.family] = ShardedRows(devices, family.layout, family.bounds.capacity)
         elif family.method == "allgather":
             found[family.family] = GatheredRows(devices)
         elif isinstance(devices, Mapped):

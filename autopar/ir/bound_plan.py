@@ -8,47 +8,53 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.ir.layout import RowLayout
-from autopar.ir.plan import Plan
-from autopar.ir.strategy import Emit, Where
+from autopar.ir.plan import Plan, TablePlan
+from autopar.ir.strategy import Emit
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyPlan:
-    """A lifted family.
+class Bounds:
+    """How many rows of a family a step's arrays hold.
 
     Attributes:
-      family: Its id in `Program.rows`.
-      rows: Static bound on the rows a step touches, one padding row included.
-      ids: Number of ids a step looks up, duplicates included.
-      method: How its rows travel ("ps" on one device, where nothing travels).
-      lazy: Only touched rows move, whatever the optimizer says.
+      rows: The most that a step touches, one padding row included.
       asked: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else None.
       capacity: The most rows that one device asks another one for; else None.
       layout: How the rows are spread; else None.
-      imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
-      where: Whether its rows are on the devices, or in the memory of the hosts, owned by ranks.
-      journal: Steps that untouched rows may wait for before they are brought up to date (`ir.deferred`); 0 where no
-        step moves them.
       tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
+      imbalance: Of the example, the rows that a device asks one owner for at most over the average, if measured.
     """
 
-    family: int
     rows: int
-    ids: int
-    method: str
-    lazy: bool
     asked: int | None = None
     capacity: int | None = None
     layout: RowLayout | None = None
     tight: bool = False
     imbalance: float | None = None
-    where: Where = "devices"
-    journal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyPlan:
+    """A lifted family: its id in `Program.rows`, the plan of its first table, which holds for all, and its bounds."""
+
+    family: int
+    table: TablePlan
+    bounds: Bounds
 
     @property
     def on_hosts(self) -> bool:
         """Whether the rows are in the memory of the hosts."""
-        return self.where == "hosts"
+        return self.table.where == "hosts"
+
+    @property
+    def method(self) -> str:
+        """How its rows travel ("ps" on one device, where nothing travels)."""
+        return self.table.method
+
+    @property
+    def layout(self) -> RowLayout | None:
+        """How the rows are spread; None if they aren't."""
+        return self.bounds.layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +101,10 @@ class BoundPlan:
     @property
     def decisions(self) -> tuple[Any, ...]:
         """What the program depends on: plans of one step whose decisions are equal are compiled to the same."""
-        families = [dataclasses.replace(f, imbalance=None) for f in (*self.families, *self.fallback)]
+        families = [
+            (f.family, f.table.taken, f.table.journal, dataclasses.replace(f.bounds, imbalance=None))
+            for f in (*self.families, *self.fallback)
+        ]
         return families, len(self.fallback), self.placements, self.layouts, self.shares, self.emit
 
     def family(self, family: int) -> FamilyPlan | None:
@@ -112,7 +121,8 @@ class BoundPlan:
         for family in self.families:
             if family.family in sizes:
                 rows, asked = sizes[family.family]
-                family = dataclasses.replace(family, rows=self.devices * rows, asked=self.devices * asked)
+                bounds = dataclasses.replace(family.bounds, rows=self.devices * rows, asked=self.devices * asked)
+                family = dataclasses.replace(family, bounds=bounds)
             families.append(family)
         return dataclasses.replace(self, families=tuple(families))
 

@@ -60,7 +60,12 @@ def compares_methods(program: Program, options: Options) -> bool:
 
 def _assemble(program: Program, options: Options, decided: Sequence[Decision], shared: Mapping[int, str]) -> BoundPlan:
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
-    families = [chosen for chosen, _ in decided if chosen is not None]
+    pairs = zip(program.rows.spaces, decided, strict=True)
+    families = [
+        tuple(FamilyPlan(space.family, tables[0], bounds) for bounds in found)
+        for space, (found, tables) in pairs
+        if found is not None
+    ]
     order = {given.path: k for k, given in enumerate(program.inputs)}
     safe, tight = [f for f, _ in families], [f for _, f in families]
     placements, layouts = _placements(program, safe)
@@ -74,7 +79,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], s
     others = [dense_plan(program, k, shared=k in shares) for k in sorted(states - members)]
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
-    fallback = tuple(safe) if any(f.tight for f in tight) else ()
+    fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
     plan = Plan(program.name, options.devices, None, options.sparse, options.emit, tuple(tables), dense, state_bytes=0)
     bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shares)
     return bound.noting(state_bytes=state_bytes(program, bound))

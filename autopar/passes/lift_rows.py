@@ -48,7 +48,7 @@ def lift_rows(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     lift = _Lift.of(program, plan)
     block = lift.run()
     before, after = count_equations(program.block), count_equations(block)
-    rows = ", ".join(f"{f.rows - 1} rows" for f in plan.families)
+    rows = ", ".join(f"{f.bounds.rows - 1} rows" for f in plan.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
     journals = [given for journal in lift.in_order() for given in journal.inputs()]
     kept = (Output(given.path, k) for k, given in enumerate(journals, len(program.inputs)))
@@ -95,9 +95,9 @@ class _Lift:
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
             indices={e: index for found in ids.values() for e, index in found.indices.items()},
             untouched=Exact(
-                {f.family: spaces[f.family] for f in plan.families if not f.lazy},
+                {} if plan.plan.sparse == "lazy" else {f.family: spaces[f.family] for f in plan.families},
                 frozenset(f.family for f in plan.families if f.on_hosts),
-                frozenset(f.family for f in plan.families if f.journal),
+                frozenset(f.family for f in plan.families if f.table.journal),
                 inputs,
                 [given.path for given in program.inputs],
                 functools.cache(lambda: Fates(block, facts.values, facts.roles)),
@@ -143,7 +143,7 @@ class _Lift:
 
     def _check_capacity(self) -> None:
         """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
-        tight = [f.family for f in self.plan.families if f.tight]
+        tight = [f.family for f in self.plan.families if f.bounds.tight]
         if not tight:
             return
         for family in tight:
@@ -206,9 +206,9 @@ class _Lift:
         flat = [self.scope.get(v) for v in ids.results]
         planned = self.scope.lifting.families[family]
         batched = ids.batched if any(ids.batched) else None
-        params = {"extent": space.extent, "rows": type_.rows, "asked": planned.asked, "batched": batched}
+        params = {"extent": space.extent, "rows": type_.rows, "asked": planned.bounds.asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
-        if planned.journal:
+        if planned.table.journal:
             self.journals[family] = StepJournal.begin(self.scope, space, self._kept(space), self.inputs)
 
     def _ahead(self, equations: list[Equation]) -> None:
@@ -248,7 +248,7 @@ class _Lift:
         journal = self.journals.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
-        if changed and journal is None and not scope.lifting.families[family].lazy:
+        if changed and journal is None and self.plan.plan.sparse != "lazy":
             updates = {k: (atom, self._off(atom)) for k, atom in self._updates(space)}
             leaves = sweep(scope, space, inputs, updates, self.exceeded, first)
             first = []
@@ -286,7 +286,7 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
-        if self.scope.lifting.families[space.family].journal:
+        if self.scope.lifting.families[space.family].table.journal:
             return [k for k, _ in self._updates(space)]
         return [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
 
@@ -326,7 +326,7 @@ class _Lift:
 
 def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     """Rows that one round of a sweep takes: on each device, where they are spread. Of deferred rows phi takes one."""
-    if family.journal:
+    if family.table.journal:
         return 1
     if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)

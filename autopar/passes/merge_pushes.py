@@ -29,7 +29,7 @@ def merge_pushes(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     if not plan.families:
         return program, "nothing is lifted"
     before = _count(program.block)
-    asked = {f.family: f.asked for f in plan.families if f.asked is not None}
+    asked = {f.family: f.bounds.asked for f in plan.families if f.bounds.asked is not None}
     merged = _Merge(asked).run(program.block, frozenset())
     block, _ = eliminate_dead(merged)
     note = f"pushes: {before} before, {_count(block)} after" + (", each an exchange" if asked else "")

@@ -200,8 +200,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
     def keep(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         kept = list(outputs)
         for space in program.rows.spaces:
-            plan = entry.compiled.bound.family(space.family)
-            if plan is None or not plan.lazy:
+            if entry.compiled.bound.family(space.family) is None or entry.compiled.plan.sparse != "lazy":
                 continue
             flat = emit(id_program(program, program.ids[space.family])[0])(*inputs)
             touched = jnp.zeros((space.extent,), bool)

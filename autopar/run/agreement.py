@@ -113,7 +113,8 @@ def check_same_plan(processes: Processes, compiled: Compiled) -> None:
       AutoparError: another plan.
     """
     name = compiled.program.name
-    text = _plain([*f"{compiled.bound}".split("TablePlan"), *format_program(compiled.program).splitlines()])
+    decided = f"{compiled.plan}, {compiled.bound.decisions}".split("TablePlan")
+    text = _plain([*decided, *format_program(compiled.program).splitlines()])
     if len(set(processes.gather(_digest("\n".join(text).encode()).encode(), f"comparing plans of {name}"))) > 1:
         k, a, b = _compare(processes, name, text)
         raise AutoparError(

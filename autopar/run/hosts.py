@@ -59,9 +59,8 @@ class HostRunner:
             and atom in self._program.block.inputs
             and self._program.block.inputs.index(atom) in self._tables
         }
-        limits = {
-            f.family: (f.rows // plan.devices, (f.asked or 0) // plan.devices) for f in plan.families if f.on_hosts
-        }
+        count, there = plan.devices, [f for f in plan.families if f.on_hosts]
+        limits = {f.family: (f.bounds.rows // count, (f.bounds.asked or 0) // count) for f in there}
         #: Two rows at least: a reshape would not tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
         for space in self._program.rows.spaces:

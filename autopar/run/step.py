@@ -198,8 +198,8 @@ class ParallelStep:
         grown = entry
         while grown is entry:  # capacities are rounded
             grown = self._again(entry, entry.example, 2 * entry.headroom)
-        pairs = zip(entry.compiled.bound.families, grown.compiled.bound.families, strict=True)
-        shown = ", ".join(f"{a.capacity} to {b.capacity}" for a, b in pairs if a.capacity != b.capacity)
+        old, new = ([f.bounds.capacity for f in e.compiled.bound.families] for e in (entry, grown))
+        shown = ", ".join(f"{a} to {b}" for a, b in zip(old, new, strict=True) if a != b)
         warn(
             f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
             f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",

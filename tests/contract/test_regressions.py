@@ -236,7 +236,7 @@ def test_several_hashes_of_one_table() -> None:
     planned = autopar.parallelize(step, strategy="ps", donate=False)
     t = jnp.asarray(np.random.default_rng(0).normal(size=(3, 11, 2)), jnp.float32)
     np.testing.assert_allclose(planned(t, IDS)[0], step(t, IDS)[0], rtol=1e-5, atol=1e-6)
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].rows == 10
+    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.rows == 10
 
 
 def test_metrics_that_look_up_by_their_own_rows() -> None:

@@ -78,7 +78,7 @@ def test_time_major_batches(method: str, axis: Any) -> None:
     assert f"s32[{LENGTH},{BATCH // 4}]{{1,0}} parameter" in text
     asked = {LENGTH * BATCH // 4 + 8, LENGTH * BATCH // 4}
     if method == "ps":
-        assert {f.asked // 4 for f in planned.latest.compiled.bound.families if f.asked} == asked
+        assert {f.bounds.asked // 4 for f in planned.latest.compiled.bound.families if f.bounds.asked} == asked
 
 
 def test_verify_and_explain_know_the_axis() -> None:

@@ -96,7 +96,7 @@ def test_a_batch_that_exceeds_capacities() -> None:
         mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
         now = mine["t"].journal.entries[1]
         assert int(now) == k + 1
-    assert planned.plan is not None and not planned.latest.compiled.bound.families[0].tight
+    assert planned.plan is not None and not planned.latest.compiled.bound.families[0].bounds.tight
     agree(mine, theirs)
 
 

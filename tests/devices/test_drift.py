@@ -80,7 +80,7 @@ def test_the_plan_is_made_again(optimizer: str) -> None:
     assert "params/emb was planned for 2" in text and "now 12 (3.000%)" in text
     assert "made again, by this call's batch: params/emb ps, capacity 40 -> ps, capacity 8" in text
     assert told[0].filename == __file__
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].capacity == 8
+    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.capacity == 8
     assert planned.watch is not None and planned.watch.seen["params/emb"].planned == 12
 
 

@@ -35,9 +35,11 @@ def test_frequent_rows_are_dealt_out() -> None:
     assert isinstance(new["params"]["emb"], autopar.Table)
     assert planned.plan is not None
     (family,) = planned.latest.compiled.bound.families
-    assert family.layout is not None and family.layout.dealt and family.tight
-    assert family.capacity is not None and family.capacity <= 16
-    assert family.imbalance is not None and 1 <= family.imbalance < 1.6, "nearly 4 if rows lay as they are"
+    assert family.layout is not None and family.layout.dealt and family.bounds.tight
+    assert family.bounds.capacity is not None and family.bounds.capacity <= 16
+    assert family.bounds.imbalance is not None and 1 <= family.bounds.imbalance < 1.6, (
+        "nearly 4 if rows lay as they are"
+    )
     assert "the busiest message is 1." in planned.plan.parameters[0].reason
 
 
@@ -67,20 +69,20 @@ def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -
     even, unequal = ids_in(0, 400, length=20), ids_in(0, 90, 1, length=20)
     planned.entry(mine, even)
     assert planned.plan is not None
-    small = planned.latest.compiled.bound.families[0].capacity
+    small = planned.latest.compiled.bound.families[0].bounds.capacity
     # Whether it was exceeded is known when a step has run, which nobody waits for.
     with pytest.warns(autopar.CapacityWarning, match="with the same result; capacities grow"):
         for batch in (even, unequal, even, even):
             (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
             same((mine, a), (theirs, b))
-    assert small is not None and planned.latest.compiled.bound.families[0].capacity > small
+    assert small is not None and planned.latest.compiled.bound.families[0].bounds.capacity > small
 
 
 def test_shapes_alone_give_the_safe_capacity() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (make_state(400), ids_in(0, 400)))
     (family,) = planned.entry(*shapes).compiled.bound.families
-    assert not family.tight and family.capacity == 10
+    assert not family.bounds.tight and family.bounds.capacity == 10
 
 
 @pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows", "auto"])

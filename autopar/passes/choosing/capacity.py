@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.analysis.row_ids import RowIds
-from autopar.ir.bound_plan import FamilyPlan
+from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
 from autopar.ir.rowspace import RowSpace
 
@@ -22,33 +22,29 @@ _IMBALANCE = 1.25
 _STEP = 8
 
 
-def bounds(space: RowSpace, ids: RowIds, method: str, lazy: bool, devices: int, journal: int) -> FamilyPlan:
-    """The family with the bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
+def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bounds:
+    """Those that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
     asked = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
         travels = devices > 1 and method == "allgather" and any(ids.batched)
-        sums = devices * asked if travels else None
-        rows = min(space.extent, ids.count) + 1
-        return FamilyPlan(space.family, rows, ids.count, method, lazy, sums, journal=journal)
+        return Bounds(min(space.extent, ids.count) + 1, devices * asked if travels else None)
     layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
-    family = FamilyPlan(space.family, 0, ids.count, method, lazy, devices * asked, 0, layout, journal=journal)
-    return _with_capacity(family, min(asked, layout.share), tight=False)
+    return _with_capacity(Bounds(0, devices * asked, 0, layout), min(asked, layout.share), tight=False)
 
 
-def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int, journal: int) -> FamilyPlan:
+def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
     """The same of a family on hosts. Messages have the length that they need, so there is no capacity."""
     asked = max(1, min(space.extent, ids.count_on(ranks)))
     layout = RowLayout(space.extent, ranks, dealt=ranks > 1)
     owned = min(layout.share, ranks * asked) + 1
-    rows, sums = ranks * owned, ranks * asked
-    return FamilyPlan(space.family, rows, ids.count, "ps", lazy, sums, layout=layout, where="hosts", journal=journal)
+    return Bounds(ranks * owned, ranks * asked, layout=layout)
 
 
-def _with_capacity(family: FamilyPlan, capacity: int, *, tight: bool) -> FamilyPlan:
-    layout = family.layout
+def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
+    layout = bounds.layout
     assert layout is not None, "only sharded rows have a capacity"
     owned = min(layout.share, layout.devices * capacity) + 1
-    return dataclasses.replace(family, rows=layout.devices * owned, capacity=capacity, tight=tight)
+    return dataclasses.replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
 
 def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int) -> list[np.ndarray]:
@@ -74,9 +70,9 @@ def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
     return int(max(loads, default=0))
 
 
-def most_asked(asked: Sequence[np.ndarray], family: FamilyPlan) -> int:
+def most_asked(asked: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Rows that all devices together ask the busiest owner for."""
-    layout = family.layout
+    layout = bounds.layout
     assert layout is not None, "only sharded rows have owners"
     return int(np.bincount(layout.place(np.concatenate(asked)) // layout.share, minlength=1).max())
 
@@ -87,32 +83,32 @@ def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
     return _busiest(asked, layout) / average if average else 1.0
 
 
-def with_layout(family: FamilyPlan, asked: Sequence[np.ndarray]) -> FamilyPlan:
-    """The family with rows dealt out, if their owners would be too unequal otherwise."""
-    layout = family.layout
+def with_layout(bounds: Bounds, asked: Sequence[np.ndarray]) -> Bounds:
+    """The bounds with rows dealt out, if their owners would be too unequal otherwise."""
+    layout = bounds.layout
     assert layout is not None, "only sharded rows have a layout"
     dealt = dataclasses.replace(layout, dealt=True)
     if layout.dealt or _busiest(asked, layout) <= _IMBALANCE * max(_busiest(asked, dealt), _STEP):
-        return family
-    return dataclasses.replace(family, layout=dealt)
+        return bounds
+    return dataclasses.replace(bounds, layout=dealt)
 
 
-def tightened(family: FamilyPlan, asked: Sequence[np.ndarray], headroom: float) -> FamilyPlan:
-    """The family with the example's load and some headroom as its capacity, where that saves anything."""
-    assert family.layout is not None, "only sharded rows have a capacity"
-    return limited(family, headroom * _busiest(asked, family.layout))
+def tightened(bounds: Bounds, asked: Sequence[np.ndarray], headroom: float) -> Bounds:
+    """The bounds with the example's load and some headroom as its capacity, where that saves anything."""
+    assert bounds.layout is not None, "only sharded rows have a capacity"
+    return limited(bounds, headroom * _busiest(asked, bounds.layout))
 
 
-def limitless(family: FamilyPlan) -> FamilyPlan:
-    """A family on hosts with the capacity that no batch would exceed on devices."""
-    layout = family.layout
+def limitless(bounds: Bounds) -> Bounds:
+    """Bounds on hosts with the capacity that no batch would exceed on devices."""
+    layout = bounds.layout
     assert layout is not None, "only sharded rows have a capacity"
-    return dataclasses.replace(family, capacity=min((family.asked or 0) // layout.devices, layout.share))
+    return dataclasses.replace(bounds, capacity=min((bounds.asked or 0) // layout.devices, layout.share))
 
 
-def limited(family: FamilyPlan, rows: float) -> FamilyPlan:
-    """The family with so many rows as its capacity, rounded up, where that is less than what no batch exceeds."""
-    safe = family.capacity
+def limited(bounds: Bounds, rows: float) -> Bounds:
+    """The bounds with so many rows as its capacity, rounded up, where that is less than what no batch exceeds."""
+    safe = bounds.capacity
     assert safe is not None, "only sharded rows have a capacity"
     capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
-    return _with_capacity(family, capacity, tight=True) if capacity < safe else family
+    return _with_capacity(bounds, capacity, tight=True) if capacity < safe else bounds

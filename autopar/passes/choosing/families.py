@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,16 +15,16 @@ from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, ste
 from autopar.cost.measurements import Measurements
 from autopar.cost.model import journal_steps, lifting_pays
 from autopar.errors import StrategyError
-from autopar.ir.bound_plan import FamilyPlan
+from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
-from autopar.ir.strategy import ROW_METHODS
+from autopar.ir.strategy import ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
-    bounds,
+    device_bounds,
     device_ids,
     host_bounds,
     imbalance,
@@ -36,8 +37,8 @@ from autopar.passes.choosing.capacity import (
 
 #: Rows that a table may have: one number more must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
-#: A family without limits and as it is planned, None if it stays dense; and what is said of its tables.
-Decision = tuple[tuple[FamilyPlan, FamilyPlan] | None, list[TablePlan]]
+#: Bounds without limits and as planned, None if the family stays dense; and the plans of its tables.
+Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,6 @@ class Choices:
     def devices(self) -> int:
         """N."""
         return self.options.devices
-
-    @property
-    def lazy(self) -> bool:
-        """Whether only touched rows move."""
-        return self.options.sparse == "lazy"
 
     def waits(self, space: RowSpace) -> int:
         """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
@@ -103,6 +99,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         said = {"reason": reason, "remedy": remedy, "line": line, **told}
         return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **said)
 
+    lifted = functools.partial(_lifted, program, space, source, choices.waits(space))
     hosted = any(k in choices.hosts for k in space.tables)
     space = dataclasses.replace(space, refusal=_refusal(program, space, choices))
     if space.refusal is not None:
@@ -129,20 +126,21 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
     if hosted:
-        family = host_bounds(space, ids, choices.lazy, choices.devices, choices.waits(space))
-        sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, family, choices)
+        bounds = host_bounds(space, ids, choices.devices)
+        sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
         sent = {} if sizes is None else host_sent_bytes(sizes)
-        return (family, family), _lifted(program, space, family, source, sent=sent, sizes=sizes)
+        return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
             shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
-        family = bounds(space, ids, "ps" if method == "auto" else method, choices.lazy, 1, choices.waits(space))
-        return (family, family), _lifted(program, space, family, source)
+        method = "ps" if method == "auto" else method
+        bounds = device_bounds(space, ids, method, 1)
+        return (bounds, bounds), lifted(bounds, method)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
     if stored is not None:  # a Table that is only read
         safe, tight = _sharded(program, space, ids, choices, stored)
-        return (safe, tight), _lifted(program, space, tight, source)
+        return (safe, tight), lifted(tight, "ps")
     safe, tight = _sharded(program, space, ids, choices)
     sizes = _sizes(program, space, ids, tight)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
@@ -156,8 +154,8 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
             # Beside tables on hosts its gradient is reduced with all others.
             return dense(reason, "strategy='ps'", **{**costs, "sizes": None if choices.hosts else sizes})
     if method != "ps":
-        safe = tight = bounds(space, ids, method, choices.lazy, choices.devices, choices.waits(space))
-    return (safe, tight), _lifted(program, space, tight, source, why=sharded, **costs)
+        safe = tight = device_bounds(space, ids, method, choices.devices)
+    return (safe, tight), lifted(tight, method, why=sharded, **costs)
 
 
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
@@ -194,24 +192,25 @@ def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
 def _lifted(
     program: Program,
     space: RowSpace,
-    family: FamilyPlan,
-    source: str,
+    line: str,
+    journal: int,
+    bounds: Bounds,
+    method: str,
+    where: Where = "devices",
     why: str = "",
     **told: Any,
 ) -> list[TablePlan]:
     """The plans of the tables of a lifted family."""
-    reason = (
-        f"at most {min(space.extent, program.ids[space.family].count)} of {space.extent} rows a step{_told(family)}"
-    )
-    if family.journal:
-        reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
+    most = min(space.extent, program.ids[space.family].count)
+    reason = f"at most {most} of {space.extent} rows a step{_told(bounds, where)}"
+    if journal:
+        reason += f"; the others move, too: they wait for up to {journal} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
-    if family.on_hosts and space.is_read_whole:
+    if where == "hosts" and space.is_read_whole:
         reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
-    bounds = {"capacity": family.capacity, "tight": family.tight, "journal": family.journal}
-    dealt = family.layout is not None and family.layout.dealt
-    said = {"reason": reason, "line": source, "dealt": dealt, **bounds, **told}
-    return _plans(program, space, method=family.method, where=family.where, lifted=True, **said)
+    told |= {"capacity": bounds.capacity, "tight": bounds.tight, "journal": journal}
+    told |= {"dealt": bounds.layout is not None and bounds.layout.dealt, "reason": reason, "line": line}
+    return _plans(program, space, method=method, where=where, lifted=True, **told)
 
 
 def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
@@ -232,54 +231,54 @@ def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
     ]
 
 
-def _told(family: FamilyPlan) -> str:
+def _told(bounds: Bounds, where: Where) -> str:
     """How sharded rows are spread, in words."""
-    if family.layout is None:
+    if bounds.layout is None:
         return ""
-    if family.on_hosts:
-        ranks = f"{family.layout.devices} ranks" if family.layout.devices > 1 else "this process"
+    if where == "hosts":
+        ranks = f"{bounds.layout.devices} ranks" if bounds.layout.devices > 1 else "this process"
         return f"; rows in the memory of the hosts, dealt out over {ranks}"
-    order = ", dealt out over the devices" if family.layout.dealt else ", in shares of adjacent rows"
-    measured = "measured, with headroom" if family.tight else "a bound"
-    told = f"{order}; a device asks another one for {family.capacity} of them at most ({measured})"
-    if family.imbalance is None:
+    order = ", dealt out over the devices" if bounds.layout.dealt else ", in shares of adjacent rows"
+    measured = "measured, with headroom" if bounds.tight else "a bound"
+    told = f"{order}; a device asks another one for {bounds.capacity} of them at most ({measured})"
+    if bounds.imbalance is None:
         return told
-    return f"{told}; in the example the busiest message is {family.imbalance:.2f} times the average one"
+    return f"{told}; in the example the busiest message is {bounds.imbalance:.2f} times the average one"
 
 
 def _sharded(
     program: Program, space: RowSpace, ids: RowIds, choices: Choices, stored: RowLayout | None = None
-) -> tuple[FamilyPlan, FamilyPlan]:
-    """The family by `ps`: without limits, and with the capacity that the example needs, if there is one.
+) -> tuple[Bounds, Bounds]:
+    """The bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
     What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
     where as many ids are looked up.
     """
-    family = bounds(space, ids, "ps", choices.lazy, choices.devices, choices.waits(space))
-    assert family.layout is not None, "sharded rows have a layout"
+    bounds = device_bounds(space, ids, "ps", choices.devices)
+    assert bounds.layout is not None, "sharded rows have a layout"
     told = choices.told(space)
     told = told if told is not None and told.method == "ps" and stored is None else None
     if stored is not None:
-        family = dataclasses.replace(family, layout=stored)
+        bounds = dataclasses.replace(bounds, layout=stored)
     elif told is not None:
-        dealt = told.dealt or family.layout.dealt
-        family = dataclasses.replace(family, layout=dataclasses.replace(family.layout, dealt=dealt))
+        dealt = told.dealt or bounds.layout.dealt
+        bounds = dataclasses.replace(bounds, layout=dataclasses.replace(bounds.layout, dealt=dealt))
     if not choices.repeatable or space.depends_on:
-        return family, family
+        return bounds, bounds
     if told is not None and told.ids == ids.count:
         grown = (told.capacity or 1) * choices.options.headroom / HEADROOM
-        return family, limited(family, grown) if told.tight else family
+        return bounds, limited(bounds, grown) if told.tight else bounds
     flat = choices.measured.ids.get(space.family)
     if flat is None:
-        return family, family
+        return bounds, bounds
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    safe = with_layout(family, loads) if stored is None and told is None else family
+    safe = with_layout(bounds, loads) if stored is None and told is None else bounds
     assert safe.layout is not None, "sharded rows have a layout"
     safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
     return safe, tightened(safe, loads, choices.options.headroom)
 
 
-def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Sizes:
+def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> Sizes:
     """What a step does with the family, in numbers, given its bounds by `ps`."""
     layout, asked, capacity = sharded.layout, sharded.asked, sharded.capacity
     assert layout is not None and asked is not None and capacity is not None, "sharded rows have bounds"
@@ -299,17 +298,17 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) 
     )
 
 
-def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPlan, choices: Choices) -> Sizes:
+def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
-    sizes = _sizes(program, space, ids, dataclasses.replace(family, capacity=0))
+    sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0))
     sizes = dataclasses.replace(sizes, owned=sizes.asked)  # as many as a rank asks for, on average
     flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    limit = tightened(limitless(family), loads, choices.options.headroom).capacity or 0
+    limit = tightened(limitless(bounds), loads, choices.options.headroom).capacity or 0
     asked = max(rows.size for rows in loads)
-    return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, family), capacity=limit)
+    return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, bounds), capacity=limit)
 
 
 def _line(space: RowSpace) -> str:

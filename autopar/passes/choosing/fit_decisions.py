@@ -67,7 +67,7 @@ def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
     wrong = []
     for space in program.rows.spaces:
         family = made.family(space.family)
-        where, journal = ("devices", 0) if family is None else (family.where, family.journal)
+        where, journal = ("devices", 0) if family is None else (family.table.where, family.table.journal)
         for k in space.tables:
             told, now = earlier.table(program.inputs[k].path), tables[program.inputs[k].path]
             then, here = _words(told.lifted, told.method, told.where), _words(now.lifted, now.method, where)

@@ -114,7 +114,7 @@ def read_phi(
         values=types,
         settled=settled,
         fading=None if settled is None else find_fading(body, len(changed), len(read), settled),
-        length=scope.lifting.families[family].journal,
+        length=scope.lifting.families[family].table.journal,
     )
     if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
         reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"

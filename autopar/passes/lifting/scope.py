@@ -160,7 +160,7 @@ class Scope(Writer):
         key = (atom, axis, family, "fetched")
         found = self.rows.get(key)
         if found is None:
-            count = self.lifting.families[family].asked
+            count = self.lifting.families[family].bounds.asked
             assert count is not None, "only rows that are spread are fetched"
             if isinstance(atom, Var) and atom in self.operands:
                 outer = self.operands[atom]
@@ -276,7 +276,7 @@ class Scope(Writer):
 
     def rows_of(self, family: int) -> int:
         """Number of routed rows."""
-        return self.lifting.families[family].rows
+        return self.lifting.families[family].bounds.rows
 
     def at(self, type_: Any, axis: int, family: int) -> ArrayType:
         """The type of a value at the routed rows."""

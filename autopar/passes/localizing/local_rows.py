@@ -36,7 +36,7 @@ def _rows(walk: Forms, equation: Equation) -> State:
 
 def _asked(walk: Forms, equation: Equation) -> State:
     """What a device has of the rows that all devices asked for."""
-    is_spread = walk.shared.examples and _family(walk, equation).asked is not None
+    is_spread = walk.shared.examples and _family(walk, equation).bounds.asked is not None
     return Spread(equation.params["axis"]) if is_spread else None
 
 

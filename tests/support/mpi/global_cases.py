@@ -197,7 +197,7 @@ def check_growth() -> None:
         theirs, _ = PLAIN(theirs, batch)
         warned += [k for w in told if issubclass(w.category, autopar.CapacityWarning)]
         assert planned.plan is not None
-        capacities.append(planned.latest.compiled.bound.families[0].capacity)
+        capacities.append(planned.latest.compiled.bound.families[0].bounds.capacity)
     assert len(warned) == 1 and capacities[-1] > capacities[0], (warned, capacities)
     assert len(set(ALL.gather(json.dumps([capacities, warned]).encode(), "growth"))) == 1
     agree(start, state, theirs)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.ir.bound_plan import FamilyPlan
+from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
 from autopar.passes.choosing.capacity import device_ids, imbalance, limited, most_asked, tightened, with_layout
 
 V, N = 1000, 4
 
 
-def family(*, dealt: bool = False) -> FamilyPlan:
+def family(*, dealt: bool = False) -> Bounds:
     layout = RowLayout(V, N, dealt)
-    return FamilyPlan(0, N * (layout.share + 1), 400, "ps", False, 400, 100, layout)
+    return Bounds(N * (layout.share + 1), 400, 100, layout)
 
 
 def test_each_device_asks_for_its_distinct_rows() -> None:

@@ -73,7 +73,7 @@ def test_an_example_says_how_much_room_there_is() -> None:
     measured = choose(analysed, Options(**options), Measurements(ids=ids))[0]
     assert bound.plan.tables[0].capacity == 3 and not bound.plan.tables[0].tight, "an owner's rows"
     assert measured.plan.tables[0].capacity == 3, "capacities are multiples of 8: nothing is saved here"
-    assert measured.families[0].imbalance is not None and bound.families[0].imbalance is None
+    assert measured.families[0].bounds.imbalance is not None and bound.families[0].bounds.imbalance is None
 
 
 def test_dense_leaves_in_shards() -> None:

@@ -75,7 +75,9 @@ def _findings(stage: Stage) -> list[str]:
     elif stage.name == "analyze_rows":
         lines += _facts(program)
     elif stage.name == "choose" and stage.plan is not None:
-        lines += [f"family {f.family}: {f.method}, {f.rows} rows, {f.ids} ids" for f in stage.plan.families]
+        lines += [
+            f"family {f.family}: {f.method}, {f.bounds.rows} rows, {f.table.ids} ids" for f in stage.plan.families
+        ]
         lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.plan.plan.parameters]
     elif stage.name == "split_stages":
         lines += map(str, program.stages.items if program.stages is not None else ())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.analysis.local import PARTIAL
-from autopar.ir.bound_plan import BoundPlan, FamilyPlan
-from autopar.ir.plan import Plan
+from autopar.ir.bound_plan import BoundPlan, Bounds, FamilyPlan
+from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import ArrayType, Equation, Var
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -15,7 +15,8 @@ from autopar.passes.localizing.local_forms import Shared
 def test_what_must_be_finite_is_a_whole_sum() -> None:
     """A device's part may be 0, or infinite, where the sum isn't: the condition of a sweep reads sums."""
     scalar, bit = ArrayType((), np.dtype(np.float32)), ArrayType((), np.dtype(bool))
-    plan = BoundPlan(Plan("step", 2, None, "exact", "pjit", (), (), 0), (FamilyPlan(0, 4, 3, "allreduce_rows", False),))
+    table = TablePlan("t", (9,), "float32", 0, (), 3, "allreduce_rows", "devices", lifted=True)
+    plan = BoundPlan(Plan("step", 2, None, "exact", "pjit", (), (), 0), (FamilyPlan(0, table, Bounds(4)),))
     walk = Localizer(Shared(plan, True))
     rows, frontier, finite, nonzero = (Var(scalar) for _ in range(4))
     for var in (rows, frontier, finite, nonzero):

@@ -285,7 +285,7 @@ def test_rows_that_wait_now_do_not_fit_rows_that_did_not() -> None:
     )
     longer = dataclasses.replace(made, tables=(dataclasses.replace(table, journal=7),))
     planned = autopar.parallelize(make_step(ADAM), plan=longer)
-    assert [f.journal for f in planned.entry(make_state(ADAM), IDS).compiled.bound.families] == [7]
+    assert [f.table.journal for f in planned.entry(make_state(ADAM), IDS).compiled.bound.families] == [7]
 
 
 # --- why ---
