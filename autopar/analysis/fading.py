@@ -233,7 +233,7 @@ def _own(body: Block, changed: int, read: int, settled: Settled, values: Sequenc
     outputs = walk.run(alone, [*mine, *[None] * read, *map(Number, values)])
     if not walk.not_negative <= set(settled.not_negative):
         return None
-    good = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else True
+    good = walk.holds()
     found = []
     for k, value in zip(settled.zero, outputs, strict=True):
         if isinstance(value, Zero):

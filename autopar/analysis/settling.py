@@ -127,8 +127,7 @@ def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequ
         rest = xp.asarray(value.rest, dtype).reshape(())
         walk.assume(xp.isfinite(rest) & (rest > -1 if near_one else True))
         found.append(rest)
-    holds = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else xp.asarray(True)
-    return [*found, holds]
+    return [*found, walk.holds()]
 
 
 def _leaves(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:

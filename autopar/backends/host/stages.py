@@ -316,7 +316,7 @@ class StagedProgram:
 
     def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")
-        return self._ranks.buffer(name, shape, dtype)
+        return self._ranks.buffers.take(name, shape, dtype)
 
     def _value(self, step: RunningStep, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
