@@ -106,9 +106,7 @@ class StagedProgram:
         Args:
           program: Localized, with stages.
           plan: Whose sizes it was made for: those of the bucket.
-          ranks: Who exchanges.
-          buckets: All that there are.
-          bucket: Its own.
+          buckets: All of the step's; `bucket` is among them.
           donated: Inputs whose buffers may be used for their new values.
           journalings: How deferred rows are brought up to date, in the order of the journals.
         """
