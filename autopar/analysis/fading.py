@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.settling import SettlingWalk
+from autopar.analysis.settling import SettlingWalk, leaves_of
 from autopar.analysis.settling_rules import Number, Scaled, Sign, Value, Zero, keeps_order
 from autopar.ir.deferred import FLOORS, Fading, Settled
 from autopar.ir.program import Block, Equation
@@ -55,9 +55,6 @@ class FadingWalk(SettlingWalk):
     """
 
     floors: Mapping[int, Any] = field(default_factory=dict)
-
-    def branch(self) -> FadingWalk:
-        return FadingWalk(self.xp, floors=self.floors)
 
     def of(self, value: Value) -> Near:
         return Near(value, {})
@@ -229,11 +226,10 @@ def _own(body: Block, changed: int, read: int, settled: Settled, values: Sequenc
     """What leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
     alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in settled.zero)))
     walk = SettlingWalk(xp)
-    mine = [Scaled(k, 1, np.zeros((), v.dtype)) for k, v in enumerate(body.inputs[:changed])]
-    outputs = walk.run(alone, [*mine, *[None] * read, *map(Number, values)])
+    outputs = walk.run(alone, [*leaves_of(body, changed, read, ()), *map(Number, values)])
     if not walk.not_negative <= set(settled.not_negative):
         return None
-    good = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else True
+    good = walk.holds()
     found = []
     for k, value in zip(settled.zero, outputs, strict=True):
         if isinstance(value, Zero):

@@ -49,12 +49,8 @@ def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterab
 def _unlike_tables(flow: RowFlow, entries: Mapping[int, Equation], tables: Mapping[int, int]) -> set[Equation]:
     """Those of the equations whose results don't have a table's shape and row axis, as its gradient has."""
     like = {(flow.program.block.inputs[k].shape, axis) for k, axis in tables.items()}
-    found = set()
-    for equation in entries.values():
-        value = flow.value(equation.outputs[0])
-        if not isinstance(value, Row) or (equation.outputs[0].shape, value.axis) not in like:
-            found.add(equation)
-    return found
+    made = ((e, flow.value(e.outputs[0])) for e in entries.values())
+    return {e for e, row in made if not isinstance(row, Row) or (e.outputs[0].shape, row.axis) not in like}
 
 
 def _updated(flow: RowFlow, families: set[int]) -> dict[int, int]:

@@ -77,9 +77,8 @@ class _Keys(Interpreter[Words]):
             # Two operands are the two words, an element of each for one key.
             held = made[0] if len(made) == 1 else tuple(union(m) for m in made)
             self.uses.add(sorted(held) == [1 << k for k in range(self.count)])
-        known = {a: words for a, words in zip(equation.inputs, given, strict=True) if any(words)}
         return [
-            self.unknown(v) if jax_compat.is_key(v.dtype) else _through(equation, k, known)
+            self.unknown(v) if jax_compat.is_key(v.dtype) else _through(equation, k, given)
             for k, v in enumerate(equation.outputs)
         ]
 
@@ -105,23 +104,16 @@ class _Keys(Interpreter[Words]):
         return [(everything,) * _positions(v.shape) for v in equation.outputs]
 
 
-def _through(equation: Equation, output: int, words: Mapping[Atom, Words]) -> Words:
+def _through(equation: Equation, output: int, given: Sequence[Words]) -> Words:
     """What a result depends on."""
-    start, stop = _DATA.get(equation.op, (0, None))
-    if equation.op == "optimization_barrier":
-        start, stop = output, output + 1
-    elif equation.op.startswith("scatter"):
-        indices = equation.inputs[1:2]
-        atoms = [a for a in equation.inputs if a not in indices]
-        return _joined([_fitted(words.get(a, ()), equation.outputs[output].shape) for a in atoms])
-    atoms = equation.inputs[start:stop]
-    shape = equation.outputs[output].shape
-    rule = _RULES.get(equation.op)
-    given = [words.get(a, (0,) * _positions(a.shape)) for a in atoms]
+    op, shape = equation.op, equation.outputs[output].shape
+    start, stop = (output, output + 1) if op == "optimization_barrier" else _DATA.get(op, (0, None))
+    given = [*given[:1], *given[2:]] if op.startswith("scatter") else given[start:stop]
+    rule = _RULES.get(op)
     found = rule(equation, output, given) if rule is not None else None
     if found is not None:
         return found
-    if equation.op in ELEMENTWISE or equation.op in ("optimization_barrier", "dynamic_update_slice"):
+    if op in ELEMENTWISE or op.startswith("scatter") or op in ("optimization_barrier", "dynamic_update_slice"):
         return _joined([_fitted(g, shape) for g in given])
     return (union(_joined(given)),) * _positions(shape)
 

@@ -234,9 +234,7 @@ class RowFlow(Interpreter[Value]):
         """An equation that needs all rows: read them, or refuse the families it needs them of."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
         refusal = self._refusal(equation, mixes)
-        possible = all(a in self.whole for a, _ in rows) and not (
-            self.path and any(self.whole[a] for a, _ in rows if isinstance(a, Var))
-        )
+        possible = all(a in self.whole and not (self.path and self.whole[a]) for a, _ in rows)
         for _, row in rows:
             (self.dense_reads if possible else self.refusals).append((row.family, refusal))
         if possible:
@@ -246,22 +244,17 @@ class RowFlow(Interpreter[Value]):
         if mixes.kind != "sum" or equation not in _softmaxes(self._equations):
             return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
         reason = f"{equation.op} over all rows of the table, for a full softmax"
-        return Refusal(
-            reason, equation.source, "use a sampled softmax, or accept that this table stays dense", "softmax"
-        )
+        remedy = "use a sampled softmax, or accept that this table stays dense"
+        return Refusal(reason, equation.source, remedy, "softmax")
 
     def _after(self, equation: Equation) -> None:
         """Which committed leaves the results depend on (top level only)."""
         if self.path:
             return
-        found: set[int] = set()
-        for atom in equation.inputs:
-            if isinstance(atom, Var):
-                found |= self.after.get(atom, frozenset())
-                if self.roles.get(equation) == "dense":
-                    found |= self.whole.get(atom, frozenset())
+        known = [self.after, self.whole] if self.roles.get(equation) == "dense" else [self.after]
+        found = frozenset(f for atom in equation.inputs for families in known for f in families.get(atom, ()))
         if found:
-            self.after |= {v: frozenset(found) for v in equation.outputs}
+            self.after.update(dict.fromkeys(equation.outputs, found))
 
     def _note_whole(self, equation: Equation) -> None:
         """Results that can be had for all rows: new values of leaves, constants, and what is made of such."""

@@ -11,6 +11,7 @@ branch takes for granted must hold only where that branch is taken.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,10 +46,6 @@ class SettlingWalk(Granted):
                 env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
         return [read(a) for a in body.outputs]
 
-    def branch(self) -> SettlingWalk:
-        """A walk of one branch."""
-        return SettlingWalk(self.xp)
-
     def of(self, value: Value) -> Any:
         """What is kept of a value that no leaf entered."""
         return value
@@ -80,7 +77,7 @@ class SettlingWalk(Granted):
         index = scalar_of(self, which)
         branches: list[list[Any]] = []
         for k, body in enumerate(equation.bodies):
-            walk = self.branch()
+            walk = dataclasses.replace(self, assumed=[], not_negative=set())
             branches.append(walk.run(body, operands))
             self.assumed += [(index != k) | condition for condition in walk.assumed]
             self.not_negative |= walk.not_negative
@@ -104,7 +101,7 @@ def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Set
     walk = SettlingWalk(np)
     numbers: list[Value] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
-        outputs = walk.run(body, [*_leaves(body, changed, read, zero), *numbers])
+        outputs = walk.run(body, [*leaves_of(body, changed, read, zero), *numbers])
     scaled = tuple(k for k in range(changed) if k not in zero)
     if not all(isinstance(outputs[k], Zero) for k in zero):
         return None
@@ -119,7 +116,7 @@ def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequ
     """A step's factors (less one where they are near it), in the order of `settled.scaled`, and whether they hold."""
     walk = SettlingWalk(xp)
     numbers: list[Value] = [Number(v) for v in values]
-    outputs = walk.run(body, [*_leaves(body, changed, read, settled.zero), *numbers])
+    outputs = walk.run(body, [*leaves_of(body, changed, read, settled.zero), *numbers])
     found = []
     for k, dtype, near_one in zip(settled.scaled, settled.dtypes, settled.near_one, strict=True):
         value = outputs[k]
@@ -127,11 +124,10 @@ def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequ
         rest = xp.asarray(value.rest, dtype).reshape(())
         walk.assume(xp.isfinite(rest) & (rest > -1 if near_one else True))
         found.append(rest)
-    holds = xp.all(xp.stack([xp.asarray(a) for a in walk.assumed])) if walk.assumed else xp.asarray(True)
-    return [*found, holds]
+    return [*found, walk.holds()]
 
 
-def _leaves(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:
+def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:
     """Leaves that are only read may hold anything: nobody looks whether they are finite."""
     types = [v.dtype for v in body.inputs[:changed]]
     mine = [Zero() if k in zero else Scaled(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]

@@ -67,6 +67,11 @@ class Granted:
         """What must hold of the step's numbers."""
         self.assumed.append(self.xp.all(condition))
 
+    def holds(self) -> Any:
+        """Whether all of that holds, bool[]."""
+        xp = self.xp
+        return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
+
     def finite(self, number: Number) -> None:
         """That a number is finite."""
         if not number.literal:
@@ -104,7 +109,7 @@ def _add(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
 
 
 def _plus_number(walk: Granted, value: Value, number: Number) -> Value:
-    if number.literal and _is_positive(number):
+    if _is_positive(number):
         if isinstance(value, Scaled):
             value = _root(walk, value)
         return Sign(positive=True) if isinstance(value, (Zero, Sign)) else None
@@ -127,7 +132,8 @@ def _tiny(number: Number) -> Any:
 
 
 def _is_positive(number: Number) -> bool:
-    return bool(np.all(number.value >= _tiny(number)))
+    """Whether it is written in the program, and more than zero."""
+    return number.literal and bool(np.all(number.value >= _tiny(number)))
 
 
 def _neg(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
@@ -241,13 +247,9 @@ def _max(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     for number in values:
         if isinstance(number, Number) and not number.literal:
             walk.assume(~walk.xp.isnan(number.value))
-    if any(v.positive if isinstance(v, Sign) else isinstance(v, Number) and _literally_positive(v) for v in values):
+    if any(v.positive if isinstance(v, Sign) else isinstance(v, Number) and _is_positive(v) for v in values):
         return Sign(positive=True)
     return Sign(positive=False) if any(isinstance(v, (Sign, Zero)) for v in values) else None
-
-
-def _literally_positive(number: Number) -> bool:
-    return number.literal and _is_positive(number)
 
 
 def _moved(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
@@ -267,13 +269,12 @@ def keeps_order(equation: Equation) -> bool:
 
 def _convert(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     (a,), old, new = values, equation.inputs[0].dtype, equation.outputs[0].dtype
-    if not (jax_compat.is_float(old) and jax_compat.is_float(new)):
-        if isinstance(a, Number) and not jax_compat.is_key(new):
-            return Number(walk.xp.asarray(a.value).astype(new), a.literal)
-        return a if isinstance(a, Zero) else None
-    if isinstance(a, Number):
+    if isinstance(a, Number) and not jax_compat.is_key(new):
         return Number(walk.xp.asarray(a.value).astype(new), a.literal)
-    return a if isinstance(a, Zero) or np.dtype(new).itemsize >= np.dtype(old).itemsize else None
+    if isinstance(a, Zero):
+        return a
+    widens = jax_compat.is_float(old) and jax_compat.is_float(new) and np.dtype(new).itemsize >= np.dtype(old).itemsize
+    return a if widens else None
 
 
 def _sum(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:

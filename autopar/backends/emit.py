@@ -137,12 +137,11 @@ class _Emitter:
         the operands, which are brought there from wherever they are."""
         assert self._devices is not None, "one device has no partitioner"
         p, run, names = equation.params, emit(equation.bodies[0]), self._devices.examples
+        op = p["reduction"]
 
         def inside(*shares: Array) -> tuple[Array, ...]:
             results = tuple(map(jnp.asarray, run(*shares)))
-            return (
-                results if p["reduction"] is None else tuple(reduce_across(p["reduction"], x, names) for x in results)
-            )
+            return results if op is None else tuple(reduce_across(op, x, names) for x in results)
 
         return self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
 

@@ -50,7 +50,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, params: Params, rows: Array, route: Route) -> Array:
-        """Brings each device the rows that it asked for: [U, ...] -> [F, ...]."""
+        """Brings each device the rows that it requested: [U, ...] -> [F, ...]."""
 
     @abc.abstractmethod
     def lookup(self, params: Params, fetched: Array, route: Route, index: Array) -> Array:
@@ -65,7 +65,7 @@ class RowBackend(abc.ABC):
         """The scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U, ...]."""
 
     def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        """A push by each device of what it has itself, into the rows that it asked for: `base` [F, ...]."""
+        """A push by each device of what it has itself, into the rows that it requested: `base` [F, ...]."""
         raise AssertionError("nothing travels by itself: there are pushes only")
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
@@ -147,7 +147,7 @@ class RowBackend(abc.ABC):
         leaves: Sequence[Array],
         needed: Array,
     ) -> Sequence[Array]:
-        """If `needed`, run the off-row update over all rows of the leaves, `rows` at a time and in place."""
+        """If `needed`, run the update of untouched rows over all rows of the leaves, `rows` at a time and in place."""
         size, extent = params["rows"], params["extent"]
 
         def step(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:

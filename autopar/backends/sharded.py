@@ -61,7 +61,7 @@ class Route:
 
 
 class ShardedRows(RowBackend):
-    """Each of N devices has its share of the rows. `capacity`: C, the most rows that one asks another one for."""
+    """Each of N devices has a shard of the rows. `capacity`: C, the most rows that one requests from another one."""
 
     is_spread = True
 

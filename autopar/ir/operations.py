@@ -63,11 +63,9 @@ def _if(name: str) -> Count:
     return lambda params: int(bool(params.get(name)))
 
 
-_LEAVES: Count = lambda params: len(params["replay"].leaves)  # noqa: E731
-_RECORDS: Count = lambda params: len(params["replay"].records)  # noqa: E731
-_VALUES: Count = lambda params: len(params["replay"].values)  # noqa: E731
-#: The rows that a step doesn't touch: whether they are to be looked at, leaves, values of the step.
-_OTHERS: Mapping[str, int | Count] = {"needed": 1, "read": _length("read_axes"), "frontier": REST}
+def _replayed(name: str) -> Count:
+    """As many as something of a replay."""
+    return lambda params: len(getattr(params["replay"], name))
 
 
 def _named(names: str) -> Mapping[str, int | Count]:
@@ -103,9 +101,9 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
             "guard": _if("guarded"),
             "first": REST,
         },
-        "catch_up": {"leaves": _LEAVES, "stamps": 1, "entries": REST},
-        "record": {"now": 1, "records": _RECORDS, "values": _VALUES, "guard": REST},
-        "flush": {"leaves": _LEAVES, "stamps": 1, "entries": REST},
+        "catch_up": {"leaves": _replayed("leaves"), "stamps": 1, "entries": REST},
+        "record": {"now": 1, "records": _replayed("records"), "values": _replayed("values"), "guard": REST},
+        "flush": {"leaves": _replayed("leaves"), "stamps": 1, "entries": REST},
         "next": _named("now"),
         "store": _named("whole"),
         "whole": _named("stored"),
@@ -136,7 +134,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "once": _named("value"),
         "scaled": _named("operands*"),
         "reduce_part": _named("rows route others*"),
-        "reduce_others": {**_named("part route"), **_OTHERS},
+        "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
     },
     "shield": {"isolated": _named("operands*")},
 }

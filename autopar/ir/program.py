@@ -152,7 +152,7 @@ class Equation:
         as it was. None once a pass has changed a body.
       effects: Whether running it can be observed (a print, an ordered callback): it is never removed.
       context, info: JAX's equation context and source info, which emission restores.
-      origin: Resolves to the `Source`; see `ir.trace`.
+      origin: What finds the `Source` (`ir.trace.Origin`).
     """
 
     op: str
@@ -170,7 +170,7 @@ class Equation:
     @property
     def source(self) -> Source | None:
         """The line of the user's code that this equation comes from, where it is known."""
-        return self.origin.resolve() if self.origin is not None else None
+        return self.origin.source if self.origin is not None else None
 
     @property
     def where(self) -> str:

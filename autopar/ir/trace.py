@@ -46,25 +46,17 @@ def _is_library(file: str) -> bool:
     return real.startswith(_STDLIB + os.sep) or file.startswith("<frozen")
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Origin:
-    """Source infos of an equation and of the calls it was inlined from, innermost first; resolved when asked."""
+    """Source infos of an equation and of the calls it was inlined from, innermost first."""
 
     infos: tuple[Any, ...]
-    _source: Source | str | None = "unresolved"
 
-    def resolve(self) -> Source | None:
-        """The innermost frame that is the user's own."""
-        if isinstance(self._source, str):
-            self._source = self._find()
-        return self._source
-
-    def _find(self) -> Source | None:
-        for info in self.infos:
-            for file, line, function in jax_compat.frames(info):
-                if not _is_library(file):
-                    return Source(file, line, function)
-        return None
+    @functools.cached_property
+    def source(self) -> Source | None:
+        """The innermost frame that is the user's own; looked for when it is asked for."""
+        frames = (frame for info in self.infos for frame in jax_compat.frames(info))
+        return next((Source(*frame) for frame in frames if not _is_library(frame[0])), None)
 
 
 def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:

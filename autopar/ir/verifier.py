@@ -106,14 +106,14 @@ def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
         (body,) = equation.bodies
         assert len(body.inputs) == len(equation.inputs), f"{where}: {len(body.inputs)} inputs"
         assert len(body.outputs) == len(equation.outputs), f"{where}: {len(body.outputs)} outputs"
-        for outer, inner in zip(equation.inputs[: consts + carry], body.inputs, strict=False):
+        for outer, inner in (
+            *zip(equation.inputs[: consts + carry], body.inputs, strict=False),
+            *zip(equation.outputs[:carry], body.outputs, strict=False),
+            *zip(body.inputs[consts : consts + carry], body.outputs, strict=False),
+        ):
             _same(outer, inner, where)
         for outer, inner in zip(equation.inputs[consts + carry :], body.inputs[consts + carry :], strict=True):
             assert outer.shape[1:] == inner.shape, f"{where}: a sequence of {outer.type} gives {inner.type}"
-        for outer, inner in zip(equation.outputs[:carry], body.outputs, strict=False):
-            _same(outer, inner, where)
-        for start, inner in zip(body.inputs[consts : consts + carry], body.outputs, strict=False):
-            _same(start, inner, where)
         for outer, inner in zip(equation.outputs[carry:], body.outputs[carry:], strict=True):
             assert outer.shape[1:] == inner.shape, f"{where}: {inner.type} stacks to {outer.type}"
     elif equation.op == "remat" or equation.op == "cond":

@@ -41,6 +41,7 @@ class Ranks:
       device_view, owner_view: How programs of either side see the devices.
       mesh: Of the device programs: the rank's own devices ("mpi"), or all ranks' ("xla").
       host: The device of the owner's programs, where that isn't the default one.
+      buffers: Memory that the step after next uses again.
       step: The number of the step, for messages.
     """
 
@@ -58,7 +59,7 @@ class Ranks:
         self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
         self.is_single = not self.is_global and len(mine) == 1
         self.host = None if mine[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
-        self._buffers = Buffers()
+        self.buffers = Buffers()
         self.step = -1
 
     # --- exchanges ---
@@ -174,7 +175,3 @@ class Ranks:
             return needs
         (found,) = self.exchange.reduce([np.array(needs, np.int64)], "max")
         return int(found[0]), int(found[1])
-
-    def buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Memory that the step after next uses again."""
-        return self._buffers.take(name, shape, dtype)

@@ -34,7 +34,7 @@ class ShapeBucket:
     @property
     def asked(self) -> int:
         """Rows of all families that this rank may ask for: what a program's work grows with."""
-        return sum(asked for _, asked in self.rows.values())
+        return _asked(self.rows)
 
     def fits(self, needs: Rows) -> bool:
         """Whether a step that needs so much can run in it. `needs` may be of some families only."""

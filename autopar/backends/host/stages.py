@@ -106,9 +106,7 @@ class StagedProgram:
         Args:
           program: Localized, with stages.
           plan: Whose sizes it was made for: those of the bucket.
-          ranks: Who exchanges.
-          buckets: All that there are.
-          bucket: Its own.
+          buckets: All of the step's; `bucket` is among them.
           donated: Inputs whose buffers may be used for their new values.
           journalings: How deferred rows are brought up to date, in the order of the journals.
         """
@@ -316,7 +314,7 @@ class StagedProgram:
 
     def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")
-        return self._ranks.buffer(name, shape, dtype)
+        return self._ranks.buffers.take(name, shape, dtype)
 
     def _value(self, step: RunningStep, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
