@@ -226,14 +226,14 @@ class _Lift:
 
     # --- the end of a step ---
 
-    def _updates(self, space: RowSpace) -> list[tuple[int, Atom]]:
-        """(leaf, its new value) of the family's leaves that change."""
+    def _updates(self, space: RowSpace) -> dict[int, Atom]:
+        """Leaf -> its new value, of the family's leaves that change."""
         block, new = self.program.block, self.program.new_states
-        pairs = [(k, block.outputs[new[k]]) for k in space.leaves if k in new]
-        return [(k, atom) for k, atom in pairs if atom is not block.inputs[k]]
+        found = {k: block.outputs[new[k]] for k in space.leaves if k in new}
+        return {k: atom for k, atom in found.items() if atom is not block.inputs[k]}
 
     def _is_complete(self, family: int) -> bool:
-        return all(not isinstance(a, Var) or a in self.known for _, a in self._updates(self.spaces[family]))
+        return all(not isinstance(a, Var) or a in self.known for a in self._updates(self.spaces[family]).values())
 
     def _commit(self, family: int) -> None:
         """Write the new rows back; first make sure that the other rows stay as they are."""
@@ -242,15 +242,15 @@ class _Lift:
         route = scope.route(family)
         inputs = self.inputs
         self._write_whole(space)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
-        changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in self._updates(space)}
+        axes, updates = space.row_axes, self._updates(space)
+        changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in updates.items()}
         first = [v for k in space.leaves for v in self._old_readers(inputs[k])]
         journal = self.journals.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
         if changed and journal is None and not scope.lifting.families[family].lazy:
-            updates = {k: (atom, self._off(atom)) for k, atom in self._updates(space)}
-            leaves = sweep(scope, space, inputs, updates, self.exceeded, first)
+            offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
+            leaves = sweep(scope, space, inputs, offs, self.exceeded, first)
             first = []
         for k, rows in changed.items():
             if k in leaves:
@@ -264,14 +264,14 @@ class _Lift:
                 journal.committed[k] = new
                 journal.rows.append(rows)
                 continue
-            self._name(dict(self._updates(space))[k], k, new)
+            self._name(updates[k], k, new)
         if journal is not None:
             self._defer(space, journal, kept)
         self.committed.add(family)
 
     def _write_whole(self, space: RowSpace) -> None:
         """Outputs with all rows that are no leaves: what they read of the old leaves is read before these change."""
-        updates = dict(self._updates(space)).values()
+        updates = self._updates(space).values()
         for atom in self.program.block.outputs:
             row = self.scope.lifting.row(atom)
             if row is not None and row.family == space.family and atom in self.known and atom not in updates:
@@ -286,17 +286,15 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
-        if self.scope.lifting.families[space.family].journal:
-            return [k for k, _ in self._updates(space)]
-        return [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
+        waits = self.scope.lifting.families[space.family].journal
+        return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
 
     def _defer(self, space: RowSpace, journal: StepJournal, kept: list[int]) -> None:
         """Write down what the step does to the other rows."""
         scope, inputs = self.scope, self.inputs
-        off, inner = off_scope(scope, space, self.inputs, space.leaves)
-        updates = dict(self._updates(space))
+        off, inner = off_scope(scope, space, inputs)
+        axes, updates = space.row_axes, self._updates(space)
         off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
         new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
         phi = read_phi(scope, off, space.family, kept, inner, new)
         flushed = journal.end(scope, phi, {k: inputs[k] for k in phi.read}, self.exceeded)
@@ -313,9 +311,8 @@ class _Lift:
         tainted: set[Atom] = {leaf}
         found: list[Atom] = []
         for equation in self.scope.equations:
-            if equation.op in ("ap.pull", "ap.sweep", "ap.fill", "ap.commit") or not tainted.intersection(
-                equation.inputs
-            ):
+            is_planned = equation.op in ("ap.pull", "ap.sweep", "ap.fill", "ap.commit")
+            if is_planned or not tainted.intersection(equation.inputs):
                 continue
             big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and 2 * v.type.size >= leaf.type.size]
             tainted.update(big)

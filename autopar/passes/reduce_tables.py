@@ -42,7 +42,7 @@ def reduce_tables(program: Program, plan: Plan) -> tuple[Program, str]:
     walk = _Walk(program=program)
     for space in program.rows.spaces:
         if space.family in layouts:
-            for k, axis in zip(space.leaves, space.axes, strict=True):
+            for k, axis in space.row_axes.items():
                 path = program.inputs[k].path
                 walk.store(program.block.inputs[k], TableRows(axis, 1, layouts[space.family], path))
     for equation in program.block.equations:

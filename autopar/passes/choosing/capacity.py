@@ -44,9 +44,14 @@ def host_bounds(space: RowSpace, ids: RowIds, lazy: bool, ranks: int, journal: i
     return FamilyPlan(space.family, rows, ids.count, "ps", lazy, sums, layout=layout, where="hosts", journal=journal)
 
 
+def layout_of(family: FamilyPlan) -> RowLayout:
+    """How the rows of a sharded family are spread."""
+    assert family.layout is not None, "sharded rows have a layout"
+    return family.layout
+
+
 def _with_capacity(family: FamilyPlan, capacity: int, *, tight: bool) -> FamilyPlan:
-    layout = family.layout
-    assert layout is not None, "only sharded rows have a capacity"
+    layout = layout_of(family)
     owned = min(layout.share, layout.devices * capacity) + 1
     return dataclasses.replace(family, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
@@ -76,8 +81,7 @@ def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
 
 def most_asked(asked: Sequence[np.ndarray], family: FamilyPlan) -> int:
     """Rows that all devices together ask the busiest owner for."""
-    layout = family.layout
-    assert layout is not None, "only sharded rows have owners"
+    layout = layout_of(family)
     return int(np.bincount(layout.place(np.concatenate(asked)) // layout.share, minlength=1).max())
 
 
@@ -89,8 +93,7 @@ def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
 
 def with_layout(family: FamilyPlan, asked: Sequence[np.ndarray]) -> FamilyPlan:
     """The family with rows dealt out, if their owners would be too unequal otherwise."""
-    layout = family.layout
-    assert layout is not None, "only sharded rows have a layout"
+    layout = layout_of(family)
     dealt = dataclasses.replace(layout, dealt=True)
     if layout.dealt or _busiest(asked, layout) <= _IMBALANCE * max(_busiest(asked, dealt), _STEP):
         return family
@@ -99,14 +102,12 @@ def with_layout(family: FamilyPlan, asked: Sequence[np.ndarray]) -> FamilyPlan:
 
 def tightened(family: FamilyPlan, asked: Sequence[np.ndarray], headroom: float) -> FamilyPlan:
     """The family with the example's load and some headroom as its capacity, where that saves anything."""
-    assert family.layout is not None, "only sharded rows have a capacity"
-    return limited(family, headroom * _busiest(asked, family.layout))
+    return limited(family, headroom * _busiest(asked, layout_of(family)))
 
 
 def limitless(family: FamilyPlan) -> FamilyPlan:
     """A family on hosts with the capacity that no batch would exceed on devices."""
-    layout = family.layout
-    assert layout is not None, "only sharded rows have a capacity"
+    layout = layout_of(family)
     return dataclasses.replace(family, capacity=min((family.asked or 0) // layout.devices, layout.share))
 
 

@@ -25,6 +25,7 @@ from autopar.passes.choosing.capacity import (
     device_ids,
     host_bounds,
     imbalance,
+    layout_of,
     limited,
     limitless,
     most_asked,
@@ -116,6 +117,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     if choices.options.sparse == "off":
         return dense("sparse='off'")
     ids: RowIds = program.ids[space.family]
+    shown = f"{ids.count} ids a step against {space.extent} rows"
     if method == "allreduce":
         who = "the strategy" if choices.told(space) is None else "the plan"
         several = choices.devices > 1 and not choices.hosts
@@ -123,7 +125,6 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         return dense(f"{who} says 'allreduce'", sizes=sizes)
     if choices.hosts and not hosted and method == "auto" and choices.devices > 1:  # beside others that are there
         if not _pays(program, space, ids):
-            shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
     if hosted:
@@ -133,15 +134,13 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         return (family, family), _lifted(program, space, family, source, sent=sent, sizes=sizes)
     if choices.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
-            shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         family = bounds(space, ids, "ps" if method == "auto" else method, choices.lazy, 1, choices.waits(space))
         return (family, family), _lifted(program, space, family, source)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
+    safe, tight = _sharded(program, space, ids, choices, stored)
     if stored is not None:  # a Table that is only read
-        safe, tight = _sharded(program, space, ids, choices, stored)
         return (safe, tight), _lifted(program, space, tight, source)
-    safe, tight = _sharded(program, space, ids, choices)
     sizes = _sizes(program, space, ids, tight)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
@@ -150,9 +149,9 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
         if method == "allreduce":
-            reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
             # Beside tables on hosts its gradient is reduced with all others.
-            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if choices.hosts else sizes})
+            costs["sizes"] = None if choices.hosts else sizes
+            return dense(f"{shown}: the dense update is the fastest", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = bounds(space, ids, method, choices.lazy, choices.devices, choices.waits(space))
     return (safe, tight), _lifted(program, space, tight, source, why=sharded, **costs)
@@ -190,17 +189,11 @@ def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
 
 
 def _lifted(
-    program: Program,
-    space: RowSpace,
-    family: FamilyPlan,
-    source: str,
-    why: str = "",
-    **told: Any,
+    program: Program, space: RowSpace, family: FamilyPlan, source: str, why: str = "", **told: Any
 ) -> list[TablePlan]:
     """The plans of the tables of a lifted family."""
-    reason = (
-        f"at most {min(space.extent, program.ids[space.family].count)} of {space.extent} rows a step{_told(family)}"
-    )
+    rows = min(space.extent, program.ids[space.family].count)
+    reason = f"at most {rows} of {space.extent} rows a step{_told(family)}"
     if family.journal:
         reason += f"; the others move, too: they wait for up to {family.journal} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
@@ -214,14 +207,13 @@ def _lifted(
 
 def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
     """The plans of a family's tables, of which the same is decided."""
-    axes = dict(zip(space.leaves, space.axes, strict=True))
     ids = program.ids[space.family].count if space.accesses else 0
     return [
         TablePlan(
             path=program.inputs[table].path,
             shape=program.block.inputs[table].shape,
             dtype=str(program.block.inputs[table].dtype),
-            axis=axes[table],
+            axis=space.row_axes[table],
             slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
             ids=ids,
             **told,
@@ -254,14 +246,14 @@ def _sharded(
     where as many ids are looked up.
     """
     family = bounds(space, ids, "ps", choices.lazy, choices.devices, choices.waits(space))
-    assert family.layout is not None, "sharded rows have a layout"
     told = choices.told(space)
     told = told if told is not None and told.method == "ps" and stored is None else None
     if stored is not None:
         family = dataclasses.replace(family, layout=stored)
     elif told is not None:
-        dealt = told.dealt or family.layout.dealt
-        family = dataclasses.replace(family, layout=dataclasses.replace(family.layout, dealt=dealt))
+        layout = layout_of(family)
+        layout = dataclasses.replace(layout, dealt=told.dealt or layout.dealt)
+        family = dataclasses.replace(family, layout=layout)
     if not choices.repeatable or space.depends_on:
         return family, family
     if told is not None and told.ids == ids.count:
@@ -272,15 +264,14 @@ def _sharded(
         return family, family
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     safe = with_layout(family, loads) if stored is None and told is None else family
-    assert safe.layout is not None, "sharded rows have a layout"
-    safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
+    safe = dataclasses.replace(safe, imbalance=imbalance(loads, layout_of(safe)))
     return safe, tightened(safe, loads, choices.options.headroom)
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: FamilyPlan) -> Sizes:
     """What a step does with the family, in numbers, given its bounds by `ps`."""
-    layout, asked, capacity = sharded.layout, sharded.asked, sharded.capacity
-    assert layout is not None and asked is not None and capacity is not None, "sharded rows have bounds"
+    layout, asked, capacity = layout_of(sharded), sharded.asked, sharded.capacity
+    assert asked is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
     return Sizes(
         devices=layout.devices,
@@ -312,6 +303,5 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, family: FamilyPl
 
 def _line(space: RowSpace) -> str:
     """Where the table is looked up."""
-    lookups: Sequence = [a.equation for a in space.accesses if a.is_lookup]
-    source = next((e.source for e in lookups if e.source), None)
-    return str(source) if source else ""
+    sources = (a.equation.source for a in space.accesses if a.is_lookup)
+    return str(next(filter(None, sources), ""))

@@ -68,7 +68,7 @@ def read_phi(
       NotDeferrable: phi needs more than a row and some values of the step.
     """
     space = next(s for s in scope.lifting.facts.spaces if s.family == family)
-    axes = dict(zip(space.leaves, space.axes, strict=True))
+    axes = space.row_axes
     chunk = off.routes[family]
     kept, _ = eliminate_dead(Block((*inner.values(), *off.imports.values()), tuple(off.equations), tuple(new)))
     rows: dict[int, Var] = {}

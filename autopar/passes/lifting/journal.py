@@ -56,8 +56,7 @@ class StepJournal:
           changed: Leaves that phi changes.
           inputs: The program's inputs as they are stored.
         """
-        family = space.family
-        axes = dict(zip(space.leaves, space.axes, strict=True))
+        family, axes = space.family, space.row_axes
         layout = scope.lifting.families[family].layout
         count = space.extent if layout is None else layout.stored
         stamps, now = Var(ArrayType((count,), _INT)), Var(ArrayType((), _INT))
@@ -116,7 +115,7 @@ class StepJournal:
         place = scope.equations.index(self.waiting)
         *raw, stamped = self.waiting.inputs
         space = next(s for s in scope.lifting.facts.spaces if s.family == self.family)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
+        axes = space.row_axes
         end = len(scope.equations)
         also = [scope.pull(leaf, axes[k], self.family) for k, leaf in read.items()]
         pulls, scope.equations[end:] = scope.equations[end:], []

@@ -63,7 +63,7 @@ class OffForm:
           product: What is made of these rows, if it is not they that are asked for; where its rows lie.
         """
         family = space.family
-        off, inner = off_scope(scope, space, inputs, space.leaves)
+        off, inner = off_scope(scope, space, inputs)
         chunk = off.routes[family]
         assert isinstance(chunk, Var), "the rows of a round are an input"
         off.run([a for a, _ in targets if isinstance(a, Var)], family)
@@ -151,7 +151,7 @@ def sweep(
       exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
       first: What must have been computed before a leaf changes.
     """
-    family, axes = space.family, dict(zip(space.leaves, space.axes, strict=True))
+    family, axes = space.family, space.row_axes
     form = OffForm.of(scope, space, inputs, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))
     rows = {k: scope.at_rows(atom, axes[k], family) for k, (atom, _) in updates.items()}
     constants = {k: off.value for k, (_, off) in updates.items() if isinstance(off, Const)}
@@ -215,9 +215,8 @@ class Exact:
             "read_axes": self._axes(form, row.family),
             "rows": scope.lifting.block_rows[row.family],
         }
-        out = Var(found.type)
         operands = (needed, found, *self._leaves(scope, form), *form.frontier)
-        scope.equations.append(Equation("ap.sweep", operands, (out,), params, (body,)))
+        out = scope.emit("ap.sweep", operands, found.type, params, (body,))
         params = {"axis": row.axis, "extent": space.extent, "guarded": None}
         # The sweep has taken all rows for untouched ones.
         return scope.emit("ap.commit", (out, rows, scope.route(row.family)), found.type, params)
@@ -236,8 +235,7 @@ class Exact:
 
     def _axes(self, form: OffForm, family: int) -> tuple[int, ...]:
         """The row axes of the leaves that a form takes."""
-        space = self.spaces[family]
-        return tuple(space.axes[space.leaves.index(k)] for k in form.leaves)
+        return tuple(self.spaces[family].row_axes[k] for k in form.leaves)
 
     def _leaves(self, scope: Scope, form: OffForm) -> list[Atom]:
         """The leaves that a form takes, as the block has them."""
