@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,8 +66,7 @@ class _Lift:
     scope: Scope
     spaces: dict[int, RowSpace]
     ids: dict[int, RowIds]
-    #: The program's inputs as they are stored.
-    inputs: tuple[Var, ...]
+    inputs: Sequence[Var]
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
@@ -88,17 +87,14 @@ class _Lift:
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},
-            extents={f: s.extent for f, s in spaces.items()},
+            spaces=spaces,
+            inputs=inputs,
             block_rows={f.family: _block_rows(spaces[f.family], f, plan.devices) for f in plan.families},
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
             indices={e: index for found in ids.values() for e, index in found.indices.items()},
             untouched=Exact(
-                {f.family: spaces[f.family] for f in plan.families if not f.lazy},
-                frozenset(f.family for f in plan.families if f.on_hosts),
-                frozenset(f.family for f in plan.families if f.journal),
-                inputs,
                 [given.path for given in program.inputs],
                 functools.cache(lambda: Fates(block, facts.values, facts.roles)),
             ),
@@ -110,7 +106,7 @@ class _Lift:
             leaf_atoms={inputs[k] for k in lifting.leaves.values()},
             stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
         )
-        return _Lift(program, plan, facts, scope, spaces, ids, tuple(inputs), known=set(block.inputs))
+        return _Lift(program, plan, facts, scope, spaces, ids, inputs, known=set(block.inputs))
 
     def run(self) -> Block:
         block = self.program.block
@@ -209,7 +205,7 @@ class _Lift:
         params = {"extent": space.extent, "rows": type_.rows, "asked": planned.asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
         if planned.journal:
-            self.journals[family] = StepJournal.begin(self.scope, space, self._kept(space), self.inputs)
+            self.journals[family] = StepJournal.begin(self.scope, family, self._kept(space))
 
     def _ahead(self, equations: list[Equation]) -> None:
         """Emit what ids depend on. A loop that is needed in part only is copied in part."""
@@ -250,7 +246,7 @@ class _Lift:
         leaves = {k: inputs[k] for k in kept}
         if changed and journal is None and not scope.lifting.families[family].lazy:
             offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
-            leaves = sweep(scope, space, inputs, offs, self.exceeded, first)
+            leaves = sweep(scope, family, offs, self.exceeded, first)
             first = []
         for k, rows in changed.items():
             if k in leaves:
@@ -291,13 +287,13 @@ class _Lift:
 
     def _defer(self, space: RowSpace, journal: StepJournal, kept: list[int]) -> None:
         """Write down what the step does to the other rows."""
-        scope, inputs = self.scope, self.inputs
-        off, inner = off_scope(scope, space, inputs)
+        scope = self.scope
+        off, inner = off_scope(scope, space.family)
         axes, updates = space.row_axes, self._updates(space)
         off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
         new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
         phi = read_phi(scope, off, space.family, kept, inner, new)
-        flushed = journal.end(scope, phi, {k: inputs[k] for k in phi.read}, self.exceeded)
+        flushed = journal.end(scope, phi, self.exceeded)
         for k in kept:
             self._name(updates[k], k, flushed[k])
             self.guarded.add((flushed[k], k))

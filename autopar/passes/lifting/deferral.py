@@ -67,7 +67,7 @@ def read_phi(
     Raises:
       NotDeferrable: phi needs more than a row and some values of the step.
     """
-    space = next(s for s in scope.lifting.facts.spaces if s.family == family)
+    space = scope.lifting.spaces[family]
     axes = space.row_axes
     chunk = off.routes[family]
     kept, _ = eliminate_dead(Block((*inner.values(), *off.imports.values()), tuple(off.equations), tuple(new)))

@@ -64,7 +64,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     rows, route = scope.fetched(equation.inputs[0], row.axis, row.family), scope.route(row.family)
     access = Access(equation, (), row.axis)
     out = equation.outputs[0]
-    params = id_params(access, scope.lifting.extents[row.family])
+    params = id_params(access, scope.lifting.spaces[row.family].extent)
     if equation.op == "gather":
         index = scope.index(equation)
         examples = [d for d in range(len(out.shape)) if d not in equation.params["dimension_numbers"].offset_dims]
@@ -118,7 +118,7 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
     assert row is not None, "a push makes rows"
     key = (out, row.axis, row.family)
     access = Access(equation, (), row.axis)
-    params = id_params(access, scope.lifting.extents[row.family])
+    params = id_params(access, scope.lifting.spaces[row.family].extent)
     type_ = scope.at(out.type, row.axis, row.family)
     base = push_base(scope, equation, row)
     if equation.op.startswith("scatter"):
@@ -157,7 +157,7 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
 
 
 def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, ...]) -> None:
-    extent = scope.lifting.extents[value.family]
+    extent = scope.lifting.spaces[value.family].extent
     params = {"op": op, "axes": axes, "axis": value.axis, "extent": extent, "dtype": out.dtype}
     others = scope.lifting.untouched.reduced(scope, value)
     operands, bodies = (value.rows, scope.route(value.family)), ()
@@ -174,7 +174,7 @@ def _lift_contract(scope: Scope, equation: Equation) -> None:
     sources = tuple((a, row.axis) for a, row in zip(equation.inputs, places, strict=True))
     family = places[0].family
     inputs = tuple(scope.at_rows(a, axis, family) for a, axis in sources)
-    if scope.lifting.untouched.keeps_zero(sources, family):
+    if scope.lifting.untouched.keeps_zero(scope, sources, family):
         out = scope.dense[equation.outputs[0]] = Var(equation.outputs[0].type)
         scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(out,)))
         return

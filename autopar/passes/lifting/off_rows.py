@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Free, Row, RowSpace
+from autopar.ir.rowspace import Free, Row
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.equations import lift_row_equation, push_base
 from autopar.passes.lifting.scope import Scope, Template
@@ -126,21 +126,18 @@ class OffScope(Scope):
             self.rows[old, row.axis, row.family] = new
 
 
-def off_scope(scope: Scope, space: RowSpace, inputs: Sequence[Var]) -> tuple[OffScope, dict[int, Var]]:
+def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
     """A scope for a family's off-row form, and the names of its leaves in it; its route is its first input.
 
-    Args:
-      scope: The first rewriting of a block that is in no loop which carries rows.
-      space: The family.
-      inputs: The program's inputs as they are stored.
+    `scope`: the first rewriting of a block that is in no loop which carries rows.
     """
-    family, block = space.family, scope.block
+    block, space = scope.block, scope.lifting.spaces[family]
     if scope.parent is not None:
-        outer, inner = off_scope(scope.parent, space, inputs)
+        outer, inner = off_scope(scope.parent, family)
         routes = {family: outer.routes[family]}
         off = OffScope(scope.lifting, block, None, dict(scope.operands), routes=routes, primary=scope, outer=outer)
         return off, inner
-    inner = {k: Var(inputs[k].type) for k in space.leaves}
+    inner = {k: Var(scope.lifting.inputs[k].type) for k in space.leaves}
     chunk = Var(RouteType(family, space.extent, scope.lifting.block_rows[family]))
     off = OffScope(
         scope.lifting,

@@ -15,7 +15,7 @@ from autopar.analysis.rules import RESIZE
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
+from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.untouched import RowValue, UntouchedRows
 from autopar.passes.writer import Writer
@@ -31,7 +31,9 @@ class Lifting:
 
     facts: RowFacts
     families: Mapping[int, FamilyPlan]
-    extents: Mapping[int, int]
+    spaces: Mapping[int, RowSpace]
+    #: The program's inputs as they are stored.
+    inputs: Sequence[Var]
     #: Rows that a sweep over a whole table takes at a time.
     block_rows: Mapping[int, int]
     #: (scan or remat equation, family) -> its off-row form.
@@ -88,7 +90,7 @@ class Untouched(Protocol):
         """What a reduction needs beside the routed rows, if it does."""
         ...
 
-    def keeps_zero(self, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
+    def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
         """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
         ...
 
@@ -208,7 +210,7 @@ class Scope(Writer):
         """All rows, as they are stored: the routed ones, and what the padding row is everywhere else."""
         layout = self.lifting.families[family].layout
         stored = type_ if layout is None else type_.resized(axis, layout.stored)
-        params = {"axis": axis, "extent": self.lifting.extents[family]}
+        params = {"axis": axis, "extent": self.lifting.spaces[family].extent}
         return self.emit("ap.densify", (rows, self.route(family)), stored, params)
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
@@ -220,7 +222,7 @@ class Scope(Writer):
         """A value of no family, made anew for the rows."""
         out = equation.outputs[0]
         if equation.op == "iota" and equation.params["dimension"] == axis:
-            extent = self.lifting.extents[family]
+            extent = self.lifting.spaces[family].extent
             type_ = self.at(out.type, axis, family)
             params = {"axis": axis, "shape": type_.shape, "dtype": out.dtype, "extent": extent}
             return self.emit("ap.row_iota", (self.route(family),), type_, params)
@@ -285,7 +287,7 @@ class Scope(Writer):
     def route(self, family: int) -> Atom:
         """The family's route, imported where it was made outside."""
         if family not in self.routes:
-            type_ = RouteType(family, self.lifting.extents[family], self.rows_of(family))
+            type_ = RouteType(family, self.lifting.spaces[family].extent, self.rows_of(family))
             self.routes[family] = self.import_(("route", family), type_)
         return self.routes[family]
 
