@@ -87,7 +87,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
             "strides": strides,
         }
         cut = dataclasses.replace(equation, inputs=(taken,), outputs=(Var(out.type),), params=params)
-    scope.equations.append(cut)
+    scope.append(cut)
     scope.dense[out] = cut.outputs[0]
 
 
@@ -107,7 +107,7 @@ def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
     """The flat ids of a slice or pad, where it stands."""
     atoms = index_atoms(access)
     made = ids_equation(params, scope.index(access.equation) if atoms else None)
-    scope.equations.append(made)
+    scope.append(made)
     return made.outputs[0]
 
 
@@ -179,7 +179,7 @@ def _lift_contract(scope: Scope, equation: Equation) -> None:
         scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(out,)))
         return
     product, axis = _product_by_row(equation, inputs, [axis for _, axis in sources])
-    scope.equations.append(product)
+    scope.append(product)
     value = RowValue(product.outputs[0], axis, family, 0, sources, equation, (product, axis))
     _reduce(scope, value, equation.outputs[0], "sum", (axis,))
 

@@ -62,7 +62,7 @@ class StepJournal:
         stamped = scope.pull(stamps, 0, family)
         caught = {k: Var(atom.type) for k, atom in raw.items()}
         waiting = Equation("ap.catch_up", (*raw.values(), stamped), tuple(caught.values()))
-        scope.equations.append(waiting)
+        scope.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
         return StepJournal(family, layout, caught, waiting, stamps, stamped, now)
@@ -87,7 +87,7 @@ class StepJournal:
         # No stamp is larger. But what is written waits for what was read, or XLA copies all stamps in every step.
         full = scope.full(after, scope.at(self.stamps.type, 0, self.family))
         rows = Var(full.type)
-        scope.equations.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
+        scope.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
         guard = () if exceeded is None else (exceeded,)
         if exceeded is not None:
             after = scope.emit("ap.select", (exceeded, after, self.now), self.now.type)
@@ -96,14 +96,14 @@ class StepJournal:
         stamps = scope.emit("ap.commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(phi.body)
-        scope.equations.append(
+        scope.append(
             Equation("ap.record", (self.now, *records, *phi.values, *guard), written, params, (body,)),
         )
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
         ends = tuple(Var(v.type) for v in (self.stamps, self.now, volume, *volumes))
         operands = (*self.committed.values(), *read.values(), stamps, after, volume, *written, *volumes)
         body, _ = clone(phi.body)
-        scope.equations.append(Equation("ap.flush", operands, (*flushed, *ends), params, (body,)))
+        scope.append(Equation("ap.flush", operands, (*flushed, *ends), params, (body,)))
         self.new = [*ends[:3], *written, *ends[3:]]
         assert list(self.committed) == list(self.caught), "leaves keep their order"
         return dict(zip(self.caught, flushed, strict=True))

@@ -159,7 +159,7 @@ def emit_scan(
     outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
     params = {**like.params, "num_consts": len(consts), "num_carry": carry}
     inputs = (*consts, *starts, *xs)
-    scope.equations.append(
+    scope.append(
         dataclasses.replace(like, inputs=inputs, outputs=tuple(outputs), params=params, bodies=(body,), original=None)
     )
     return tuple(outputs)

@@ -239,9 +239,7 @@ class Scope(Writer):
         resize = RESIZE.get(equation.op)
         params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
         outputs = tuple(Var(self.at(v.type, axis, family)) for v in equation.outputs)
-        self.equations.append(
-            dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None)
-        )
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
         return outputs[0]
 
     def _whole(self, var: Var) -> Atom:
@@ -342,7 +340,7 @@ class Scope(Writer):
             outputs=tuple(Var(v.type) for v in equation.outputs),
             bodies=tuple(clone(b)[0] for b in equation.bodies),
         )
-        self.equations.append(copy)
+        self.append(copy)
         return copy
 
     def compute(self, equation: Equation) -> None:

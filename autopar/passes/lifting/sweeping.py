@@ -68,7 +68,7 @@ class OffForm:
         if product is not None:
             equation, axis = product
             made = Var(off.at(equation.outputs[0].type, axis, family))
-            off.equations.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
+            off.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
             rows = (made,)
         levels = _levels(off)
         imports = [(level, key[1], var) for level in levels for key, var in level.imports.items()]
@@ -163,7 +163,7 @@ def sweep(
     }
     outputs = tuple(Var(inputs[k].type) for k in updates)
     operands = (needed, *(inputs[k] for k in form.leaves), *form.frontier)
-    scope.equations.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
+    scope.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
     leaves: dict[int, Atom] = dict(zip(updates, outputs, strict=True))
     guard = () if exceeded is None else (exceeded,)
     for k in constants:
