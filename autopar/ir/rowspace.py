@@ -163,6 +163,11 @@ class RowSpace:
     depends_on: tuple[int, ...] = ()
     deferred: bool = False
 
+    @property
+    def row_axes(self) -> dict[int, int]:
+        """Leaf -> its row axis."""
+        return dict(zip(self.leaves, self.axes, strict=True))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowFacts:

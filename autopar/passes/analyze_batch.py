@@ -10,6 +10,8 @@ batch whether or not the old one is.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
@@ -93,13 +95,8 @@ def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
 def _wrong(guesses: Guesses, unconfirmed: int) -> int:
     """The guesses to give up: those that are wrong for sure, as long as there are any."""
     alone = [some for some in guesses.refuted if some & (some - 1) == 0]
-    for some in (alone, [unconfirmed], guesses.refuted):
-        total = 0
-        for guess in some:
-            total |= guess
-        if total:
-            return total
-    return 0
+    totals = (functools.reduce(operator.or_, some, 0) for some in (alone, [unconfirmed], guesses.refuted))
+    return next(filter(None, totals), 0)
 
 
 def _unconfirmed(program: Program, leaves: Sequence[Var], axes: BatchAxes, guesses: Guesses) -> int:

@@ -38,7 +38,8 @@ def analyze_rows(
     for k, axis in program.tables:
         if k not in taken and not any(k in s.leaves for s in spaces):
             reason = search.dropped[k].refusal if k in search.dropped else _read_whole(flow, program, k)
-            refused.append(_lonely(program, k, axis, reason))
+            reason = reason or Refusal("the step only reads it: there is no update to save")
+            refused.append(RowSpace(-1, program.block.inputs[k].shape[axis], (k,), (axis,), (k,), (), reason))
     spaces = [dataclasses.replace(s, deferred=not lazy and families.moves(s)) for s in spaces]
     facts = RowFacts(flow.values, flow.roles, tuple([*spaces, *refused]), tuple(flow.parents), flow.whole)
     note = f"{len(spaces)} families lift, {len(refused)} don't"
@@ -163,8 +164,3 @@ def _read_whole(flow: RowFlow, program: Program, k: int) -> Refusal | None:
         return None
     family = flow.find(value.family)
     return next((r for f, r in (*flow.refusals, *flow.dense_reads) if flow.find(f) == family), None)
-
-
-def _lonely(program: Program, k: int, axis: int, reason: Refusal | None) -> RowSpace:
-    reason = reason or Refusal("the step only reads it: there is no update to save")
-    return RowSpace(-1, program.block.inputs[k].shape[axis], (k,), (axis,), (k,), (), reason)

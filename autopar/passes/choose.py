@@ -186,7 +186,7 @@ def _placements(
     for space in program.rows.spaces:
         layout = sharded.get(space.family)
         if layout is not None:
-            for leaf, axis in zip(space.leaves, space.axes, strict=True):
+            for leaf, axis in space.row_axes.items():
                 found[leaf] = axis
                 if not layout.is_plain:
                     layouts[leaf] = layout, axis

@@ -133,7 +133,9 @@ class _Lookups(Interpreter[_Rows]):
             return [given[0]]
         if equation.op in ALIGNED or equation.op == "optimization_barrier":
             pairs = zip(equation.inputs, given, strict=True)
-            union = _all(v.traces for a, v in pairs if not _is_repeated(equation, a))
+            shape = None if equation.op in ("concatenate", "optimization_barrier") else equation.outputs[0].shape
+            # An elementwise equation repeats an operand of another shape along an axis (as it does with a bias).
+            union = _all(v.traces for a, v in pairs if shape in (None, a.shape))
             return [_Rows(union)] * len(equation.outputs)
         moved = {
             (leaf, of, to)
@@ -171,12 +173,6 @@ def _all(traces: Iterable[frozenset[Trace]]) -> frozenset[Trace]:
     return frozenset[Trace]().union(*traces)
 
 
-def _is_repeated(equation: Equation, atom: Atom) -> bool:
-    """Whether an elementwise equation repeats an operand along an axis (as it does with a bias)."""
-    shape = equation.outputs[0].shape
-    return equation.op != "concatenate" and equation.op in ALIGNED and atom.shape != shape
-
-
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
 
 
@@ -195,8 +191,8 @@ def _moved(equation: Equation, k: int, axis: int) -> int | None:
     op, operand = equation.op, equation.inputs[k]
     if op not in _MOVES or (k > 0 and op in _SLICED):
         return None
-    if op == "broadcast_in_dim" and _repeats(equation):  # for each example, as a bias is: an activation
-        return None
+    if op == "broadcast_in_dim" and equation.outputs[0].type.size > operand.type.size:
+        return None  # repeated for each example, as a bias is: an activation
     if op == "dot_general" and axis in equation.params["dimension_numbers"][1][k]:
         return None
     if op == "gather" and axis in equation.params["dimension_numbers"].operand_batching_dims:
@@ -205,11 +201,6 @@ def _moved(equation: Equation, k: int, axis: int) -> int | None:
     if to is None or to == SUMMED or equation.outputs[0].shape[to] != operand.shape[axis]:
         return None
     return to
-
-
-def _repeats(equation: Equation) -> bool:
-    """Whether a broadcast repeats elements."""
-    return ArrayType(equation.outputs[0].shape, None).size > ArrayType(equation.inputs[0].shape, None).size
 
 
 _MOVES = _SLICED | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "dot_general"}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,8 +66,7 @@ class _Lift:
     scope: Scope
     spaces: dict[int, RowSpace]
     ids: dict[int, RowIds]
-    #: The program's inputs as they are stored.
-    inputs: tuple[Var, ...]
+    inputs: Sequence[Var]
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
@@ -88,17 +87,15 @@ class _Lift:
         lifting = Lifting(
             facts=facts,
             families={f.family: f for f in plan.families},
-            extents={f: s.extent for f, s in spaces.items()},
+            lazy=plan.plan.sparse == "lazy",
+            spaces=spaces,
+            inputs=inputs,
             block_rows={f.family: _block_rows(spaces[f.family], f, plan.devices) for f in plan.families},
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
             indices={e: index for found in ids.values() for e, index in found.indices.items()},
             untouched=Exact(
-                {} if plan.plan.sparse == "lazy" else {f.family: spaces[f.family] for f in plan.families},
-                frozenset(f.family for f in plan.families if f.on_hosts),
-                frozenset(f.family for f in plan.families if f.table.journal),
-                inputs,
                 [given.path for given in program.inputs],
                 functools.cache(lambda: Fates(block, facts.values, facts.roles)),
             ),
@@ -110,7 +107,7 @@ class _Lift:
             leaf_atoms={inputs[k] for k in lifting.leaves.values()},
             stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
         )
-        return _Lift(program, plan, facts, scope, spaces, ids, tuple(inputs), known=set(block.inputs))
+        return _Lift(program, plan, facts, scope, spaces, ids, inputs, known=set(block.inputs))
 
     def run(self) -> Block:
         block = self.program.block
@@ -209,7 +206,7 @@ class _Lift:
         params = {"extent": space.extent, "rows": type_.rows, "asked": planned.bounds.asked, "batched": batched}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
         if planned.table.journal:
-            self.journals[family] = StepJournal.begin(self.scope, space, self._kept(space), self.inputs)
+            self.journals[family] = StepJournal.begin(self.scope, family, self._kept(space))
 
     def _ahead(self, equations: list[Equation]) -> None:
         """Emit what ids depend on. A loop that is needed in part only is copied in part."""
@@ -226,14 +223,14 @@ class _Lift:
 
     # --- the end of a step ---
 
-    def _updates(self, space: RowSpace) -> list[tuple[int, Atom]]:
-        """(leaf, its new value) of the family's leaves that change."""
+    def _updates(self, space: RowSpace) -> dict[int, Atom]:
+        """Leaf -> its new value, of the family's leaves that change."""
         block, new = self.program.block, self.program.new_states
-        pairs = [(k, block.outputs[new[k]]) for k in space.leaves if k in new]
-        return [(k, atom) for k, atom in pairs if atom is not block.inputs[k]]
+        found = {k: block.outputs[new[k]] for k in space.leaves if k in new}
+        return {k: atom for k, atom in found.items() if atom is not block.inputs[k]}
 
     def _is_complete(self, family: int) -> bool:
-        return all(not isinstance(a, Var) or a in self.known for _, a in self._updates(self.spaces[family]))
+        return all(not isinstance(a, Var) or a in self.known for a in self._updates(self.spaces[family]).values())
 
     def _commit(self, family: int) -> None:
         """Write the new rows back; first make sure that the other rows stay as they are."""
@@ -242,15 +239,15 @@ class _Lift:
         route = scope.route(family)
         inputs = self.inputs
         self._write_whole(space)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
-        changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in self._updates(space)}
+        axes, updates = space.row_axes, self._updates(space)
+        changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in updates.items()}
         first = [v for k in space.leaves for v in self._old_readers(inputs[k])]
         journal = self.journals.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
-        if changed and journal is None and self.plan.plan.sparse != "lazy":
-            updates = {k: (atom, self._off(atom)) for k, atom in self._updates(space)}
-            leaves = sweep(scope, space, inputs, updates, self.exceeded, first)
+        if changed and journal is None and not scope.lifting.lazy:
+            offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
+            leaves = sweep(scope, family, offs, self.exceeded, first)
             first = []
         for k, rows in changed.items():
             if k in leaves:
@@ -264,14 +261,14 @@ class _Lift:
                 journal.committed[k] = new
                 journal.rows.append(rows)
                 continue
-            self._name(dict(self._updates(space))[k], k, new)
+            self._name(updates[k], k, new)
         if journal is not None:
             self._defer(space, journal, kept)
         self.committed.add(family)
 
     def _write_whole(self, space: RowSpace) -> None:
         """Outputs with all rows that are no leaves: what they read of the old leaves is read before these change."""
-        updates = dict(self._updates(space)).values()
+        updates = self._updates(space).values()
         for atom in self.program.block.outputs:
             row = self.scope.lifting.row(atom)
             if row is not None and row.family == space.family and atom in self.known and atom not in updates:
@@ -286,20 +283,18 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
-        if self.scope.lifting.families[space.family].table.journal:
-            return [k for k, _ in self._updates(space)]
-        return [k for k, atom in self._updates(space) if not isinstance(self._off(atom), Const)]
+        waits = self.scope.lifting.families[space.family].table.journal
+        return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
 
     def _defer(self, space: RowSpace, journal: StepJournal, kept: list[int]) -> None:
         """Write down what the step does to the other rows."""
-        scope, inputs = self.scope, self.inputs
-        off, inner = off_scope(scope, space, self.inputs, space.leaves)
-        updates = dict(self._updates(space))
+        scope = self.scope
+        off, inner = off_scope(scope, space.family)
+        axes, updates = space.row_axes, self._updates(space)
         off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
         new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
         phi = read_phi(scope, off, space.family, kept, inner, new)
-        flushed = journal.end(scope, phi, {k: inputs[k] for k in phi.read}, self.exceeded)
+        flushed = journal.end(scope, phi, self.exceeded)
         for k in kept:
             self._name(updates[k], k, flushed[k])
             self.guarded.add((flushed[k], k))
@@ -313,9 +308,8 @@ class _Lift:
         tainted: set[Atom] = {leaf}
         found: list[Atom] = []
         for equation in self.scope.equations:
-            if equation.op in ("ap.pull", "ap.sweep", "ap.fill", "ap.commit") or not tainted.intersection(
-                equation.inputs
-            ):
+            is_planned = equation.op in ("ap.pull", "ap.sweep", "ap.fill", "ap.commit")
+            if is_planned or not tainted.intersection(equation.inputs):
                 continue
             big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and 2 * v.type.size >= leaf.type.size]
             tainted.update(big)

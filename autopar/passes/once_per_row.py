@@ -100,7 +100,7 @@ class _Rewrite(EntrySums):
             if not self._rewritten(equation):
                 for atom in equation.inputs:
                     self.need(atom)
-                self.add(equation)
+                self.append(equation)
         for atom in self.block.outputs:
             self.need(atom)
         block, _ = eliminate_dead(Block(self.block.inputs, tuple(self.equations), self.block.outputs))
@@ -173,7 +173,7 @@ class _Rewrite(EntrySums):
             return False
         atoms = (mine, theirs) if k == 0 else (theirs, mine)
         params = row_places.product_params(equation, {k: form.place, 1 - k: beside})
-        self.add(dataclasses.replace(equation, inputs=atoms, params=params))
+        self.append(dataclasses.replace(equation, inputs=atoms, params=params))
         return True
 
     def _total(self, equation: Equation) -> bool:
@@ -190,7 +190,7 @@ class _Rewrite(EntrySums):
         if form is None or sums is None:
             return False
         params = {**equation.params, "axes": tuple(dict.fromkeys(form.place.moved(d) for d in axes))}
-        self.add(dataclasses.replace(equation, inputs=(sums,), params=params))
+        self.append(dataclasses.replace(equation, inputs=(sums,), params=params))
         return True
 
     def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:

@@ -45,19 +45,19 @@ class _Placing(Writer):
     def add(self, equation: Equation) -> None:
         axis = next((self.shares[a] for a in equation.inputs if a in self.shares), None)
         if axis is None:
-            self.equations.append(equation)
+            self.append(equation)
         elif equation.op == "gather" and equation.inputs[0] in self.shares:
             rest = [self.whole(a) for a in equation.inputs[1:]]
-            self.equations.append(dataclasses.replace(equation, inputs=(equation.inputs[0], *rest)))
+            self.append(dataclasses.replace(equation, inputs=(equation.inputs[0], *rest)))
         elif equation.op in ALIGNED and equation.op not in ("concatenate", "sort"):
             shape = next(a for a in equation.inputs if a in self.shares).shape
             inputs = tuple(self._share(a, axis) if a.shape == shape else a for a in equation.inputs)
-            self.equations.append(dataclasses.replace(equation, inputs=inputs))
+            self.append(dataclasses.replace(equation, inputs=inputs))
             self.shares.update((v, axis) for v in equation.outputs if v.shape == shape)
         elif equation.op.startswith(("reduce_", "arg")):
-            self.equations.append(equation)
+            self.append(equation)
         else:
-            self.equations.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
+            self.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
 
     def whole(self, atom: Atom) -> Atom:
         """The value on every device."""

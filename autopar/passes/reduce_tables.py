@@ -42,7 +42,7 @@ def reduce_tables(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     walk = _Walk(program=program)
     for space in program.rows.spaces:
         if space.family in layouts:
-            for k, axis in zip(space.leaves, space.axes, strict=True):
+            for k, axis in space.row_axes.items():
                 path = program.inputs[k].path
                 walk.store(program.block.inputs[k], TableRows(axis, 1, layouts[space.family], path))
     for equation in program.block.equations:
@@ -116,7 +116,7 @@ class _Walk(Tables):
             (stored,), (out,) = equation.inputs, equation.outputs
             self.rows[out], self.sources[out] = self.rows[stored], self.sources[stored]
         elif not any(a in self.rows for a in equation.inputs):
-            self.equations.append(equation)
+            self.append(equation)
         elif equation.op in _TAKES_STORED:
             self._take(equation)
         elif equation.op == "optimization_barrier":
@@ -129,7 +129,7 @@ class _Walk(Tables):
             source = self.sources.get(atom)
             if atom in self.rows and (source is None or source.leaf is None):
                 raise refusal(self.rows[atom], "its update needs them", equation)
-        self.equations.append(equation)
+        self.append(equation)
 
     def _watch(self, equation: Equation) -> None:
         """What tells whether a sweep is needed, which waits for what reads the rows before it."""
@@ -150,7 +150,7 @@ class _Walk(Tables):
         waits = "first" in OPERATIONS[equation.op].groups  # of a sweep, its condition does
         fixed = self._waiting_for(equation, leaves) if waits and leaves else equation
         if equation.op == "ap.densify":
-            self.equations.append(fixed)
+            self.append(fixed)
             rows, axis = equation.inputs[0], equation.params["axis"]
             self._densified(equation, rows, axis, leaves)
             return
@@ -203,7 +203,7 @@ class _Walk(Tables):
                 rest.append((atom, out))
         if rest:
             inputs, outputs = zip(*rest, strict=True)
-            self.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+            self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
 
     def _compute(self, equation: Equation) -> None:
         """An ordinary equation of whole tables."""
@@ -241,12 +241,12 @@ class _Walk(Tables):
         total = out if base is None else Var(out.type)
         made = body.of(equation, by_rows)
         self._check_order(body, equation)
-        self.equations.append(dataclasses.replace(made, outputs=(total,)))
+        self.append(dataclasses.replace(made, outputs=(total,)))
         for source in body.stored:
             if source.is_old and source.leaf is not None:
                 self.readers.setdefault(source.leaf, []).append(total)
         if base is not None:
-            self.equations.append(Equation("ap.plus", (base, total), (out,), origin=equation.origin))
+            self.append(Equation("ap.plus", (base, total), (out,), origin=equation.origin))
         self.count += 1
 
     def _check_order(self, body: Body, equation: Equation) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
 #: Of zeros these make zeros.
 _KEEPS_ZERO = ("ap.full", "broadcast_in_dim", "convert_element_type", "copy", "ap.share")
@@ -28,10 +28,17 @@ class Writer:
         for equation in equations:
             self.append(equation)
 
-    def emit(self, op: str, inputs: Sequence[Atom], type_: Any, params: Mapping[str, Any] | None = None) -> Var:
+    def emit(
+        self,
+        op: str,
+        inputs: Sequence[Atom],
+        type_: Any,
+        params: Mapping[str, Any] | None = None,
+        bodies: tuple[Block, ...] = (),
+    ) -> Var:
         """Append an operation of ours; its result."""
         out = Var(type_)
-        self.append(Equation(op, tuple(inputs), (out,), params or {}))
+        self.append(Equation(op, tuple(inputs), (out,), params or {}, bodies))
         return out
 
     def full(self, value: Atom, type_: ArrayType) -> Var:

@@ -40,9 +40,14 @@ def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
     return Bounds(ranks * owned, ranks * asked, layout=layout)
 
 
+def layout_of(bounds: Bounds) -> RowLayout:
+    """How the rows are spread that are sharded."""
+    assert bounds.layout is not None, "sharded rows have a layout"
+    return bounds.layout
+
+
 def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
-    layout = bounds.layout
-    assert layout is not None, "only sharded rows have a capacity"
+    layout = layout_of(bounds)
     owned = min(layout.share, layout.devices * capacity) + 1
     return dataclasses.replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
@@ -72,8 +77,7 @@ def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
 
 def most_asked(asked: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Rows that all devices together ask the busiest owner for."""
-    layout = bounds.layout
-    assert layout is not None, "only sharded rows have owners"
+    layout = layout_of(bounds)
     return int(np.bincount(layout.place(np.concatenate(asked)) // layout.share, minlength=1).max())
 
 
@@ -85,8 +89,7 @@ def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
 
 def with_layout(bounds: Bounds, asked: Sequence[np.ndarray]) -> Bounds:
     """The bounds with rows dealt out, if their owners would be too unequal otherwise."""
-    layout = bounds.layout
-    assert layout is not None, "only sharded rows have a layout"
+    layout = layout_of(bounds)
     dealt = dataclasses.replace(layout, dealt=True)
     if layout.dealt or _busiest(asked, layout) <= _IMBALANCE * max(_busiest(asked, dealt), _STEP):
         return bounds
@@ -95,14 +98,12 @@ def with_layout(bounds: Bounds, asked: Sequence[np.ndarray]) -> Bounds:
 
 def tightened(bounds: Bounds, asked: Sequence[np.ndarray], headroom: float) -> Bounds:
     """The bounds with the example's load and some headroom as its capacity, where that saves anything."""
-    assert bounds.layout is not None, "only sharded rows have a capacity"
-    return limited(bounds, headroom * _busiest(asked, bounds.layout))
+    return limited(bounds, headroom * _busiest(asked, layout_of(bounds)))
 
 
 def limitless(bounds: Bounds) -> Bounds:
     """Bounds on hosts with the capacity that no batch would exceed on devices."""
-    layout = bounds.layout
-    assert layout is not None, "only sharded rows have a capacity"
+    layout = layout_of(bounds)
     return dataclasses.replace(bounds, capacity=min((bounds.asked or 0) // layout.devices, layout.share))
 
 

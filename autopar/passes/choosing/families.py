@@ -28,6 +28,7 @@ from autopar.passes.choosing.capacity import (
     device_ids,
     host_bounds,
     imbalance,
+    layout_of,
     limited,
     limitless,
     most_asked,
@@ -115,6 +116,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     if choices.options.sparse == "off":
         return dense("sparse='off'")
     ids: RowIds = program.ids[space.family]
+    shown = f"{ids.count} ids a step against {space.extent} rows"
     if method == "allreduce":
         who = "the strategy" if choices.told(space) is None else "the plan"
         several = choices.devices > 1 and not choices.hosts
@@ -122,7 +124,6 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         return dense(f"{who} says 'allreduce'", sizes=sizes)
     if choices.hosts and not hosted and method == "auto" and choices.devices > 1:  # beside others that are there
         if not _pays(program, space, ids):
-            shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
     if hosted:
@@ -132,16 +133,14 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
         if method == "auto" and not _pays(program, space, ids):
-            shown = f"{ids.count} ids a step against {space.extent} rows"
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         method = "ps" if method == "auto" else method
         bounds = device_bounds(space, ids, method, 1)
         return (bounds, bounds), lifted(bounds, method)
     stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
+    safe, tight = _sharded(program, space, ids, choices, stored)
     if stored is not None:  # a Table that is only read
-        safe, tight = _sharded(program, space, ids, choices, stored)
         return (safe, tight), lifted(tight, "ps")
-    safe, tight = _sharded(program, space, ids, choices)
     sizes = _sizes(program, space, ids, tight)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
@@ -150,9 +149,9 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
         if method == "allreduce":
-            reason = f"{ids.count} ids a step against {space.extent} rows: the dense update is the fastest"
             # Beside tables on hosts its gradient is reduced with all others.
-            return dense(reason, "strategy='ps'", **{**costs, "sizes": None if choices.hosts else sizes})
+            costs["sizes"] = None if choices.hosts else sizes
+            return dense(f"{shown}: the dense update is the fastest", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = device_bounds(space, ids, method, choices.devices)
     return (safe, tight), lifted(tight, method, why=sharded, **costs)
@@ -215,14 +214,13 @@ def _lifted(
 
 def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
     """The plans of a family's tables, of which the same is decided."""
-    axes = dict(zip(space.leaves, space.axes, strict=True))
     ids = program.ids[space.family].count if space.accesses else 0
     return [
         TablePlan(
             path=program.inputs[table].path,
             shape=program.block.inputs[table].shape,
             dtype=str(program.block.inputs[table].dtype),
-            axis=axes[table],
+            axis=space.row_axes[table],
             slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
             ids=ids,
             **told,
@@ -255,14 +253,14 @@ def _sharded(
     where as many ids are looked up.
     """
     bounds = device_bounds(space, ids, "ps", choices.devices)
-    assert bounds.layout is not None, "sharded rows have a layout"
     told = choices.told(space)
     told = told if told is not None and told.method == "ps" and stored is None else None
     if stored is not None:
         bounds = dataclasses.replace(bounds, layout=stored)
     elif told is not None:
-        dealt = told.dealt or bounds.layout.dealt
-        bounds = dataclasses.replace(bounds, layout=dataclasses.replace(bounds.layout, dealt=dealt))
+        layout = layout_of(bounds)
+        layout = dataclasses.replace(layout, dealt=told.dealt or layout.dealt)
+        bounds = dataclasses.replace(bounds, layout=layout)
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
     if told is not None and told.ids == ids.count:
@@ -273,15 +271,14 @@ def _sharded(
         return bounds, bounds
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     safe = with_layout(bounds, loads) if stored is None and told is None else bounds
-    assert safe.layout is not None, "sharded rows have a layout"
-    safe = dataclasses.replace(safe, imbalance=imbalance(loads, safe.layout))
+    safe = dataclasses.replace(safe, imbalance=imbalance(loads, layout_of(safe)))
     return safe, tightened(safe, loads, choices.options.headroom)
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> Sizes:
     """What a step does with the family, in numbers, given its bounds by `ps`."""
-    layout, asked, capacity = sharded.layout, sharded.asked, sharded.capacity
-    assert layout is not None and asked is not None and capacity is not None, "sharded rows have bounds"
+    layout, asked, capacity = layout_of(sharded), sharded.asked, sharded.capacity
+    assert asked is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
     return Sizes(
         devices=layout.devices,
@@ -313,6 +310,5 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
 
 def _line(space: RowSpace) -> str:
     """Where the table is looked up."""
-    lookups: Sequence = [a.equation for a in space.accesses if a.is_lookup]
-    source = next((e.source for e in lookups if e.source), None)
-    return str(source) if source else ""
+    sources = (a.equation.source for a in space.accesses if a.is_lookup)
+    return str(next(filter(None, sources), ""))

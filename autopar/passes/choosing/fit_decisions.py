@@ -46,12 +46,11 @@ def check_facts(program: Program, earlier: Plan, devices: int) -> None:
 def _differences(program: Program, space: RowSpace, table: int, told: TablePlan) -> list[str]:
     """What is other about a table than what was planned for."""
     type_ = program.block.inputs[table].type
-    axis = dict(zip(space.leaves, space.axes, strict=True))[table]
     slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
     pairs = [
         ("shape", list(told.shape), list(type_.shape)),
         ("dtype", told.dtype, str(type_.dtype)),
-        ("axis of rows", told.axis, axis),
+        ("axis of rows", told.axis, space.row_axes[table]),
         ("slots", ", ".join(sorted(told.slots)) or "none", ", ".join(sorted(slots)) or "none"),
     ]
     return [f"{told.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]

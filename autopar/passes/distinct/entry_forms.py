@@ -17,6 +17,7 @@ from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.passes.distinct import row_places
 from autopar.passes.distinct.row_places import Place
+from autopar.passes.writer import Writer
 
 #: What sums may be weighted in: counts are exact, and products don't overflow where sums don't.
 WIDE = (np.dtype(np.float32), np.dtype(np.float64))
@@ -48,7 +49,7 @@ class Ids:
         return self.fetched + (2 if self.clips else 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Form:
     """A value by entries: `atom` has one axis, of the entries, at `place` where the value has those of the ids."""
 
@@ -96,13 +97,12 @@ def _is_whole(lookup: Equation) -> bool:
 
 
 @dataclass(eq=False)
-class EntryForms:
+class EntryForms(Writer):
     """A block being rewritten. Variables keep their names; those that nobody reads go in the end.
 
     Attributes:
       block: As it was.
       every: (route, index) -> the ids whose lookups are by entries.
-      equations: Those that are written.
       forms: Values that are there by entries.
       defined: Values that are there by lookups.
       made: What is made once, by what it is.
@@ -112,7 +112,6 @@ class EntryForms:
 
     block: Block
     every: Mapping[tuple[Atom, Atom], Ids]
-    equations: list[Equation] = field(default_factory=list)
     forms: dict[Atom, Form] = field(default_factory=dict)
     defined: set[Atom] = field(default_factory=set)
     made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -129,8 +128,8 @@ class EntryForms:
 
     # --- what is written ---
 
-    def add(self, equation: Equation) -> None:
-        self.equations.append(equation)
+    def append(self, equation: Equation) -> None:
+        super().append(equation)
         self.defined.update(equation.outputs)
 
     def expand(
@@ -144,8 +143,7 @@ class EntryForms:
     ) -> Var:
         """See `ir.expand`."""
         made = expand(fun, like, atoms, output, again=again)
-        for equation in made:
-            self.add(equation)
+        self.extend(made)
         return made[-1].outputs[0]
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
@@ -161,11 +159,10 @@ class EntryForms:
         assert isinstance(atom, Var), "constants have no form"
         like = self.producers[atom]
         if like.op == "ap.lookup":
-            self.add(like)
+            self.append(like)
             return
-        self.expand(
-            _take(form.place, form.place.of(atom.shape)), like, (form.atom, self.inverse(form.ids)), atom, again=True
-        )
+        take = _take(form.place, form.place.of(atom.shape))
+        self.expand(take, like, (form.atom, self.inverse(form.ids)), atom, again=True)
 
     def inverse(self, ids: Ids) -> Var:
         """The entry of each lookup, int32: what the lookup finds in the numbers of the entries."""
@@ -198,7 +195,7 @@ class EntryForms:
         params = {**ids.lookup.params, "axis": 0, **given, "dimension_numbers": dims}
         out = Var(ArrayType((*index.shape[:-1], *rest), fetched.dtype))
         route = ids.lookup.inputs[1]
-        self.add(dataclasses.replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
+        self.append(dataclasses.replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
         return out
 
     def counts(self, ids: Ids) -> Var:
@@ -208,9 +205,9 @@ class EntryForms:
 
     def weighted(self, form: Form, *, by_count: bool) -> Var:
         """A value by entries, maybe times their counts; zero where there is no lookup, whatever it is there."""
-        key = ("weighted", form.atom, form.ids, form.place, by_count)
         atoms = (form.atom, self.counts(form.ids))
-        return self.once(key, lambda: self.expand(_weigh(form.place, by_count), form.ids.lookup, atoms, again=True))
+        make = lambda: self.expand(_weigh(form.place, by_count), form.ids.lookup, atoms, again=True)  # noqa: E731
+        return self.once(("weighted", form, by_count), make)
 
     def define(
         self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
@@ -225,7 +222,7 @@ class EntryForms:
         """Adds the equation on values by entries."""
         old = equation.outputs[0]
         out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
-        self.add(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
+        self.append(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
         return out
 
     def look_up_all(self, lookup: Equation, ids: Ids) -> None:
@@ -252,7 +249,7 @@ class EntryForms:
         if form is not None:
             return form.fits(like)
         bits = row_places.along(atom, self.constant)
-        return all(bits >> d & 1 for d in range(like.place.at, like.place.at + like.place.rank))
+        return all(bits >> d & 1 for d in like.place.axes)
 
     def by_entries(self, atom: Atom, like: Form) -> Atom:
         """Such a value."""

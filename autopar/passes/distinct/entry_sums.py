@@ -29,18 +29,18 @@ class EntrySums(EntryForms):
     def summed(self, like: Form) -> Atom:
         """The sums of a value over the lookups of each entry; anything for an entry that has none."""
         for one in self._in_order(like, "sum", self._behind):
-            self.made[_key("sum", one)] = self._sum(one)
-        return self.made[_key("sum", like)]
+            self.made["sum", one] = self._sum(one)
+        return self.made["sum", like]
 
     def has_product(self, like: Form) -> bool:
         """Whether linear equations lead from a product to a value."""
         for one in self._in_order(like, "product", self._through):
             equation = self.producers.get(one.atom)
             inner = self._through(one)
-            found = any(self.made[_key("product", a)] for a in inner.values())
+            found = any(self.made["product", a] for a in inner.values())
             is_product = equation is not None and equation.op == "dot_general"
-            self.made[_key("product", one)] = bool(inner) and (is_product or found)
-        return self.made[_key("product", like)]
+            self.made["product", one] = bool(inner) and (is_product or found)
+        return self.made["product", like]
 
     def _in_order(self, like: Form, kind: str, behind: Callable[[Form], Mapping[int, Form]]) -> list[Form]:
         """What isn't made yet of a value and of those behind it, these first."""
@@ -49,7 +49,7 @@ class EntrySums(EntryForms):
         seen: set[tuple[Any, ...]] = set()
         while stack:
             one, is_ready = stack.pop()
-            key = _key(kind, one)
+            key = (kind, one)
             if is_ready:
                 order.append(one)
             elif key not in self.made and key not in seen:
@@ -79,7 +79,7 @@ class EntrySums(EntryForms):
         atoms = []
         for k, a in enumerate(equation.inputs):
             if k in behind:
-                atoms.append(self.made[_key("sum", behind[k])])
+                atoms.append(self.made["sum", behind[k]])
             elif equation.op == "dot_general" or a.shape == ():
                 self.need(a)
                 atoms.append(a)
@@ -124,10 +124,6 @@ class EntrySums(EntryForms):
             return {}
         whole = all(inputs[k].shape == equation.outputs[0].shape for k in linear)
         return dict.fromkeys(linear, like.place) if whole else {}
-
-
-def _key(kind: str, form: Form) -> tuple[Any, ...]:
-    return kind, form.atom, form.ids, form.place
 
 
 @functools.lru_cache(maxsize=256)

@@ -33,9 +33,14 @@ class Place:
     def has(self, axis: int) -> bool:
         return self.at <= axis < self.at + self.rank
 
+    @property
+    def axes(self) -> range:
+        """The axes themselves."""
+        return range(self.at, self.at + self.rank)
+
     def within(self, axes: Sequence[int]) -> bool:
         """Whether all of these axes are among some."""
-        return all(d in axes for d in range(self.at, self.at + self.rank))
+        return set(self.axes) <= set(axes)
 
     def by_entries(self, shape: Sequence[int], entries: int) -> tuple[int, ...]:
         """The shape with one axis in their place."""
@@ -52,6 +57,12 @@ class Place:
     def beside(self, rank: int) -> tuple[int, ...]:
         """The shape of one number for each entry, beside a value by entries of so many axes."""
         return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
+
+
+def _of_axes(axes: Sequence[int]) -> Place | None:
+    """These axes; None if they aren't neighbours in order."""
+    place = Place(axes[0], len(axes))
+    return place if tuple(axes) == tuple(place.axes) else None
 
 
 def places_of(count: int, shape: Sequence[int]) -> list[Place]:
@@ -86,9 +97,8 @@ def before(equation: Equation, place: Place, entries: int) -> tuple[Place, Param
 
 def _broadcast(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
     dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
-    to = dims[place.at : place.at + place.rank]
-    new = Place(to[0], place.rank)
-    if tuple(to) != tuple(range(new.at, new.at + new.rank)) or new.of(shape) != place.of(equation.inputs[0].shape):
+    new = _of_axes(place.of(dims))
+    if new is None or new.of(shape) != place.of(equation.inputs[0].shape):
         return None
     kept = (d for k, d in enumerate(dims) if not (place.has(k) and k > place.at))
     return new, {
@@ -106,27 +116,21 @@ def _reshape(equation: Equation, place: Place, entries: int) -> tuple[Place, Par
     return None
 
 
-def _squeeze(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
-    rank = len(equation.inputs[0].shape)
-    gone = [d % rank for d in equation.params["dimensions"]]
-    if any(map(place.has, gone)):
-        return None
-    return _without(gone, place), {"dimensions": tuple(map(place.moved, gone))}
-
-
 def _transpose(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
-    order = list(equation.params["permutation"])
+    order = equation.params["permutation"]
     new = Place(order.index(place.at), place.rank)
-    if order[new.at : new.at + new.rank] != list(range(place.at, place.at + place.rank)):
+    if new.of(order) != tuple(place.axes):
         return None
     return new, {"permutation": tuple(dict.fromkeys(map(place.moved, order)))}
 
 
-def _reduce(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
-    gone = equation.params["axes"]
+def _without_some(name: str, equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+    """An equation without the axes that a parameter names."""
+    gone = [d % len(equation.inputs[0].shape) for d in equation.params[name]]
     if any(map(place.has, gone)):
         return None
-    return _without(gone, place), {"axes": tuple(map(place.moved, gone))}
+    new = Place(place.at - sum(d < place.at for d in gone), place.rank)
+    return new, {name: tuple(map(place.moved, gone))}
 
 
 def _cumulative(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
@@ -137,16 +141,12 @@ def _cumulative(equation: Equation, place: Place, entries: int) -> tuple[Place, 
 def _slice(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
     p, shape = equation.params, equation.inputs[0].shape
     starts, ends, steps = p["start_indices"], p["limit_indices"], p["strides"]
-    if equation.outputs[0].shape[place.at : place.at + place.rank] != place.of(shape):
+    if place.of(equation.outputs[0].shape) != place.of(shape):
         return None
     if steps is not None:
         steps = (*steps[: place.at], 1, *steps[place.at + place.rank :])
     starts = (*starts[: place.at], 0, *starts[place.at + place.rank :])
     return place, {"start_indices": starts, "limit_indices": place.by_entries(ends, entries), "strides": steps}
-
-
-def _without(gone: Sequence[int], place: Place) -> Place:
-    return Place(place.at - sum(d < place.at for d in gone), place.rank)
 
 
 def _size(shape: Sequence[int]) -> int:
@@ -156,12 +156,11 @@ def _size(shape: Sequence[int]) -> int:
 _RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, Params] | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
-    "squeeze": _squeeze,
+    "squeeze": functools.partial(_without_some, "dimensions"),
     "transpose": _transpose,
     "slice": _slice,
-    **dict.fromkeys(PRIMITIVES, _reduce),
-    **{op: _reduce for op in ("argmax", "argmin")},
-    **{op: _cumulative for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")},
+    **dict.fromkeys((*PRIMITIVES, "argmax", "argmin"), functools.partial(_without_some, "axes")),
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
 }
 
 
@@ -221,9 +220,10 @@ def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None
     start = len(batch[0])
     for k in (0, 1):
         free = _free(equation, k)
-        axes = free[max(place.at - start, 0) :][: place.rank] if place.at >= start else []
-        if len(axes) == place.rank and axes == list(range(axes[0], axes[0] + place.rank)):
-            return k, Place(axes[0], place.rank)
+        axes = free[place.at - start :][: place.rank] if place.at >= start else []
+        found = _of_axes(axes) if len(axes) == place.rank else None
+        if found is not None:
+            return k, found
         start += len(free)
     return None
 
@@ -232,11 +232,7 @@ def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
     """Where the other operand of a product has the ids that it adds up over; None where it doesn't."""
     contract, _ = equation.params["dimension_numbers"]
     pairs = dict(zip(contract[k], contract[1 - k], strict=True))
-    mine = range(place.at, place.at + place.rank)
-    if not set(mine) <= set(pairs):
-        return None
-    others = [pairs[d] for d in mine]
-    return Place(others[0], place.rank) if others == list(range(others[0], others[0] + place.rank)) else None
+    return _of_axes([pairs[d] for d in place.axes]) if place.within(contract[k]) else None
 
 
 def product_params(equation: Equation, places: Mapping[int, Place]) -> Params:

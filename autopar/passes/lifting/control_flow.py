@@ -184,7 +184,7 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
     )
     results = tuple(Var(a.type) for a in blocks[0].outputs)
     inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in types))
-    scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
+    scope.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
     scope.bind(equation.outputs, results)
     exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
     for family, offs in pending.items():

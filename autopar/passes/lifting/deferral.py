@@ -67,8 +67,8 @@ def read_phi(
     Raises:
       NotDeferrable: phi needs more than a row and some values of the step.
     """
-    space = next(s for s in scope.lifting.facts.spaces if s.family == family)
-    axes = dict(zip(space.leaves, space.axes, strict=True))
+    space = scope.lifting.spaces[family]
+    axes = space.row_axes
     chunk = off.routes[family]
     kept, _ = eliminate_dead(Block((*inner.values(), *off.imports.values()), tuple(off.equations), tuple(new)))
     rows: dict[int, Var] = {}
@@ -163,14 +163,12 @@ class _Step:
         if equation.op in ELEMENTWISE and out.shape != () and len(known) == len(scalars):
             made = Var(dataclasses.replace(out.type, shape=()))
             params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
-            self.scope.equations.append(
-                dataclasses.replace(equation, inputs=tuple(known), outputs=(made,), params=params)
-            )
+            self.scope.append(dataclasses.replace(equation, inputs=tuple(known), outputs=(made,), params=params))
             self.scalars[out] = made
             return
         outputs = tuple(Var(v.type) for v in equation.outputs)
         inputs = tuple(self.array(a) for a in equation.inputs)
-        self.scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        self.scope.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
         self.arrays.update(zip(equation.outputs, outputs, strict=True))
 
     def _inverse(self, equation: Equation) -> Atom | None:

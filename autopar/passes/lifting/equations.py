@@ -48,15 +48,13 @@ def _lift_barrier(scope: Scope, equation: Equation) -> None:
         if isinstance(value, Free):
             scope.dense[old] = scope.get(atom)
             continue
-        new = scope.get(atom) if row is None else scope.at_rows(atom, row.axis, row.family)
-        out = Var(new.type)
-        inputs.append(new)
-        outputs.append(out)
+        inputs.append(scope.get(atom) if row is None else scope.at_rows(atom, row.axis, row.family))
+        outputs.append(Var(inputs[-1].type))
         if row is None:
-            scope.dense[old] = out
+            scope.dense[old] = outputs[-1]
         else:
-            scope.rows[old, row.axis, row.family] = out
-    scope.equations.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=tuple(outputs)))
+            scope.rows[old, row.axis, row.family] = outputs[-1]
+    scope.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=tuple(outputs)))
 
 
 def _lift_lookup(scope: Scope, equation: Equation) -> None:
@@ -66,7 +64,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     rows, route = scope.fetched(equation.inputs[0], row.axis, row.family), scope.route(row.family)
     access = Access(equation, (), row.axis)
     out = equation.outputs[0]
-    params = id_params(access, scope.lifting.extents[row.family])
+    params = id_params(access, scope.lifting.spaces[row.family].extent)
     if equation.op == "gather":
         index = scope.index(equation)
         examples = [d for d in range(len(out.shape)) if d not in equation.params["dimension_numbers"].offset_dims]
@@ -75,8 +73,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
         return
     starts = [scope.get(a) for a in equation.inputs[1:]]
     ids = _local_ids(scope, access, params)
-    shape = resized(rows.shape, row.axis, ids.shape[0])
-    taken_type = ArrayType(shape, out.dtype)
+    taken_type = ArrayType(resized(rows.shape, row.axis, ids.shape[0]), out.dtype)
     taken = scope.emit("ap.lookup_ids", (rows, route, ids), taken_type, {"axis": row.axis})
     if equation.op == "dynamic_slice":  # other axes may be sliced as well
         starts[row.axis] = Literal.scalar(0, starts[row.axis].dtype)
@@ -90,7 +87,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
             "strides": strides,
         }
         cut = dataclasses.replace(equation, inputs=(taken,), outputs=(Var(out.type),), params=params)
-    scope.equations.append(cut)
+    scope.append(cut)
     scope.dense[out] = cut.outputs[0]
 
 
@@ -110,7 +107,7 @@ def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
     """The flat ids of a slice or pad, where it stands."""
     atoms = index_atoms(access)
     made = ids_equation(params, scope.index(access.equation) if atoms else None)
-    scope.equations.append(made)
+    scope.append(made)
     return made.outputs[0]
 
 
@@ -121,7 +118,7 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
     assert row is not None, "a push makes rows"
     key = (out, row.axis, row.family)
     access = Access(equation, (), row.axis)
-    params = id_params(access, scope.lifting.extents[row.family])
+    params = id_params(access, scope.lifting.spaces[row.family].extent)
     type_ = scope.at(out.type, row.axis, row.family)
     base = push_base(scope, equation, row)
     if equation.op.startswith("scatter"):
@@ -160,33 +157,30 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
 
 
 def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, ...]) -> None:
-    extent = scope.lifting.extents[value.family]
+    extent = scope.lifting.spaces[value.family].extent
     params = {"op": op, "axes": axes, "axis": value.axis, "extent": extent, "dtype": out.dtype}
     others = scope.lifting.untouched.reduced(scope, value)
     operands, bodies = (value.rows, scope.route(value.family)), ()
     if others is not None:
         operands, bodies = (*operands, *others.operands), (others.body,)
         params |= {"read_axes": others.axes, "rows": scope.lifting.block_rows[value.family]}
-    found = Var(out.type)
-    scope.equations.append(Equation("ap.reduce_rows", operands, (found,), params, bodies))
-    scope.dense[out] = found
+    scope.dense[out] = scope.emit("ap.reduce_rows", operands, out.type, params, bodies)
 
 
 def _lift_contract(scope: Scope, equation: Equation) -> None:
     """A product that sums over all rows, one side being zero on the untouched ones; if it may be something else there,
     a product for each row, and a sum over the rows."""
     places = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
-    pairs = list(zip(equation.inputs, places, strict=True))
-    inputs = tuple(scope.at_rows(a, row.axis, row.family) for a, row in pairs)
-    sources = tuple((a, row.axis) for a, row in pairs)
-    if scope.lifting.untouched.keeps_zero(sources, places[0].family):
-        out = Var(equation.outputs[0].type)
-        scope.equations.append(dataclasses.replace(equation, inputs=inputs, outputs=(out,)))
-        scope.dense[equation.outputs[0]] = out
+    sources = tuple((a, row.axis) for a, row in zip(equation.inputs, places, strict=True))
+    family = places[0].family
+    inputs = tuple(scope.at_rows(a, axis, family) for a, axis in sources)
+    if scope.lifting.untouched.keeps_zero(scope, sources, family):
+        out = scope.dense[equation.outputs[0]] = Var(equation.outputs[0].type)
+        scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(out,)))
         return
-    product, axis = _product_by_row(equation, inputs, [row.axis for row in places])
-    scope.equations.append(product)
-    value = RowValue(product.outputs[0], axis, places[0].family, 0, sources, equation, (product, axis))
+    product, axis = _product_by_row(equation, inputs, [axis for _, axis in sources])
+    scope.append(product)
+    value = RowValue(product.outputs[0], axis, family, 0, sources, equation, (product, axis))
     _reduce(scope, value, equation.outputs[0], "sum", (axis,))
 
 

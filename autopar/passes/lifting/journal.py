@@ -16,7 +16,6 @@ import numpy as np
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Equation, Input, Var
-from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.deferral import Phi
 from autopar.passes.lifting.scope import Scope
@@ -49,36 +48,34 @@ class StepJournal:
     rows: list[Atom] = field(default_factory=list)
 
     @staticmethod
-    def begin(scope: Scope, space: RowSpace, changed: Sequence[int], inputs: Sequence[Var]) -> StepJournal:
+    def begin(scope: Scope, family: int, changed: Sequence[int]) -> StepJournal:
         """Pull rows and their stamps, and name the rows as they will be once they are up to date.
 
-        Args:
-          changed: Leaves that phi changes.
-          inputs: The program's inputs as they are stored.
+        `changed`: leaves that phi changes.
         """
-        family = space.family
-        axes = dict(zip(space.leaves, space.axes, strict=True))
+        space = scope.lifting.spaces[family]
+        axes = space.row_axes
         layout = scope.lifting.families[family].layout
         count = space.extent if layout is None else layout.stored
         stamps, now = Var(ArrayType((count,), _INT)), Var(ArrayType((), _INT))
-        raw = {k: scope.pull(inputs[k], axes[k], family) for k in changed}
+        raw = {k: scope.pull(scope.lifting.inputs[k], axes[k], family) for k in changed}
         stamped = scope.pull(stamps, 0, family)
         caught = {k: Var(atom.type) for k, atom in raw.items()}
         waiting = Equation("ap.catch_up", (*raw.values(), stamped), tuple(caught.values()))
-        scope.equations.append(waiting)
+        scope.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
         return StepJournal(family, layout, caught, waiting, stamps, stamped, now)
 
-    def end(self, scope: Scope, phi: Phi, read: Mapping[int, Var], exceeded: Atom | None) -> dict[int, Atom]:
+    def end(self, scope: Scope, phi: Phi, exceeded: Atom | None) -> dict[int, Atom]:
         """Write down the step, and flush the journal if it is full; the leaves after that.
 
         Args:
           phi: What the step does to rows that it doesn't touch.
-          read: Leaves that phi only reads.
           exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
         """
         replay = phi.replay
+        read = {k: scope.lifting.inputs[k] for k in phi.read}
         volume = Var(ArrayType((), _INT))
         records = [Var(dataclasses.replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
         volumes = [Var(t) for t in replay.volumes]
@@ -90,7 +87,7 @@ class StepJournal:
         # No stamp is larger. But what is written waits for what was read, or XLA copies all stamps in every step.
         full = scope.full(after, scope.at(self.stamps.type, 0, self.family))
         rows = Var(full.type)
-        scope.equations.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
+        scope.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
         guard = () if exceeded is None else (exceeded,)
         if exceeded is not None:
             after = scope.emit("ap.select", (exceeded, after, self.now), self.now.type)
@@ -99,14 +96,14 @@ class StepJournal:
         stamps = scope.emit("ap.commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(phi.body)
-        scope.equations.append(
+        scope.append(
             Equation("ap.record", (self.now, *records, *phi.values, *guard), written, params, (body,)),
         )
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
         ends = tuple(Var(v.type) for v in (self.stamps, self.now, volume, *volumes))
         operands = (*self.committed.values(), *read.values(), stamps, after, volume, *written, *volumes)
         body, _ = clone(phi.body)
-        scope.equations.append(Equation("ap.flush", operands, (*flushed, *ends), params, (body,)))
+        scope.append(Equation("ap.flush", operands, (*flushed, *ends), params, (body,)))
         self.new = [*ends[:3], *written, *ends[3:]]
         assert list(self.committed) == list(self.caught), "leaves keep their order"
         return dict(zip(self.caught, flushed, strict=True))
@@ -115,8 +112,7 @@ class StepJournal:
         """The equation that brings rows up to date, now that phi is known."""
         place = scope.equations.index(self.waiting)
         *raw, stamped = self.waiting.inputs
-        space = next(s for s in scope.lifting.facts.spaces if s.family == self.family)
-        axes = dict(zip(space.leaves, space.axes, strict=True))
+        axes = scope.lifting.spaces[self.family].row_axes
         end = len(scope.equations)
         also = [scope.pull(leaf, axes[k], self.family) for k, leaf in read.items()]
         pulls, scope.equations[end:] = scope.equations[end:], []

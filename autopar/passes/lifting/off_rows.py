@@ -7,11 +7,11 @@ family's off-row function, which a sweep over all rows runs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.program import Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Free, Row, RowSpace
+from autopar.ir.rowspace import Free, Row
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.equations import lift_row_equation, push_base
 from autopar.passes.lifting.scope import Scope, Template
@@ -114,9 +114,7 @@ class OffScope(Scope):
             inputs = (self.get(equation.inputs[0]), *outer, *stacked)
             results = tuple(Var(a.type) for a in template.bodies[0].outputs)
             copies = tuple(clone(b)[0] for b in template.bodies)
-            self.equations.append(
-                dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=copies, original=None)
-            )
+            self.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=copies, original=None))
         else:
             starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
             sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
@@ -128,24 +126,18 @@ class OffScope(Scope):
             self.rows[old, row.axis, row.family] = new
 
 
-def off_scope(
-    scope: Scope, space: RowSpace, inputs: Sequence[Var], leaves: Iterable[int]
-) -> tuple[OffScope, dict[int, Var]]:
-    """A scope for a family's off-row form, and the names of leaves in it; its route is its first input.
+def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
+    """A scope for a family's off-row form, and the names of its leaves in it; its route is its first input.
 
-    Args:
-      scope: The first rewriting of a block that is in no loop which carries rows.
-      space: The family.
-      inputs: The program's inputs as they are stored.
-      leaves: Those of the family that the form takes by names of its own.
+    `scope`: the first rewriting of a block that is in no loop which carries rows.
     """
-    family, block = space.family, scope.block
+    block, space = scope.block, scope.lifting.spaces[family]
     if scope.parent is not None:
-        outer, inner = off_scope(scope.parent, space, inputs, leaves)
+        outer, inner = off_scope(scope.parent, family)
         routes = {family: outer.routes[family]}
         off = OffScope(scope.lifting, block, None, dict(scope.operands), routes=routes, primary=scope, outer=outer)
         return off, inner
-    inner = {k: Var(inputs[k].type) for k in leaves}
+    inner = {k: Var(scope.lifting.inputs[k].type) for k in space.leaves}
     chunk = Var(RouteType(family, space.extent, scope.lifting.block_rows[family]))
     off = OffScope(
         scope.lifting,
@@ -167,7 +159,7 @@ def emit_scan(
     outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
     params = {**like.params, "num_consts": len(consts), "num_carry": carry}
     inputs = (*consts, *starts, *xs)
-    scope.equations.append(
+    scope.append(
         dataclasses.replace(like, inputs=inputs, outputs=tuple(outputs), params=params, bodies=(body,), original=None)
     )
     return tuple(outputs)

@@ -15,7 +15,7 @@ from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Free, Row, RowFacts, can_be_run_again
+from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.passes.lifting.untouched import RowValue, UntouchedRows
 from autopar.passes.writer import Writer
@@ -31,7 +31,11 @@ class Lifting:
 
     facts: RowFacts
     families: Mapping[int, FamilyPlan]
-    extents: Mapping[int, int]
+    #: Only touched rows move, whatever the optimizer says.
+    lazy: bool
+    spaces: Mapping[int, RowSpace]
+    #: The program's inputs as they are stored.
+    inputs: Sequence[Var]
     #: Rows that a sweep over a whole table takes at a time.
     block_rows: Mapping[int, int]
     #: (scan or remat equation, family) -> its off-row form.
@@ -88,7 +92,7 @@ class Untouched(Protocol):
         """What a reduction needs beside the routed rows, if it does."""
         ...
 
-    def keeps_zero(self, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
+    def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
         """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
         ...
 
@@ -208,7 +212,7 @@ class Scope(Writer):
         """All rows, as they are stored: the routed ones, and what the padding row is everywhere else."""
         layout = self.lifting.families[family].layout
         stored = type_ if layout is None else type_.resized(axis, layout.stored)
-        params = {"axis": axis, "extent": self.lifting.extents[family]}
+        params = {"axis": axis, "extent": self.lifting.spaces[family].extent}
         return self.emit("ap.densify", (rows, self.route(family)), stored, params)
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
@@ -220,7 +224,7 @@ class Scope(Writer):
         """A value of no family, made anew for the rows."""
         out = equation.outputs[0]
         if equation.op == "iota" and equation.params["dimension"] == axis:
-            extent = self.lifting.extents[family]
+            extent = self.lifting.spaces[family].extent
             type_ = self.at(out.type, axis, family)
             params = {"axis": axis, "shape": type_.shape, "dtype": out.dtype, "extent": extent}
             return self.emit("ap.row_iota", (self.route(family),), type_, params)
@@ -237,9 +241,7 @@ class Scope(Writer):
         resize = RESIZE.get(equation.op)
         params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
         outputs = tuple(Var(self.at(v.type, axis, family)) for v in equation.outputs)
-        self.equations.append(
-            dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None)
-        )
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
         return outputs[0]
 
     def _whole(self, var: Var) -> Atom:
@@ -285,7 +287,7 @@ class Scope(Writer):
     def route(self, family: int) -> Atom:
         """The family's route, imported where it was made outside."""
         if family not in self.routes:
-            type_ = RouteType(family, self.lifting.extents[family], self.rows_of(family))
+            type_ = RouteType(family, self.lifting.spaces[family].extent, self.rows_of(family))
             self.routes[family] = self.import_(("route", family), type_)
         return self.routes[family]
 
@@ -340,7 +342,7 @@ class Scope(Writer):
             outputs=tuple(Var(v.type) for v in equation.outputs),
             bodies=tuple(clone(b)[0] for b in equation.bodies),
         )
-        self.equations.append(copy)
+        self.append(copy)
         return copy
 
     def compute(self, equation: Equation) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from autopar.analysis.fates import Fate, Fates
 from autopar.analysis.local import NotLocal
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
-from autopar.ir.rowspace import Const, Off, Refusal, Row, RowSpace
+from autopar.ir.rowspace import Const, Off, Refusal, Row
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.lifting.off_rows import OffScope, off_scope
@@ -46,8 +46,7 @@ class OffForm:
     @staticmethod
     def of(
         scope: Scope,
-        space: RowSpace,
-        inputs: Sequence[Var],
+        family: int,
         targets: Sequence[tuple[Atom, int]],
         first: Sequence[int] = (),
         product: tuple[Equation, int] | None = None,
@@ -56,14 +55,12 @@ class OffForm:
 
         Args:
           scope: The block that has them.
-          space: Their family.
-          inputs: The program's inputs as they are stored.
+          family: Theirs.
           targets: The values, each with its row axis.
           first: Leaves that it takes in any case.
           product: What is made of these rows, if it is not they that are asked for; where its rows lie.
         """
-        family = space.family
-        off, inner = off_scope(scope, space, inputs, space.leaves)
+        off, inner = off_scope(scope, family)
         chunk = off.routes[family]
         assert isinstance(chunk, Var), "the rows of a round are an input"
         off.run([a for a, _ in targets if isinstance(a, Var)], family)
@@ -71,7 +68,7 @@ class OffForm:
         if product is not None:
             equation, axis = product
             made = Var(off.at(equation.outputs[0].type, axis, family))
-            off.equations.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
+            off.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
             rows = (made,)
         levels = _levels(off)
         imports = [(level, key[1], var) for level in levels for key, var in level.imports.items()]
@@ -135,8 +132,7 @@ def changes(
 
 def sweep(
     scope: Scope,
-    space: RowSpace,
-    inputs: Sequence[Var],
+    family: int,
     updates: Mapping[int, tuple[Atom, Off | None]],
     exceeded: Atom | None,
     first: Sequence[Atom],
@@ -145,14 +141,14 @@ def sweep(
 
     Args:
       scope: The outermost block.
-      space: The family.
-      inputs: The program's inputs as they are stored.
+      family: The family.
       updates: Leaf -> its new value, and what that is off the touched rows.
       exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
       first: What must have been computed before a leaf changes.
     """
-    family, axes = space.family, dict(zip(space.leaves, space.axes, strict=True))
-    form = OffForm.of(scope, space, inputs, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))
+    space, inputs = scope.lifting.spaces[family], scope.lifting.inputs
+    axes = space.row_axes
+    form = OffForm.of(scope, family, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))
     rows = {k: scope.at_rows(atom, axes[k], family) for k, (atom, _) in updates.items()}
     constants = {k: off.value for k, (_, off) in updates.items() if isinstance(off, Const)}
     old = {k: scope.at_rows(scope.block.inputs[k], axes[k], family) for k in updates if k not in constants}
@@ -167,7 +163,7 @@ def sweep(
     }
     outputs = tuple(Var(inputs[k].type) for k in updates)
     operands = (needed, *(inputs[k] for k in form.leaves), *form.frontier)
-    scope.equations.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
+    scope.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
     leaves: dict[int, Atom] = dict(zip(updates, outputs, strict=True))
     guard = () if exceeded is None else (exceeded,)
     for k in constants:
@@ -181,24 +177,16 @@ class Exact:
     """Implements `scope.Untouched`.
 
     Attributes:
-      spaces: Family -> its space, of those whose untouched rows do what plain JAX does.
-      on_hosts: Families whose rows are reduced only: no program has all of them.
-      deferred: Families whose rows may wait: a step can't read all of them.
-      inputs: The program's inputs as they are stored.
-      paths: Their paths.
+      paths: Of the program's inputs.
       fates: Whether untouched rows may differ.
     """
 
-    spaces: Mapping[int, RowSpace]
-    on_hosts: frozenset[int]
-    deferred: frozenset[int]
-    inputs: Sequence[Var]
     paths: Sequence[str]
     fates: Callable[[], Fates]
 
     def densified(self, scope: Scope, atom: Var, found: Var, row: Row) -> Var:
         """Swept, if need be."""
-        if row.family not in self.spaces or not isinstance(row.off, Const):
+        if scope.lifting.lazy or not isinstance(row.off, Const):
             return found
         rows = scope.at_rows(atom, row.axis, row.family)
         equation = scope.producers.get(atom)
@@ -208,16 +196,15 @@ class Exact:
             return found
         chunk, *rest = form.body.inputs
         body = Block((chunk, Var(found.type), *rest), form.body.equations, form.body.outputs)
-        space = self.spaces[row.family]
+        space = scope.lifting.spaces[row.family]
         params = {
             "axes": (row.axis,),
             "extent": space.extent,
-            "read_axes": self._axes(form, row.family),
+            "read_axes": self._axes(scope, form, row.family),
             "rows": scope.lifting.block_rows[row.family],
         }
-        out = Var(found.type)
         operands = (needed, found, *self._leaves(scope, form), *form.frontier)
-        scope.equations.append(Equation("ap.sweep", operands, (out,), params, (body,)))
+        out = scope.emit("ap.sweep", operands, found.type, params, (body,))
         params = {"axis": row.axis, "extent": space.extent, "guarded": None}
         # The sweep has taken all rows for untouched ones.
         return scope.emit("ap.commit", (out, rows, scope.route(row.family)), found.type, params)
@@ -228,20 +215,20 @@ class Exact:
         if form is None or needed is None:
             return None
         operands = (needed, *self._leaves(scope, form), *form.frontier)
-        return UntouchedRows(operands, self._axes(form, value.family), form.body)
+        return UntouchedRows(operands, self._axes(scope, form, value.family), form.body)
 
-    def keeps_zero(self, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
+    def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
         """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
-        return family not in self.spaces or self.fates().keeps_zero(sources)
+        return scope.lifting.lazy or self.fates().keeps_zero(sources)
 
-    def _axes(self, form: OffForm, family: int) -> tuple[int, ...]:
+    def _axes(self, scope: Scope, form: OffForm, family: int) -> tuple[int, ...]:
         """The row axes of the leaves that a form takes."""
-        space = self.spaces[family]
-        return tuple(space.axes[space.leaves.index(k)] for k in form.leaves)
+        axes = scope.lifting.spaces[family].row_axes
+        return tuple(axes[k] for k in form.leaves)
 
     def _leaves(self, scope: Scope, form: OffForm) -> list[Atom]:
         """The leaves that a form takes, as the block has them."""
-        return [scope.take(self.inputs[k], scope.around[-1]) for k in form.leaves]
+        return [scope.take(scope.lifting.inputs[k], scope.around[-1]) for k in form.leaves]
 
     def _form(self, scope: Scope, value: RowValue) -> tuple[OffForm | None, Var | None]:
         """The off-row form of a value, and whether untouched rows differ from its constant; None if they never do, or
@@ -251,16 +238,16 @@ class Exact:
           NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can look at them.
           NotDeferrable: rows that wait would have to be looked at.
         """
-        family = value.family
-        if family not in self.spaces:
+        family, planned = value.family, scope.lifting.families[value.family]
+        if scope.lifting.lazy:
             return None, None
-        is_deferred = family in self.deferred
+        is_deferred = planned.table.journal > 0
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
-        form = OffForm.of(scope, self.spaces[family], self.inputs, value.sources, product=value.product)
+        form = OffForm.of(scope, family, value.sources, product=value.product)
         if is_deferred and form.leaves:
             if self._fate(value).may_differ:
-                raise NotDeferrable(self.spaces[family].leaves, _of_rows_that_wait(value))
+                raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
             return None, None
         if not (form.frontier or form.finite or form.nonzero or form.leaves):
             return None, None
@@ -275,13 +262,14 @@ class Exact:
         fate = self._fate(value)
         if not fate.own or fate.turns:
             return True
-        nowhere = value.family in self.on_hosts and (scope.parent is not None or not value.is_reduced)
+        on_hosts = scope.lifting.families[value.family].on_hosts
+        nowhere = on_hosts and (scope.parent is not None or not value.is_reduced)
         if nowhere and fate.may_differ:
-            raise self._refusal_on_hosts(value)
+            raise self._refusal_on_hosts(scope, value)
         return nowhere
 
-    def _refusal_on_hosts(self, value: RowValue) -> NotLocal:
-        paths = tuple(self.paths[k] for k in self.spaces[value.family].tables)
+    def _refusal_on_hosts(self, scope: Scope, value: RowValue) -> NotLocal:
+        paths = tuple(self.paths[k] for k in scope.lifting.spaces[value.family].tables)
         if value.is_reduced:
             reason = f"{value.op} in a loop, branch or checkpoint is over all rows of {paths[0]}"
             remedy = "Reduce them outside of it, and pass the result in"

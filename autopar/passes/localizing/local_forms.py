@@ -119,12 +119,12 @@ class Forms(ZeroWriter, abc.ABC):
             self.converted[key] = self.emit("ap.replicate", (new,), atom.type, {"axis": have.axis})
         return self.converted[key]
 
-    def whole(self, atom: Atom, source: Equation | None = None, op: str = "sum") -> Atom:
+    def whole(self, atom: Atom, source: Equation | None = None) -> Atom:
         """An old value reduced over the devices; from here on it is whole."""
         if not isinstance(self.state(atom), Partial):
             return self.as_state(atom, None, source)
         assert isinstance(atom, Var), "constants are whole"
-        out = self.reduce(self.read(atom), op, source)
+        out = self.reduce(self.read(atom), "sum", source)
         self.env[atom] = out, None
         self.reduced.add(atom)
         return out

@@ -88,10 +88,7 @@ def recognise_lookups(program: Program) -> tuple[Program, int]:
 def _lookups(block: Block, states: set[Var], extents: set[int]) -> tuple[Block, int]:
     """A block with gathers for products, and how many; `extents` grows by the numbers of rows that are looked up in.
 
-    Args:
-      block: Any block.
-      states: Its inputs that are made of the state alone.
-      extents: Filled in.
+    `states`: its inputs that are made of the state alone.
     """
     producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
     pure: set[Atom] = set(states)
