@@ -38,10 +38,6 @@ def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]
 
     Only bytes that are still too many count. What turns out not to be needed once others are taken is given back, the
     dearest first. Equal ones go by their order. If sharding all isn't enough, all of them.
-
-    Args:
-      families: Those that may be sharded.
-      excess: Bytes that each device has too many; at most 0 if it fits.
     """
     waiting = [k for k, family in enumerate(families) if family.saved > 0]
     taken: list[int] = []
@@ -148,9 +144,7 @@ def leave_devices(program: Program, plan: Plan, strategy: Strategy, memory: int)
 
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
 
-    Args:
-      plan: With everything on the devices.
-      memory: Bytes of each device.
+    `plan` has everything on the devices, of `memory` bytes each.
     """
     budget = state_budget(memory)
     needed = state_bytes(program, plan)

@@ -64,8 +64,7 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
 def led(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> T:
     """What `work()` returns on rank 0, on all ranks; only rank 0 does it. Collective.
 
-    Raises:
-      AutoparError: as of `together`, on every rank; one of autopar's own as rank 0 raised it.
+    Errors as of `together`, but one of autopar's own as rank 0 raised it.
     """
     failure: AutoparError | None = None
 

@@ -23,9 +23,7 @@ _TARGET_S, _RUNS = 0.008, 6
 def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -> list[tuple[float, float]]:
     """(bytes of the result on one device, seconds) of a collective over the devices' axis, 2 of them at least.
 
-    Args:
-      collective: "all_reduce", "all_gather" or "all_to_all".
-      sizes: About these bytes of the result.
+    `collective`: "all_reduce", "all_gather" or "all_to_all". `sizes`: about these bytes of the result.
     """
     count, axis = devices.count, devices.axis
 

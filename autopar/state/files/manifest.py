@@ -114,11 +114,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
-        """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none.
-
-        Raises:
-          CheckpointError: of a later version, or damaged.
-        """
+        """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none."""
         if crc32 is not None and zlib.crc32(data) != crc32:
             raise CheckpointError(
                 f"{version / NAME} isn't what was written (its checksum differs from the one in "
