@@ -155,7 +155,7 @@ class NnxStep(WrappedStep):
         names = list(inspect.signature(self.fun).parameters)
         return frozenset([*positions, *(names[k] for k in positions if k < len(names))])
 
-    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, Sequence[Any], Mapping[str, Any]]:
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, tuple[Any, ...], dict[str, Any]]:
         """A call of the ordinary step, and what was taken out of the arguments for it."""
         with nnx.split_context(_TAG) as context:
             split = _Split(context)
