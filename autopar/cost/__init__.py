@@ -1,6 +1,6 @@
 """What a plan costs: bytes and time. Knows no program."""
 
-from autopar.cost.cluster import ClusterSpec, Device, Link
+from autopar.cost.cluster import Device, Link
 from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms
 from autopar.cost.formulas import transfer_bytes
 from autopar.cost.rates import Rates
@@ -8,7 +8,6 @@ from autopar.ir.figures import Growth
 from autopar.ir.sizes import Sizes
 
 __all__ = [
-    "ClusterSpec",
     "Device",
     "Growth",
     "Link",

@@ -18,11 +18,10 @@ from autopar.cost.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
-from autopar.measure.calibrate import cache_file, write_file
+from autopar.measure.calibrate import cache_file, measuring, write_file
 from autopar.measure.links import measure_links, measure_ranks
 from autopar.measure.loops import of_first, product_seconds, walk_seconds
 from autopar.measure.machine import memory_of
-from autopar.measure.progress import measuring
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
 
