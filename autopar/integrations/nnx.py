@@ -208,7 +208,8 @@ class _Split:
         self.graphs[place] = graph
         self.variables[place] = [leaf for _, leaf in flat]
         paths = tuple("/".join(map(str, path)) or "value" for path, _ in flat)
-        return Values(place, paths, tuple(map(_raw, self.variables[place])))
+        raw = (leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for _, leaf in flat)
+        return Values(place, paths, tuple(raw))
 
 
 #: The name of what the step returns, in places.
@@ -217,10 +218,6 @@ _OUT = None
 
 def _is_object(x: Any) -> bool:
     return nnx.graphlib.is_graph_node(x) or isinstance(x, nnx.Variable)
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _is_values(x: Any) -> bool:

@@ -29,11 +29,7 @@ Type = Literal["jax", "numpy", "bool", "int", "float", "complex"]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file, under the checkpoint's directory.
-
-    Attributes:
-      crc32: Of its bytes; None if none was computed, in format 1.
-    """
+    """A file, under the checkpoint's directory. `crc32`: of its bytes; None if none was computed, in format 1."""
 
     name: str
     nbytes: int
@@ -70,7 +66,6 @@ class LeafRecord:
 
     @property
     def told(self) -> str:
-        """The leaf in one line."""
         what = f"{self.type} {self.value}" if self.kind == "value" else f"{self.dtype}{list(self.shape)} ({self.type})"
         return f"{self.path}: {what}"
 
