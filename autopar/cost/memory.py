@@ -163,8 +163,5 @@ def _is_free(program: Program, space: RowSpace, strategy: Strategy) -> bool:
     """Whether the strategy leaves all tables of a family to autopar."""
     if not isinstance(strategy, Mapping):
         return split_method(strategy)[0] == "auto"
-    given = []
-    for k in space.tables:
-        pattern = next((p for p in strategy if matches(p, program.inputs[k].path)), None)
-        given.append("auto" if pattern is None else split_method(strategy[pattern])[0])
-    return all(method == "auto" for method in given)
+    patterns = (next((p for p in strategy if matches(p, program.inputs[k].path)), None) for k in space.tables)
+    return all(pattern is None or split_method(strategy[pattern])[0] == "auto" for pattern in patterns)

@@ -144,9 +144,9 @@ class Folder:
             )
 
 
-def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
+def await_visible(path: Path) -> None:
     """Wait until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _VISIBLE_S
     while not path.is_dir():
         if time.monotonic() > end:
             raise CheckpointError(
