@@ -24,16 +24,10 @@ from autopar.ir.paths import path_name
 
 
 def agreed(source: Stream, processes: Processes, last: Last, epoch: int, start: int) -> Iterator[Part]:
-    """Batches of an epoch, from number `start` on, made of what all processes have.
+    """Batches of an epoch, from number `start` on, made of what all processes have; `source` is this one's.
 
-    Args:
-      source: This process's.
-      processes: Those that give a part each.
-      last: What is done where they don't give as much: "error"; "drop": such a batch is left out, and the epoch ends
-        with the first source that does; "pad": what lacks is filled up with the source's last example, until all end.
-
-    Raises:
-      ArgumentsError: parts that don't fit each other.
+    `last`: what is done where they don't give as much: "error"; "drop": such a batch is left out, and the epoch ends
+    with the first source that does; "pad": what lacks is filled up with the source's last example, until all end.
     """
     parts = source.read(epoch, start)
     for number in itertools.count(start):

@@ -36,23 +36,20 @@ class Arrays:
 
     def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), source)
-        self._axes = axes_of(self._source, batch_axis, added)
-        self.count = size_of(self._source, self._axes, "the source")
+        axes = axes_of(self._source, batch_axis, added)
+        self.count = size_of(self._source, axes, "the source")
+        leaves = zip(axes, jax.tree.leaves(self._source), strict=True)
+        self._axes = [a if a is not None and leaf.shape[a] == self.count else None for a, leaf in leaves]
 
     def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
         """Examples as a batch, and its batch axes."""
         in_order = bool(np.all(np.diff(numbers) == 1))  # then no copy is needed
         picked = slice(int(numbers[0]), int(numbers[-1]) + 1) if in_order else numbers
 
-        def of(axis: int | None, leaf: Any) -> int | None:
-            return axis if axis is not None and leaf.shape[axis] == self.count else None
-
         def rows(leaf: Any, axis: int | None) -> np.ndarray:
-            along = of(axis, leaf)
-            return np.asarray(leaf if along is None else leaf[(slice(None),) * along + (picked,)])
+            return np.asarray(leaf if axis is None else leaf[(slice(None),) * axis + (picked,)])
 
-        axes = [of(axis, leaf) for axis, leaf in zip(self._axes, jax.tree.leaves(self._source), strict=True)]
-        return map_axes(rows, self._source, self._axes), axes
+        return map_axes(rows, self._source, self._axes), self._axes
 
 
 class Items:

@@ -59,12 +59,12 @@ class Stream:
                 f"{type(self._source).__name__}"
             ) from error
         for number, batch in enumerate(batches):
-            if number >= start or self.full is None:
-                self.latest = self._part(number, batch)
-                self.full = self.latest.size if self.full is None else self.full
+            if number < start and self.full is not None:
+                continue
+            part = self.latest = self._part(number, batch)
+            self.full = part.size if self.full is None else self.full
             if number >= start:
-                assert self.latest is not None, "just read"
-                yield self.latest
+                yield part
         if batch is not None:
             self.latest = self._part(number, batch)
 

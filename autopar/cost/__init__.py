@@ -3,12 +3,11 @@
 from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms
 from autopar.cost.formulas import transfer_bytes
 from autopar.cost.rates import Rates
-from autopar.ir.cluster import ClusterSpec, Device, Link
+from autopar.ir.cluster import Device, Link
 from autopar.ir.figures import Growth
 from autopar.ir.sizes import Sizes
 
 __all__ = [
-    "ClusterSpec",
     "Device",
     "Growth",
     "Link",

@@ -23,17 +23,11 @@ class Fit:
 
 
 def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
-    """The link that explains some times best.
+    """The link that explains some times best; its bandwidth is infinite where larger sizes don't take longer.
 
     Args:
-      points: (bytes, seconds); of two different sizes at least.
+      points: (bytes, seconds); of two different sizes at least, and positive times.
       messages: Messages one after the other in each of them.
-
-    Returns:
-      Its latency isn't negative; its bandwidth is infinite where larger sizes don't take longer.
-
-    Raises:
-      ValueError: fewer sizes, or times that aren't positive.
     """
     if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         raise ValueError(f"a link is fitted to positive times of two different sizes at least, not to {list(points)}")
@@ -53,15 +47,12 @@ def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
 
 
 def fit_collective(collective: str, count: int, points: Sequence[tuple[float, float]], sharing: int = 1) -> Link:
-    """The link that a collective has, by the traffic that `cost.collectives` says it makes.
+    """The link that a collective has, by the traffic that `cost.collectives` says it makes; `source` has the error.
 
     Args:
       count: Participants, at least 2.
       points: (size as in `traffic`, measured seconds).
       sharing: How many such collectives share a link.
-
-    Returns:
-      With the sizes and the error in its `source`. Errors as of `fit_link`.
     """
     sent = [(sharing * traffic(collective, count, size)[0], seconds) for size, seconds in points]
     fit = fit_link(sent, traffic(collective, count, 1)[1])

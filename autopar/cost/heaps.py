@@ -32,9 +32,6 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
       ids: Of a worker.
       points: (n, rows that n workers touch together); two at least, of different n.
 
-    Raises:
-      ValueError: fewer than two points, or rows that can't be.
-
     >>> round(fit_growth(1000, 10, [(1, 9.955), (2, 19.811)]).rows(100))
     632
     """

@@ -32,10 +32,6 @@ def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]
 
     Only bytes that are still too many count. What turns out not to be needed once others are taken is given back, the
     dearest first. Equal ones go by their order. If sharding all isn't enough, all of them.
-
-    Args:
-      families: Those that may be sharded.
-      excess: Bytes that each device has too many; at most 0 if it fits.
     """
     waiting = [k for k, family in enumerate(families) if family.saved > 0]
     taken: list[int] = []
@@ -142,9 +138,7 @@ def leave_devices(program: Program, plan: BoundPlan, strategy: Strategy, memory:
 
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
 
-    Args:
-      plan: With everything on the devices.
-      memory: Bytes of each device.
+    `plan` has everything on the devices, of `memory` bytes each.
     """
     budget = state_budget(memory)
     needed = state_bytes(program, plan)
@@ -163,8 +157,5 @@ def _is_free(program: Program, space: RowSpace, strategy: Strategy) -> bool:
     """Whether the strategy leaves all tables of a family to autopar."""
     if not isinstance(strategy, Mapping):
         return split_method(strategy)[0] == "auto"
-    given = []
-    for k in space.tables:
-        pattern = next((p for p in strategy if matches(p, program.inputs[k].path)), None)
-        given.append("auto" if pattern is None else split_method(strategy[pattern])[0])
-    return all(method == "auto" for method in given)
+    patterns = (next((p for p in strategy if matches(p, program.inputs[k].path)), None) for k in space.tables)
+    return all(pattern is None or split_method(strategy[pattern])[0] == "auto" for pattern in patterns)

@@ -104,8 +104,6 @@ def simulate(
     """A step on all devices of a cluster.
 
     Args:
-      work: Of one device.
-      cluster: The machines.
       methods: Of each table, or of all; "auto": the fastest for which there is memory; what is on hosts stays there.
         Where tables are put on hosts that weren't there, dense gradients go by MPI.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.

@@ -50,12 +50,8 @@ def step_parts(
     devices: int,
     hosts: HostRates = NO_HOST_TIME,
 ) -> Mapping[str, tuple[Term, ...]]:
-    """Part -> its terms, in the order of a step on so many devices.
-
-    Args:
-      dense: Of each device.
-      tables: Method and sizes of each family; `HOSTED` is one.
-    """
+    """Part -> its terms, in the order of a step on so many devices. `tables`: method (or `HOSTED`) and sizes of each
+    family."""
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
     updates = rates.update_s(3 * dense.state_bytes)
     if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included

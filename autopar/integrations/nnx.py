@@ -132,11 +132,10 @@ class NnxStep(WrappedStep):
     @uninterrupted
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
-            given = self._split(args, kwargs)
-            step = self._step(given.graphs)
-            out, graphs, *new = step(*given.args, **given.kwargs)
+            split, args, kwargs = self._split(args, kwargs)
+            out, graphs, *new = self._step(split.structure)(*args, **kwargs)
             if graphs is None:
-                given.update(new)
+                split.update(new)
                 return out
             with nnx.merge_context(_TAG, inner=False) as context:
                 return _merged([new, out], dict(graphs.found), context)[1]
@@ -146,8 +145,8 @@ class NnxStep(WrappedStep):
     ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
         """The ordinary step, and its arguments."""
         with nnx.update_context(_TAG):
-            given = self._split(args, kwargs)
-        return self._step(given.graphs), given.args, given.kwargs
+            split, args, kwargs = self._split(args, kwargs)
+        return self._step(split.structure), args, kwargs
 
     @functools.cached_property
     def _static(self) -> frozenset[Any]:
@@ -156,12 +155,13 @@ class NnxStep(WrappedStep):
         names = list(inspect.signature(self.fun).parameters)
         return frozenset([*positions, *(names[k] for k in positions if k < len(names))])
 
-    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Given:
+    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, tuple[Any, ...], dict[str, Any]]:
+        """A call of the ordinary step, and what was taken out of the arguments for it."""
         with nnx.split_context(_TAG) as context:
             split = _Split(context)
-            pure_args = [a if k in self._static else split(k, a) for k, a in enumerate(args)]
+            pure_args = tuple(a if k in self._static else split(k, a) for k, a in enumerate(args))
             pure_kwargs = {k: a if k in self._static else split(k, a) for k, a in kwargs.items()}
-        return _Given(pure_args, pure_kwargs, Graphs(tuple(split.graphs.items())), split.variables)
+        return split, pure_args, pure_kwargs
 
     def _step(self, graphs: Graphs) -> ParallelStep:
         change = "the nnx objects have another structure (a Variable, a static attribute)"
@@ -170,25 +170,8 @@ class NnxStep(WrappedStep):
         return self._step_of(graphs, make, change, remedy)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A call of the ordinary step, and the Variables that its arguments' values are of, by place."""
-
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    graphs: Graphs
-    variables: Mapping[Any, Sequence[Any]]
-
-    def update(self, new: Any) -> None:
-        """Put what the step returned into the Variables."""
-        for values in _values_in(new):
-            for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
-                if isinstance(variable, nnx.Variable):
-                    variable.set_raw_value(leaf)
-
-
 class _Split:
-    """Takes the nnx objects out of arguments, and remembers their structure."""
+    """Takes the nnx objects out of arguments, and remembers their structure and Variables, by place."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -208,13 +191,25 @@ class _Split:
         pairs = enumerate(zip(leaves, objects, strict=True))
         return treedef.unflatten([self._values((name, k), x) if found else x for k, (x, found) in pairs])
 
+    @property
+    def structure(self) -> Graphs:
+        return Graphs(tuple(self.graphs.items()))
+
+    def update(self, new: Any) -> None:
+        """Put what the step returned into the Variables."""
+        for values in _values_in(new):
+            for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
+                if isinstance(variable, nnx.Variable):
+                    variable.set_raw_value(leaf)
+
     def _values(self, place: tuple[Any, ...], node: Any) -> Values:
         graph, flat = self._context.flatten(node)
         flat = list(flat)
         self.graphs[place] = graph
         self.variables[place] = [leaf for _, leaf in flat]
         paths = tuple("/".join(map(str, path)) or "value" for path, _ in flat)
-        return Values(place, paths, tuple(map(_raw, self.variables[place])))
+        raw = (leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for _, leaf in flat)
+        return Values(place, paths, tuple(raw))
 
 
 #: The name of what the step returns, in places.
@@ -223,10 +218,6 @@ _OUT = None
 
 def _is_object(x: Any) -> bool:
     return nnx.graphlib.is_graph_node(x) or isinstance(x, nnx.Variable)
-
-
-def _raw(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _is_values(x: Any) -> bool:
@@ -272,7 +263,7 @@ def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., A
             changed = zip(split.variables[values.place], values.leaves, strict=True) if same else ()
             same = same and not any(not isinstance(v, nnx.Variable) and v is not x for v, x in changed)
         if not same:
-            return out, Graphs(tuple(split.graphs.items())), *(new for _, new in pairs)
+            return out, split.structure, *(new for _, new in pairs)
         return out, None, *(None if _is_same(old, new) else new for old, new in pairs)
 
     return pure

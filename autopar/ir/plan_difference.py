@@ -26,7 +26,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """What `StepPlan.diff` returns; `str()` has one line for each change, and it is false where there is none."""
+    """What `Plan.diff` returns; `str()` has one line for each change, and it is false where there is none."""
 
     changes: tuple[Change, ...]
 

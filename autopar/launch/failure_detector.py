@@ -76,11 +76,11 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
             for r in silent
         ]
         return _verdict(silent, told)
-    late = _left_while_awaited(ranks)
+    left, running = [r for r in ranks if r.left], [r for r in ranks if not r.left]
+    late = _left_while_awaited(left, running)
     if late is not None:
         return late
     waiting = [r for r in ranks if r.waits and r.exceeds(r.age_s)]
-    left, running = _parted(ranks)
     if not waiting or any(r.kind == "compiles" for r in running):
         return None
     idle = [r for r in running if not r.waits]
@@ -99,14 +99,8 @@ def judge(ranks: Sequence[Seen]) -> Verdict | None:
     return _verdict(behind, ["All ranks wait for each other:", *told])
 
 
-def _parted(ranks: Sequence[Seen]) -> tuple[list[Seen], list[Seen]]:
-    """The ranks that have left, and the others."""
-    return [r for r in ranks if r.left], [r for r in ranks if not r.left]
-
-
-def _left_while_awaited(ranks: Sequence[Seen]) -> Verdict | None:
+def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
     """Ranks that have left, others being at a wait where they can't be met any more."""
-    left, running = _parted(ranks)
     for r in left:
         waiting = [w for w in running if w.waits and w.step > r.step and w.age_s > LATE_S]
         if waiting:

@@ -82,11 +82,8 @@ _LINK: Mapping[str, _Check] = {"latency_s": _LATENCY, "bytes_s": _POSITIVE, "sou
 
 
 def read_hardware(top: TomlTable) -> dict[str, Any]:
-    """What a file says of its machines, checked: the keys and sections above that are there, as nested mappings.
-
-    Raises:
-      LaunchError: a key that isn't known, that is missing in a section, or that has a wrong value, with its line.
-    """
+    """What a file says of its machines, checked: the keys and sections above that are there, as nested mappings. The
+    LaunchError for a key that isn't known, is missing or has a wrong value names its line."""
     found: dict[str, Any] = {k: top.values[k] for k in TOP if k in top.values}
     for key, value in found.items():
         _check(top, key, value, TOP[key])

@@ -111,12 +111,7 @@ def plan_ranks(
 ) -> list[RankGroup]:
     """Which ranks there are, and with which variables.
 
-    Args:
-      count, devices: Ranks, and CPU devices of each; None with a cluster, which says both.
-      watchdog: Seconds or "off".
-
-    Raises:
-      LaunchError: both are given and disagree, or neither is.
+    `count` and `devices` (CPU devices a rank) are None with a cluster, which says both. `watchdog`: seconds or "off".
     """
     common = (("AUTOPAR_WATCHDOG", watchdog),) if watchdog else ()
     if cluster is None:
@@ -163,12 +158,7 @@ def mpirun_command(
     *,
     is_bound: bool = False,
 ) -> list[str]:
-    """The command that starts all ranks.
-
-    Args:
-      script: Its absolute path, and its arguments.
-      is_bound: Whether a rank keeps to one core.
-    """
+    """The command that starts all ranks of a script (absolute path, arguments); `is_bound`: each keeps to one core."""
     found = importlib.util.find_spec("autopar.launch.supervise")
     assert found is not None and found.origin is not None, "autopar/launch/supervise.py is a part of the package"
     program = [sys.executable, "-I", found.origin, *script]

@@ -43,11 +43,8 @@ TEXT_BYTES = 64
 
 @dataclass(frozen=True)
 class Mark:
-    """One mark: the step (-1 before the first one), what is done, which kind of work that is, and since when.
-
-    Attributes:
-      time_s: `time.monotonic()` at the mark, in seconds.
-    """
+    """One mark: the step (-1 before the first one), what is done, which kind of work that is, and since when, by
+    `time.monotonic()`."""
 
     step: int
     what: str

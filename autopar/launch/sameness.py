@@ -19,9 +19,8 @@ SHOWN = 200
 def check_same(world: World, facts: Mapping[str, str]) -> None:
     """Compare what ranks say about themselves. Collective.
 
-    Args:
-      facts: Values that must be equal everywhere, by what they are: {"JAX version": "0.10.2", "batch size": "64"}.
-        Short ones (fingerprints) rather than whole programs: each rank receives all of them.
+    `facts`: values that must be equal everywhere, by what they are: {"JAX version": "0.10.2", "batch size": "64"}.
+    Short ones (fingerprints) rather than whole programs: each rank receives all of them.
 
     Raises:
       LaunchError: on every rank, naming those that differ from the majority (from rank 0, in a tie), and in what.

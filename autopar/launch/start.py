@@ -33,12 +33,7 @@ _pulses: list[Pulse] = []
 
 @functools.cache
 def start() -> None:
-    """Make this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog.
-
-    Raises:
-      LaunchError: a backend of JAX is up already, the ranks have different versions of JAX or can't reach each other,
-        or MPI doesn't work.
-    """
+    """Make this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog."""
     if launched() is None:
         return
     claim()

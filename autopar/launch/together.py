@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from autopar.errors import AutoparError
-from autopar.launch.progress import PROGRESS, mark
+from autopar.launch.progress import PROGRESS
 from autopar.mpi.limits import machine_name
 from autopar.mpi.world import World
 
@@ -34,7 +34,6 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
     """
     own: Exception | None = None
     result: Any = None
-    before = PROGRESS.last
     try:
         result = work()
     except Exception as error:
@@ -43,13 +42,14 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
         if own is None:
             return [result]
         raise own if isinstance(own, AutoparError) else kind(_text(own)) from own
-    mark(before.step, "waiting for the others' files", "waits")
-    _wait_for_all(ranks.comm)
     failure = None
     if own is not None:
         failure = (type(own) if isinstance(own, AutoparError) else kind, _text(own), machine_name())
-    told = ranks.comm.allgather((failure, result))
-    mark(before.step, before.what, before.kind)
+    with PROGRESS.during("waiting for the others' files", "waits"):
+        all_done = ranks.comm.Ibarrier()  # that leaves the core to ranks that still work
+        while not all_done.Test():
+            time.sleep(_PAUSE_S)
+        told = ranks.comm.allgather((failure, result))
     failed = [(rank, *failure) for rank, (failure, _) in enumerate(told) if failure is not None]
     if not failed:
         return [value for _, value in told]
@@ -64,8 +64,7 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
 def led(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> T:
     """What `work()` returns on rank 0, on all ranks; only rank 0 does it. Collective.
 
-    Raises:
-      AutoparError: as of `together`, on every rank; one of autopar's own as rank 0 raised it.
+    Errors as of `together`, but one of autopar's own as rank 0 raised it.
     """
     failure: AutoparError | None = None
 
@@ -86,15 +85,8 @@ def led(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> T:
 
 def go_on(what: str) -> None:
     """Tell the watchdog that long work makes progress."""
-    mark(PROGRESS.last.step, what)
+    PROGRESS.mark(PROGRESS.last.step, what)
 
 
 def _text(error: Exception) -> str:
     return str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
-
-
-def _wait_for_all(comm: Any) -> None:
-    """A barrier that leaves the core to ranks that still work."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(_PAUSE_S)

@@ -98,8 +98,5 @@ def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
 
 def id_inputs(program: Program) -> list[bool]:
     """Which of the step's inputs the ids of any table depend on."""
-    used = [False] * len(program.inputs)
-    for space in program.rows.spaces:
-        found = id_program(program, program.ids[space.family])[1]
-        used = [a or b for a, b in zip(used, found, strict=True)]
-    return used
+    used = [id_program(program, program.ids[space.family])[1] for space in program.rows.spaces]
+    return [any(by_family[k] for by_family in used) for k in range(len(program.inputs))]

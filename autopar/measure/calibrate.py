@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
@@ -22,10 +24,11 @@ from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.strategy import METHODS
 from autopar.measure import loops
 from autopar.measure.probe import Step, probe
-from autopar.measure.progress import Advance, measuring
 
 Array = Any
 StepPlanner = Callable[[Step, str], Step]
+#: Says what is measured next.
+Advance = Callable[[str], None]
 
 #: Of the result of a collective on one device, in bytes.
 _BYTES = (1 << 10, 1 << 17, 1 << 22)
@@ -111,6 +114,30 @@ def write_file(file: Path, text: str) -> None:
         os.replace(new.name, file)
     except OSError:
         return
+
+
+@contextlib.contextmanager
+def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True) -> Iterator[Advance]:
+    """A line that says what is being measured, why, and that it is kept: with a bar on a terminal, else plain and once.
+
+    The block calls what it is given `parts` times. `kept`: where the figures are kept; empty: nowhere. `shown`: whether
+    this process is the one that says so.
+    """
+    console = Console(stderr=True)
+    line = f"autopar: measuring {what}, {why}" + (f"; kept in {kept}" if kept else "")
+    if not shown:
+        yield lambda part: None
+    elif not console.is_terminal:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        yield lambda part: None
+    else:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # takes long, and is rarely needed
+
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            console.print(line, highlight=False, markup=False)
+            task = bar.add_task("starting", total=parts)
+            yield lambda part: bar.update(task, advance=1, description=part)
 
 
 def calibrate(devices: Devices, plan: StepPlanner, advance: Advance = lambda part: None) -> Rates:

@@ -18,11 +18,10 @@ from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
-from autopar.measure.calibrate import cache_file, write_file
+from autopar.measure.calibrate import cache_file, measuring, write_file
 from autopar.measure.links import measure_links, measure_ranks
 from autopar.measure.loops import of_first, product_seconds, walk_seconds
 from autopar.measure.machine import memory_of
-from autopar.measure.progress import measuring
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
 
@@ -115,22 +114,16 @@ class Cluster(ClusterSpec):
         found = {**old, **given, "link": {**old.get("link", {}), **links}}
         if {"inside", "between"} & set(links) and "measured" not in given:
             found["measured"] = {}  # of other links
-        optional: dict[str, Any] = {k: found[k] for k in ("host_bytes_s", "host_source") if k in found}
-        optional |= {"to_host": Link(**found["link"]["host"])} if "host" in found["link"] else {}
-        return Cluster(
-            name=found["name"],
-            machines=found["machines"],
-            devices=found["devices"],
-            device=Device(**found["device"]),
-            inside=Link(**found["link"]["inside"]),
-            between=Link(**found["link"]["between"]),
-            host_bytes=found["host_bytes"],
-            measured={
-                collective: {level: Link(**link) for level, link in levels.items()}
-                for collective, levels in found.get("measured", {}).items()
-            },
-            **optional,
-        )
+        keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
+        fields: dict[str, Any] = {key: found[key] for key in keys if key in found}
+        for name, level in (("inside", "inside"), ("between", "between"), ("to_host", "host")):
+            if level in found["link"]:
+                fields[name] = Link(**found["link"][level])
+        measured = {
+            collective: {level: Link(**link) for level, link in levels.items()}
+            for collective, levels in found.get("measured", {}).items()
+        }
+        return Cluster(**fields, device=Device(**found["device"]), measured=measured)
 
     def save(self, path: str | Path) -> None:
         """Write a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.

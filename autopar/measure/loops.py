@@ -23,9 +23,7 @@ _TARGET_S, _RUNS = 0.008, 6
 def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -> list[tuple[float, float]]:
     """(bytes of the result on one device, seconds) of a collective over the devices' axis, 2 of them at least.
 
-    Args:
-      collective: "all_reduce", "all_gather" or "all_to_all".
-      sizes: About these bytes of the result.
+    `collective`: "all_reduce", "all_gather" or "all_to_all". `sizes`: about these bytes of the result.
     """
     count, axis = devices.count, devices.axis
 
@@ -54,7 +52,7 @@ def walk_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
     return loop_seconds(devices, lambda x: x * 0.9 + 0.1, start, runs=runs)
 
 
-def update_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
+def update_seconds(devices: Devices, size: int) -> float:
     """Seconds of Adagrad's update of a parameter and its slot, of `size` bytes together on each device."""
 
     def update(x: Array) -> Array:
@@ -64,7 +62,7 @@ def update_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
         slot = slot + gradient * gradient
         return jnp.stack([parameter - 0.01 * gradient * jax.lax.rsqrt(slot), slot * 0.99]).reshape(-1)
 
-    return loop_seconds(devices, update, jnp.ones((devices.count * (size // 8 * 2),), jnp.float32), runs=runs)
+    return loop_seconds(devices, update, jnp.ones((devices.count * (size // 8 * 2),), jnp.float32))
 
 
 def product_seconds(devices: Devices, length: int, runs: int = _RUNS) -> float:

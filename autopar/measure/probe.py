@@ -55,10 +55,8 @@ class Probed:
 def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: Devices, flop_s: float) -> Probed:
     """Time all steps, in turns.
 
-    Args:
-      plan: Gives the planned form of a step by a method.
-      methods: Those to time; "allreduce" is one.
-      flop_s: Seconds of an operation of products.
+    `plan` gives the planned form of a step by a method; "allreduce" is one of the methods. `flop_s`: seconds of an
+    operation of products.
     """
     n = devices.count
     ids = jnp.arange(n * _IDS, dtype=jnp.int32) * 7 % _ROWS

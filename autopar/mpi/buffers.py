@@ -68,14 +68,12 @@ def grown(wanted: int) -> int:
 
 
 def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> np.ndarray:
-    """Memory for a table, or for this rank's share of one: an aligned array, all zero, whose pages the process has.
+    """Memory for a table, or for this rank's share of one: an aligned array, all zero, whose pages the process has; a
+    HostMemoryError with its path if the machine, or the container, hasn't so much.
 
     Linux promises more memory than it has, and ends the process, without a word, when pages are written that
     aren't there. So what is there is looked up first, and the pages are then taken at once: the next table sees
     what this one took.
-
-    Raises:
-      HostMemoryError: The machine, or the container, hasn't so much; `path` in the state is what it names.
     """
     dtype = np.dtype(dtype)
     wanted = math.prod(shape) * dtype.itemsize

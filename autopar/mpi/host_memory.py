@@ -23,11 +23,8 @@ from autopar.mpi.limits import memory_levels
 def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]]) -> None:
     """Raises on every rank where the tables of all ranks together don't fit somewhere. Collective.
 
-    Args:
-      tables: Path -> shape and dtype of what this rank is about to allocate.
-
-    Raises:
-      HostMemoryError: Naming the host, and the largest table there.
+    `tables`: path -> shape and dtype of what this rank is about to allocate. The error names the host, and the largest
+    table there.
     """
     wanted = {path: math.prod(shape) * np.dtype(dtype).itemsize for path, (shape, dtype) in tables.items()}
     told = json.dumps({"host": os.uname().nodename, "levels": memory_levels(), "wanted": wanted}).encode()

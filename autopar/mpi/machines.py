@@ -63,11 +63,9 @@ class RelayedExchange(Exchange):
       near: Exchanges with the ranks of this machine.
     """
 
-    def __init__(
-        self, rank: int, size: int, comm: Any, machines: Sequence[Hashable], *, polling: bool | None = None
-    ) -> None:
+    def __init__(self, rank: int, size: int, comm: Any, machines: Sequence[Hashable]) -> None:
         """Collective. Arguments as of an `Exchange`, of 2 ranks at least, and of `connect`."""
-        super().__init__(rank, size, comm, polling=polling)
+        super().__init__(rank, size, comm)
         groups: dict[Hashable, list[int]] = {}
         for r, machine in enumerate(machines):
             groups.setdefault(machine, []).append(r)

@@ -19,14 +19,13 @@ import ml_dtypes
 import numpy as np
 
 from autopar.errors import ArgumentsError
+from autopar.mpi.buffers import ALIGNMENT
 
 #: Name of a reduction -> the name of MPI's.
 OPS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN", "and": "BAND", "or": "BOR"}
 
 #: What sums and the like of bools are, as in NumPy.
 _OF_BOOLS = {"sum": "BOR", "max": "BOR", "or": "BOR", "prod": "BAND", "min": "BAND", "and": "BAND"}
-
-_ALIGNMENT = 64
 
 Spec = tuple[tuple[int, ...], np.dtype]
 
@@ -83,9 +82,9 @@ def packing(specs: tuple[Spec, ...], op: str) -> Packing:
     segments: list[Segment] = []
     offset = sent = 0
     for (dtype, name, ordered), members in groups.items():
-        offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
         starts: list[int] = []
-        size, unit = 0, max(_ALIGNMENT // dtype.itemsize, 1)
+        size, unit = 0, max(ALIGNMENT // dtype.itemsize, 1)
         for k in members:
             size = -(-size // unit) * unit
             starts.append(size)
@@ -129,15 +128,13 @@ def _wire(dtype: np.dtype, op: str) -> tuple[np.dtype, str, np.dtype | None]:
     floating = dtype if dtype in (np.float32, np.float64) else np.dtype(np.float32) if _is_small_float(dtype) else None
     fits = dtype.kind in "iu" or (op in ("sum", "prod") and dtype.kind == "c") or (op not in ("and", "or") and floating)
     if not fits or dtype.itemsize > 16:
-        raise ArgumentsError(f"no {op} over ranks of {dtype}: {_REMEDY}")
+        remedy = "convert it to a float, an integer or a bool that has one"
+        raise ArgumentsError(f"no {op} over ranks of {dtype}: {remedy}")
     if floating is None:
         return dtype, OPS[op], None
     if op in ("max", "min"):
         return np.dtype(f"i{floating.itemsize}"), OPS[op], floating
     return floating, OPS[op], None
-
-
-_REMEDY = "convert it to a float, an integer or a bool that has one"
 
 
 def _is_small_float(dtype: np.dtype) -> bool:

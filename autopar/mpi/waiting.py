@@ -18,9 +18,10 @@ nobody looks busy, and the scheduler leaves the other ranks where they are (80 m
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,8 @@ from autopar.mpi.limits import cores, machine_name
 PATIENCE_S, BOUND_PATIENCE_S = 50e-6, 20e-3
 
 
-def _give_way() -> None:
-    """Lets another thread or process have the core, where one wants it."""
-    if hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)
+#: Lets another thread or process have the core, where one wants it.
+_give_way: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
 @dataclass(frozen=True, slots=True)

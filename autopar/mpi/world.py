@@ -82,10 +82,8 @@ class World:
 
 @functools.cache
 def world() -> World:
-    """The world of this process. Starts MPI under an MPI launcher (collectively: every rank must call it).
-
-    Returns:
-      `World(0, 1, None)` without a launcher, where no MPI is started and mpi4py isn't imported.
+    """The world of this process. Starts MPI under an MPI launcher (collectively: every rank must call it); without one
+    it is `World(0, 1, None)`, and mpi4py isn't imported.
 
     Raises:
       LaunchError: mpi4py is missing, or belongs to another MPI than the launcher.

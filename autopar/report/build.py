@@ -109,11 +109,7 @@ def report(
 
 
 def require_figures() -> ModuleType:
-    """The module that draws.
-
-    Raises:
-      ArgumentsError: matplotlib isn't installed.
-    """
+    """The module that draws; an ArgumentsError if matplotlib isn't installed."""
     try:
         from autopar.report import figures
     except ImportError as error:

@@ -121,9 +121,8 @@ def least(sent: Mapping[str, float]) -> str:
 def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -> list[tuple[int, str, str]]:
     """Where the method changes that sends the least: the first number of each, the old method, the new one.
 
-    Args:
-      at: Number (of devices, of ids) -> what each method sends.
-      points: Growing numbers, between neighbours of which no method is the least only for a while.
+    `at`: number (of devices, of ids) -> what each method sends. `points`: growing numbers, between neighbours of which
+    no method is the least only for a while.
     """
     found = []
     for left, right in itertools.pairwise(points):

@@ -41,16 +41,10 @@ class Timing:
 
 
 def timings(measured: Measured) -> tuple[Timing, ...]:
-    """What a user gives.
-
-    Raises:
-      ArgumentsError: it has another form, or a time that is no positive number.
-    """
+    """What a user gives; an ArgumentsError if it has another form, or a time that is no positive number."""
     given: Iterable[Any] = measured
     if isinstance(measured, Mapping):
-        given = (
-            (label, *(found if isinstance(found, (tuple, list)) else [found])) for label, found in measured.items()
-        )
+        given = ((label, *(x if isinstance(x, (tuple, list)) else [x])) for label, x in measured.items())
     return tuple(_timing(tuple(row) if isinstance(row, (tuple, list)) else (row,)) for row in given)
 
 

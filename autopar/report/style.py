@@ -6,7 +6,7 @@ Of matplotlib's global state only the defaults are read, and nothing is changed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from matplotlib.axes import Axes
@@ -141,11 +141,7 @@ def format_count(value: float) -> str:
 
 def format_size(value: float) -> str:
     """1000 as '1 kB'."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 1000 or unit == "TB":
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return ""
+    return _in_units(value, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
 
 
 def format_share(value: float) -> str:
@@ -155,10 +151,13 @@ def format_share(value: float) -> str:
 
 def format_seconds(value: float) -> str:
     """0.001 as '1 ms'."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size or unit == "µs":
-            return f"{value / size:.3g} {unit}"
-    return ""
+    return _in_units(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
+
+
+def _in_units(value: float, sizes: Mapping[str, float]) -> str:
+    """In the largest unit of which it is at least one, else the smallest; those are in descending order."""
+    unit = next((unit for unit, size in sizes.items() if value >= size), list(sizes)[-1])
+    return f"{value / sizes[unit]:.3g} {unit}"
 
 
 _FORMATS = {"count": format_count, "bytes": format_size, "share": format_share, "seconds": format_seconds}

@@ -31,7 +31,7 @@ from autopar.state.files.rows import FOLDER as ROWS
 from autopar.state.files.rows import write_rows
 from autopar.state.files.structure import describe, rebuild
 from autopar.state.init import unbound
-from autopar.state.restoring import as_saved, matched, place_of, places_of_step, read_leaves, shapes_of
+from autopar.state.restoring import LeafPlace, matched, place_of, places_of_step, read_leaves, shapes_of
 from autopar.state.saving import SavedLeaf, check_same, leaves_of
 
 
@@ -169,8 +169,8 @@ def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, c
 
     together(ranks, CheckpointError, look)
     records = [manifest.leaves[k] for k in numbers]
-    if like is None:
-        places = [as_saved(record) for record in records]
+    if like is None:  # ordinary arrays, of the kind that they were
+        places = [LeafPlace("array" if record.type == "jax" else record.type) for record in records]
     else:
         places = [place_of(leaf) for leaf in jax.tree.leaves(template)]
     if step is not None:

@@ -46,11 +46,6 @@ class LeafPlace:
     sharding: Any = None
 
 
-def as_saved(record: LeafRecord) -> LeafPlace:
-    """As an ordinary array, of the kind that it was."""
-    return LeafPlace("array" if record.type == "jax" else record.type)
-
-
 def place_of(leaf: Any) -> LeafPlace:
     """As a template's leaf is."""
     leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
@@ -68,13 +63,8 @@ def place_of(leaf: Any) -> LeafPlace:
 def places_of_step(
     step: ParallelStep, state: Any, places: Sequence[LeafPlace], batch: Any, call: Any
 ) -> list[LeafPlace]:
-    """As a step's plan has them.
-
-    Args:
-      state: Shapes of the state.
-      places: Of its leaves, where the plan doesn't say.
-      batch, call: As of `init`.
-    """
+    """As a step's plan has them, and, where that doesn't say, `places`. `state`: of shapes; `batch`, `call`: as of
+    `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
     plan = entry.compiled.bound

@@ -43,11 +43,7 @@ class HostTable(TableLeaf):
 
     @property
     def storage(self) -> HostRows:
-        """This rank's share, all rows up to date.
-
-        Raises:
-          DonatedStateError: the table was given to a step, which updated it in place.
-        """
+        """This rank's share, all rows up to date; a DonatedStateError if it was given to a step."""
         found = self.waiting
         found.settle()
         return found

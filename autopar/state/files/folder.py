@@ -36,11 +36,7 @@ _VISIBLE_S = 30.0
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint's place.
-
-    Attributes:
-      path: Absolute. It needn't exist.
-    """
+    """A checkpoint's place: an absolute path, which needn't exist."""
 
     path: Path
 
@@ -119,10 +115,10 @@ class Folder:
     def clean(self) -> None:
         """Remove all versions but the one that counts, as far as that can be done; none if that is unknown."""
         line = self._line()
-        read = None if line is None else _LINE.fullmatch(line)
+        read = _LINE.fullmatch(line or "")
         if line is not None and read is None:
             return
-        kept = None if read is None else read[1]
+        kept = read and read[1]
         for found in self.path.iterdir():
             if _VERSION.fullmatch(found.name) and found.name != kept:
                 shutil.rmtree(found, ignore_errors=True)
@@ -148,9 +144,9 @@ class Folder:
             )
 
 
-def await_visible(path: Path, seconds: float = _VISIBLE_S) -> None:
+def await_visible(path: Path) -> None:
     """Wait until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + _VISIBLE_S
     while not path.is_dir():
         if time.monotonic() > end:
             raise CheckpointError(

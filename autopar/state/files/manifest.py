@@ -29,11 +29,7 @@ Type = Literal["jax", "numpy", "bool", "int", "float", "complex"]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file, under the checkpoint's directory.
-
-    Attributes:
-      crc32: Of its bytes; None if none was computed, in format 1.
-    """
+    """A file, under the checkpoint's directory. `crc32`: of its bytes; None if none was computed, in format 1."""
 
     name: str
     nbytes: int
@@ -70,7 +66,6 @@ class LeafRecord:
 
     @property
     def told(self) -> str:
-        """The leaf in one line."""
         what = f"{self.type} {self.value}" if self.kind == "value" else f"{self.dtype}{list(self.shape)} ({self.type})"
         return f"{self.path}: {what}"
 
@@ -114,11 +109,7 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
-        """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none.
-
-        Raises:
-          CheckpointError: of a later version, or damaged.
-        """
+        """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none."""
         if crc32 is not None and zlib.crc32(data) != crc32:
             raise CheckpointError(
                 f"{version / NAME} isn't what was written (its checksum differs from the one in "

@@ -37,11 +37,7 @@ def describe(tree: Any, numbers: Iterator[int] | None = None) -> Node:
 
 
 def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
-    """The tree of a structure that was described.
-
-    Raises:
-      CheckpointError: it has other nodes than dicts, lists, tuples and None.
-    """
+    """The tree of a structure that was described; a CheckpointError for other nodes than those above."""
     if "leaf" in node:
         return leaves[node["leaf"]]
     if "none" in node:
