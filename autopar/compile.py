@@ -123,12 +123,12 @@ def _localize_rank(program: Program, plan: BoundPlan) -> tuple[Program, BoundPla
             found, note = localize(program, plan)
             why = _obstacle(found)
             if why is None:
-                return found, plan.noting(road="mpi", road_reason=_reductions(found)), note
+                return found, plan.noting(reduction_backend="mpi", reduction_reason=_reductions(found)), note
         except NotLocal as error:
             why = str(error)
     found, note = localize(program, plan, examples=False)
-    road, why = ("xla", why or "") if plan.devices > 1 else ("", "one process")
-    return found, plan.noting(road=road, road_reason=why), note
+    reduction_backend, why = ("xla", why or "") if plan.devices > 1 else ("", "one process")
+    return found, plan.noting(reduction_backend=reduction_backend, reduction_reason=why), note
 
 
 def _reductions(program: Program) -> str:
@@ -142,7 +142,7 @@ def _needs_xla(plan: BoundPlan) -> str | None:
     on_devices = [f for f in plan.families if not f.on_hosts]
     if on_devices:
         return "some tables are on devices"
-    return "dense parameters are in shares" if plan.shares else None
+    return "dense parameters are in shards" if plan.shards else None
 
 
 def _obstacle(program: Program) -> str | None:
@@ -168,7 +168,7 @@ def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
 
 def _shield(program: Program, plan: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
-    by_rank = plan.on_hosts and plan.plan.road != "xla"
+    by_rank = plan.on_hosts and plan.plan.reduction_backend != "xla"
     devices = (1 if by_rank else plan.devices) * request.options.rank_devices
     if devices == 1 or (plan.emit == "pmap" and not plan.on_hosts):
         return program, plan, "XLA partitions nothing"

@@ -1,7 +1,7 @@
 """AdamW moves every row in every step. autopar leaves those that a batch doesn't touch to later steps, and is exact.
 
 Looked up rows, a layer or the MLP of `lookup` on them, AdamW with decay and a schedule: plain JAX, autopar, and a lazy
-Adam by hand, which is another function (untouched rows don't move). Whole runs are timed, flushes of the journal
+Adam by hand, which is another function (untouched rows don't move). Whole runs are timed, flushes of the update log
 included: at least two in each part. `python -m benchmarks adamw`.
 """
 

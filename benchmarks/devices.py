@@ -38,12 +38,12 @@ def _placed(state: Any, mesh: Mesh, rows: int | None) -> Any:
 
 
 def hand_step(mesh: Mesh, rows: int, capacity: int) -> Any:
-    """The same function by hand: rows dealt out over the devices, sums before the wire, three all_to_alls.
+    """The same function by hand: rows distributed cyclically over the devices, sums before the wire, three all_to_alls.
 
     Exact for batches in which no device asks another one for more than `capacity` rows (which isn't checked).
     """
     count, share = DEVICES, rows // DEVICES
-    asked_rows = IDS[0] * IDS[1]
+    requested_rows = IDS[0] * IDS[1]
     spread = P("data")
 
     def exchange(x: jax.Array) -> jax.Array:
@@ -53,11 +53,13 @@ def hand_step(mesh: Mesh, rows: int, capacity: int) -> Any:
     def local(emb: jax.Array, acc: jax.Array, dense: Any, slots: Any, ids: jax.Array) -> Any:
         me = jax.lax.axis_index("data")
         places = ids.ravel() % count * share + ids.ravel() // count
-        asked, inverse = jnp.unique(places, return_inverse=True, size=asked_rows, fill_value=rows)
-        owner = jnp.minimum(asked // share, count - 1)
-        first = jnp.searchsorted(asked, jnp.arange(count) * share)
-        slot = jnp.where(asked < rows, owner * capacity + jnp.arange(asked_rows) - first[owner], count * capacity)
-        wanted = exchange(jnp.full((count * capacity,), rows, jnp.int32).at[slot].set(asked, mode="drop"))
+        requested, inverse = jnp.unique(places, return_inverse=True, size=requested_rows, fill_value=rows)
+        owner = jnp.minimum(requested // share, count - 1)
+        first = jnp.searchsorted(requested, jnp.arange(count) * share)
+        slot = jnp.where(
+            requested < rows, owner * capacity + jnp.arange(requested_rows) - first[owner], count * capacity
+        )
+        wanted = exchange(jnp.full((count * capacity,), rows, jnp.int32).at[slot].set(requested, mode="drop"))
         owned = jnp.unique(wanted, size=count * capacity, fill_value=rows)
         back = jnp.searchsorted(owned, wanted)
         numbers = jnp.where(owned < rows, owned - me * share, share + jnp.arange(owned.size))
@@ -100,13 +102,13 @@ def hand_step(mesh: Mesh, rows: int, capacity: int) -> Any:
 
 
 def _hand_state(rows: int, mesh: Mesh) -> Any:
-    """Rows in dealt order (row r of share k is r * N + k)."""
+    """Rows in cyclic order (row r of shard k is r * N + k)."""
     state = make_state(rows)
     dense = {k: state["params"][k] for k in ("w1", "w2")}
     acc, *slots = jax.tree.leaves(state["opt"])
     tables = (state["params"]["emb"], acc)
-    dealt = [jnp.swapaxes(x.reshape(-1, DEVICES, x.shape[1]), 0, 1).reshape(x.shape) for x in tables]
-    return _placed((*dealt, dense, dict(zip(dense, slots, strict=True))), mesh, rows)
+    cyclic = [jnp.swapaxes(x.reshape(-1, DEVICES, x.shape[1]), 0, 1).reshape(x.shape) for x in tables]
+    return _placed((*cyclic, dense, dict(zip(dense, slots, strict=True))), mesh, rows)
 
 
 def measure(rows: int, rounds: int = 8) -> None:

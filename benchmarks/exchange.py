@@ -38,21 +38,21 @@ class Textbook:
 
     def ids(self, places: np.ndarray) -> None:
         self._counts = np.bincount(places // self._share, minlength=self._comm.size)
-        self._asked = np.empty_like(self._counts)
-        self._comm.Alltoall(self._counts, self._asked)
-        self._local = np.empty(self._asked.sum(), np.int32)
-        self._comm.Alltoallv([places % self._share, self._counts], [self._local, self._asked])
+        self._requested = np.empty_like(self._counts)
+        self._comm.Alltoall(self._counts, self._requested)
+        self._local = np.empty(self._requested.sum(), np.int32)
+        self._comm.Alltoallv([places % self._share, self._counts], [self._local, self._requested])
         self._rows, self._back = np.unique(self._local, return_inverse=True)
 
     def fetch(self, table: np.ndarray) -> np.ndarray:
         out = np.empty((self._counts.sum(), table.shape[1]), np.float32)
-        sends = [table[self._local], self._asked * table.shape[1]]
+        sends = [table[self._local], self._requested * table.shape[1]]
         self._comm.Alltoallv(sends, [out, self._counts * table.shape[1]])
         return out
 
     def deliver(self, sums: np.ndarray) -> np.ndarray:
-        parts = np.empty((self._asked.sum(), sums.shape[1]), np.float32)
-        self._comm.Alltoallv([sums, self._counts * sums.shape[1]], [parts, self._asked * sums.shape[1]])
+        parts = np.empty((self._requested.sum(), sums.shape[1]), np.float32)
+        self._comm.Alltoallv([sums, self._counts * sums.shape[1]], [parts, self._requested * sums.shape[1]])
         total = np.zeros((len(self._rows), sums.shape[1]), np.float32)
         np.add.at(total, self._back, parts)
         return total
@@ -95,17 +95,21 @@ def _steps(comm: Any, exchanges: dict[str, Exchange], say: Callable[..., None]) 
 
     calls: dict[str, Callable[[int], Any]] = {"textbook: all three": plain}
     for way, ours in exchanges.items():
-        buffers, asked = Buffers(), {}
+        buffers, requested = Buffers(), {}
 
-        def ask(k: int, ours: Exchange = ours, asked: dict[str, Any] = asked) -> None:
-            asked[""] = ours.ask(batches[k % 16], share)
+        def ask(k: int, ours: Exchange = ours, requested: dict[str, Any] = requested) -> None:
+            requested[""] = ours.ask(batches[k % 16], share)
 
-        def fetch(k: int, ours: Exchange = ours, asked: dict[str, Any] = asked, buffers: Buffers = buffers) -> None:
-            found = asked[""]
+        def fetch(
+            k: int, ours: Exchange = ours, requested: dict[str, Any] = requested, buffers: Buffers = buffers
+        ) -> None:
+            found = requested[""]
             ours.fetch(found, table[found.rows], buffers.take("rows", (found.size, DIM), np.float32))
 
-        def deliver(k: int, ours: Exchange = ours, asked: dict[str, Any] = asked, buffers: Buffers = buffers) -> None:
-            found = asked[""]
+        def deliver(
+            k: int, ours: Exchange = ours, requested: dict[str, Any] = requested, buffers: Buffers = buffers
+        ) -> None:
+            found = requested[""]
             out = buffers.take("sums", (len(found.rows), DIM), np.float32)
             ours.deliver(found, gradients[: found.size], out)
 

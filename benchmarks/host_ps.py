@@ -12,7 +12,7 @@ from autopar.ir.cluster import ClusterSpec, Link
 def transfer_s(cluster: ClusterSpec, size: float, link: Link) -> float:
     """Every worker reads the parameter from its servers, or sends them its gradient: at a machine's interface.
 
-    Of the other machines' m - 1 servers' shares d copies come in, as many as the own server sends out.
+    Of the other machines' m - 1 servers' shards d copies come in, as many as the own server sends out.
     """
     m = cluster.machines
     return link(cluster.devices * (m - 1) / m * size) if m > 1 else 0.0

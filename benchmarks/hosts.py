@@ -94,7 +94,7 @@ def _against(
             flush=True,
         )
     print(
-        f"  autopar compiled {told['compilations']} times; dense gradients: {', '.join(told['road'])}; "
+        f"  autopar compiled {told['compilations']} times; dense gradients: {', '.join(told['reduction_backend'])}; "
         f"once for each distinct row: {told['once_per_row'] or 'nothing'}",
         flush=True,
     )

@@ -140,7 +140,12 @@ class Planned(System):
         runner = planned.latest.runner
         sent = dict(runner.ranks.exchange.sent_bytes)
         polling = runner.ranks.exchange.polling
-        found = {"road": planned.plan.road, "compilations": runner.compilations, "sent": sent, "polling": polling}
+        found = {
+            "reduction_backend": planned.plan.reduction_backend,
+            "compilations": runner.compilations,
+            "sent": sent,
+            "polling": polling,
+        }
         return {**found, "once_per_row": runner.once_per_row and str(runner.once_per_row)}
 
 

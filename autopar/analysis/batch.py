@@ -1,7 +1,7 @@
 """Which axis of a value runs over the examples of the batch, as far as it can be followed.
 
-This says how values are best spread over devices: a device that holds an equal share of each input along its batch
-axis holds the same share of these values along theirs. It is never more than advice: whatever is laid out otherwise
+This says how values are best spread over devices: a device that holds an equal shard of each input along its batch
+axis holds the same shard of these values along theirs. It is never more than advice: whatever is laid out otherwise
 is moved by XLA, at a cost.
 
 Guesses may be followed along with what is known: each is the bit of an integer, and a value's axis rests on those
@@ -125,7 +125,7 @@ class _Batch(Interpreter[_Found]):
 
     def while_loop(self, equation: Equation, given: Sequence[_Found]) -> Sequence[_Found]:
         self.guesses.refute(union(base for _, base in given))
-        return self.unsettled(equation)
+        return self.unconverged(equation)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
         """Branches agree on an axis, or don't care for it."""

@@ -50,7 +50,7 @@ def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
-    """Equal shares stay equal shares where the axis leads what it is merged with or split into.
+    """Equal shards stay equal shards where the axis leads what it is merged with or split into.
 
     Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
     """
@@ -134,7 +134,7 @@ def _convolve(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _group_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
-    """Axes of both operands that are taken apart into a convolution's groups; shares hold whole groups or none."""
+    """Axes of both operands that are taken apart into a convolution's groups; shards hold whole groups or none."""
     p, numbers = equation.params, equation.params["dimension_numbers"]
     by_feature, by_batch = (p[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
     return [(numbers.lhs_spec[0 if by_batch else 1], numbers.rhs_spec[0])] if by_feature or by_batch else []

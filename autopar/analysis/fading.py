@@ -1,6 +1,7 @@
-"""How far a row that is nearly at rest still moves: what a small momentum does, bounded (see `ir.deferred.Fading`).
+"""How far a row that is that nearly only scales still moves: what a small momentum does, bounded (see
+`ir.deferred.Fading`).
 
-`analysis.settling` says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk
+`analysis.scale_only` says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk
 carries with each value how far it may be from what it would be then: for each of these leaves a number, *reach*, so
 that it is at most reach times the leaf's element in the same place. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero,
 say, and within 1e4 |m| where v is at least 1e-8: reaches are computed for several such *floors*. Whatever isn't known
@@ -19,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.settling import SettlingWalk, leaves_of
-from autopar.analysis.settling_rules import Number, Scaled, Sign, Value, Zero, keeps_order
-from autopar.ir.deferred import FLOORS, Fading, Settled
+from autopar.analysis.scale_only import ScaleOnlyWalk, leaves_of
+from autopar.analysis.scale_only_rules import Number, Scaled, Sign, Value, Zero, keeps_order
+from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
 from autopar.ir.program import Block, Equation
 from autopar.ir.slicing import eliminate_dead
 
@@ -47,8 +48,8 @@ class Near:
 
 
 @dataclass(eq=False)
-class FadingWalk(SettlingWalk):
-    """The walk of `analysis.settling`, with what is near.
+class FadingWalk(ScaleOnlyWalk):
+    """The walk of `analysis.scale_only`, with what is near.
 
     Attributes:
       floors: What no element of a leaf falls below, [F].
@@ -180,58 +181,64 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
 # --- a family's ---
 
 
-def find_fading(body: Block, changed: int, read: int, settled: Settled) -> Fading | None:
+def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> Fading | None:
     """What is to be written down so that replaying can stop early; None if it can't."""
-    if not settled.zero:
+    if not scale_only.zero:
         return None
     elements = [tuple(d for d in v.shape if d != 1) for v in body.inputs[:changed]]
-    floors = tuple(k for k in settled.scaled if k in settled.not_negative and all(elements[k] == e for e in elements))
+    floors = tuple(
+        k for k in scale_only.scaled if k in scale_only.not_negative and all(elements[k] == e for e in elements)
+    )
     numbers = [np.zeros(v.shape, v.dtype) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
-        near = _near(body, changed, read, settled, floors, numbers, np)
-        own = _own(body, changed, read, settled, numbers, np)
-    if own is None or any(near[k].reach is None for k in settled.scaled):
+        near = _near(body, changed, read, scale_only, floors, numbers, np)
+        own = _own(body, changed, read, scale_only, numbers, np)
+    if own is None or any(near[k].reach is None for k in scale_only.scaled):
         return None
-    pairs = tuple((k, leaf) for k in settled.scaled for leaf in sorted(near[k].reach))
+    pairs = tuple((k, leaf) for k in scale_only.scaled for leaf in sorted(near[k].reach))
     if any(elements[k] != elements[leaf] for k, leaf in pairs):
         return None
-    return Fading(settled.zero, pairs, floors, tuple(body.inputs[k].dtype for k in settled.zero))
+    return Fading(scale_only.zero, pairs, floors, tuple(body.inputs[k].dtype for k in scale_only.zero))
 
 
 def fading_numbers(
-    body: Block, changed: int, read: int, settled: Settled, fading: Fading, values: Sequence[Any], xp: Any
+    body: Block, changed: int, read: int, scale_only: ScaleOnly, fading: Fading, values: Sequence[Any], xp: Any
 ) -> list[Any]:
     """Of a step: what each leaf that fades is multiplied by (NaN: not known); and each pair's reaches, [F]."""
-    own = _own(body, changed, read, settled, values, xp)
+    own = _own(body, changed, read, scale_only, values, xp)
     assert own is not None, "as it was when it was planned"
-    near = _near(body, changed, read, settled, fading.floors, values, xp)
+    near = _near(body, changed, read, scale_only, fading.floors, values, xp)
     reaches = [(near[k].reach[leaf], body.inputs[k].dtype) for k, leaf in fading.pairs]
     factors = [xp.asarray(x, dtype).reshape(()) for x, dtype in zip(own, fading.dtypes, strict=True)]
     return [*factors, *(xp.broadcast_to(xp.asarray(x, dtype), (len(FLOORS),)) for x, dtype in reaches)]
 
 
 def _near(
-    body: Block, changed: int, read: int, settled: Settled, floors: Sequence[int], values: Sequence[Any], xp: Any
+    body: Block, changed: int, read: int, scale_only: ScaleOnly, floors: Sequence[int], values: Sequence[Any], xp: Any
 ) -> list[Any]:
     """The new rows of changed leaves, nearly."""
     leaves = [
-        Near(Zero(), {k: np.ones((), v.dtype)}) if k in settled.zero else Near(Scaled(k, 1, np.zeros((), v.dtype)), {})
+        Near(Zero(), {k: np.ones((), v.dtype)})
+        if k in scale_only.zero
+        else Near(Scaled(k, 1, np.zeros((), v.dtype)), {})
         for k, v in enumerate(body.inputs[:changed])
     ]
     walk = FadingWalk(xp, floors={k: np.asarray(FLOORS, body.inputs[k].dtype) for k in floors})
     return walk.run(body, [*leaves, *[Near(None, None)] * read, *(Near(Number(v), {}) for v in values)])[:changed]
 
 
-def _own(body: Block, changed: int, read: int, settled: Settled, values: Sequence[Any], xp: Any) -> list[Any] | None:
+def _own(
+    body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any
+) -> list[Any] | None:
     """What leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
-    alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in settled.zero)))
-    walk = SettlingWalk(xp)
+    alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
+    walk = ScaleOnlyWalk(xp)
     outputs = walk.run(alone, [*leaves_of(body, changed, read, ()), *map(Number, values)])
-    if not walk.not_negative <= set(settled.not_negative):
+    if not walk.not_negative <= set(scale_only.not_negative):
         return None
     good = walk.holds()
     found = []
-    for k, value in zip(settled.zero, outputs, strict=True):
+    for k, value in zip(scale_only.zero, outputs, strict=True):
         if isinstance(value, Zero):
             value = Scaled(k, 0, np.zeros((), body.inputs[k].dtype))
         if not isinstance(value, Scaled) or value.leaf != k:

@@ -228,8 +228,8 @@ def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
         even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))
         return Fate(own, False, False, events - zeros, nan, even, alike, zero_or_nan, turns)
     if not keeps_nan:
-        settled = _all(o.nan for o in operands) if known.compares else _NOTHING
-        return Fate(own, events=events, alike=alike | settled, turns=turns)
+        decided = _all(o.nan for o in operands) if known.compares else _NOTHING
+        return Fate(own, events=events, alike=alike | decided, turns=turns)
     nan = _all(o.nan for o in operands)
     even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))
     touched = [o for o in operands if o.events]
@@ -273,8 +273,8 @@ def _chosen(which: Fate, cases: Sequence[Fate]) -> Fate:
     even = frozenset(e for e in events if which.is_alike(e) and all(c.is_even(e) for c in cases))
     own = which.own or any(c.own for c in cases)
     zeros = all(c.zero for c in cases)
-    settled = frozenset(e for e in events if zeros and all(e not in c.events or e in c.zero_or_nan for c in cases))
-    zero_or_nan, turns = nan | (settled & alike), _turns((which, *cases))
+    decided = frozenset(e for e in events if zeros and all(e not in c.events or e in c.zero_or_nan for c in cases))
+    zero_or_nan, turns = nan | (decided & alike), _turns((which, *cases))
     return Fate(own, False, False, events, nan, even | nan | untouched, alike | nan, zero_or_nan, turns)
 
 

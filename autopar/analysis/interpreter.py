@@ -62,15 +62,15 @@ class Interpreter(abc.ABC, Generic[V]):
         """Forget what was noted since."""
 
     def loop_ended(self, equation: Equation, given: Sequence[V]) -> None:
-        """A loop's carries are settled."""
+        """A loop's carries have converged."""
 
-    def unsettled(self, equation: Equation) -> Sequence[V]:
-        """The results of a loop whose carries don't settle, and of one whose bodies aren't followed."""
+    def unconverged(self, equation: Equation) -> Sequence[V]:
+        """The results of a loop whose carries don't converge, and of one whose bodies aren't followed."""
         return [self.unknown(v) for v in equation.outputs]
 
     def while_loop(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
         """The results of a while loop."""
-        return self.unsettled(equation)
+        return self.unconverged(equation)
 
     # --- the engine ---
 
@@ -131,7 +131,7 @@ class Interpreter(abc.ABC, Generic[V]):
                 return [*ends, *(self.outside(v) for v in results[count:])]
             self.restore(mark)
             carries = widened
-        return self.unsettled(equation)
+        return self.unconverged(equation)
 
 
 def _first_carry(equation: Equation) -> int:

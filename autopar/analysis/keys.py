@@ -99,7 +99,7 @@ class _Keys(Interpreter[Words]):
         self.body(equation, equation.bodies[0], [*given[:n], *carries])
         return carries
 
-    def unsettled(self, equation: Equation) -> Sequence[Words]:
+    def unconverged(self, equation: Equation) -> Sequence[Words]:
         everything = union([union(self.value(a)) for a in equation.inputs])
         return [(everything,) * _positions(v.shape) for v in equation.outputs]
 

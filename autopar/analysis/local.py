@@ -1,6 +1,7 @@
 """What a device (or a rank) has of a value when it runs its own part of a step.
 
-Three things can be had of a global value: all of it (`None`), an equal share along one axis (`Spread`), or an addend of
+Three things can be had of a global value: all of it (`None`), an equal shard along one axis (`Spread`), or a partial
+  sum of
 it (`Partial`: the value is the sum over all). `place_spread` and `keeps_partial` say what an equation makes of such
 operands. Both are sound: what they have no rule for is refused, never guessed.
 """
@@ -25,7 +26,7 @@ from autopar.ir.program import Equation, Source, Var
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """An equal share along an axis. `owner`: of the rows that a device owns, not of the examples that it has."""
+    """An equal shard along an axis. `owner`: of the rows that a device owns, not of the examples that it has."""
 
     axis: int
     owner: bool = False
@@ -33,7 +34,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """An addend of the value."""
+    """A partial sum of the value."""
 
 
 PARTIAL = Partial()
@@ -84,7 +85,7 @@ class LocalFacts:
 
     Attributes:
       outputs: What each device has of the block's outputs.
-      owned: Variables that are shares of an owner's rows.
+      owned: Variables that are shards of an owner's rows.
       reductions: All reductions.
       inside: What a device computes on its own examples from a reduced value (as batch norm does), None if nothing.
     """
@@ -117,7 +118,7 @@ class Placed:
     """What an equation makes of spread operands.
 
     Attributes:
-      axis: Where the shares are in the results; SUMMED if they are reduced or contracted.
+      axis: Where the shards are in the results; SUMMED if they are reduced or contracted.
       needed: Operand -> the axis along which it must be spread as well.
     """
 
@@ -126,7 +127,7 @@ class Placed:
 
 
 def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) -> Placed:
-    """Where equal shares of some operands end up, in an equation without bodies.
+    """Where equal shards of some operands end up, in an equation without bodies.
 
     `spread`: operand -> the axis along which it is spread.
 
@@ -159,7 +160,7 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
         raise NotLocal(f"{op} of examples with other examples", equation.source)
     (at,) = places
     out = equation.outputs[0]
-    if at != SUMMED and (out.shape[at] % devices or (op == "reshape" and not _equal_shares(equation, spread[0], at))):
+    if at != SUMMED and (out.shape[at] % devices or (op == "reshape" and not _equal_shards(equation, spread[0], at))):
         raise NotLocal(f"{op} takes the examples apart", equation.source)
     return _agreed(equation, spread, needed, at)
 
@@ -182,8 +183,8 @@ def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, 
     return Placed(axis, {k: along for k, along in needed.items() if k not in spread})
 
 
-def _equal_shares(equation: Equation, axis: int, to: int) -> bool:
-    """Whether a reshape leaves what is ahead of an axis, so that equal shares stay equal shares."""
+def _equal_shards(equation: Equation, axis: int, to: int) -> bool:
+    """Whether a reshape leaves what is ahead of an axis, so that equal shards stay equal shards."""
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
     return math.prod(old[:axis]) == math.prod(new[:to])
 
@@ -198,7 +199,7 @@ def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
 
 
 def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], devices: int) -> bool:
-    """Whether shares along the groups of a convolution aren't whole groups."""
+    """Whether shards along the groups of a convolution aren't whole groups."""
     p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
     groups = max(p["feature_group_count"], p["batch_group_count"])
     return groups % devices != 0 and any(place(equation, k, axis) == out for k, axis in spread.items())
@@ -222,7 +223,7 @@ def _scatter(equation: Equation, spread: Mapping[int, int]) -> Placed:
     return _agreed(equation, spread, {1: index, 2: examples[index]}, SUMMED)
 
 
-# --- addends ---
+# --- partial sums ---
 
 #: Operands of what is linear in all together that aren't values but say where.
 _INDICES = {"scatter-add": (1,), "dynamic_update_slice": tuple(range(2, 16))}
@@ -230,10 +231,10 @@ _TOGETHER = those_that(lambda p: p.linear is Linear.TOGETHER) | {"ap.plus"}
 
 
 def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] | None:
-    """Whether the results of addends add up to the result, every other operand being whole.
+    """Whether the results of partial sums add up to the result, every other operand being whole.
 
     Returns:
-      None if they don't; else the operands that are no addends, and of which one device only may take part.
+      None if they don't; else the operands that are no partial sums, and of which one device only may take part.
     """
     op = equation.op
     if op == "gather" and not _fills_with_zeros(equation):
@@ -273,14 +274,14 @@ def _fills_with_zeros(equation: Equation) -> bool:
 
 
 def _widens(equation: Equation) -> bool:
-    """Rounding each addend is not rounding their sum; an integer may wrap around in an addend and not in the sum."""
+    """Rounding each partial sum is not rounding their sum; an integer may wrap around in one and not in the sum."""
     old, new = np.dtype(equation.inputs[0].dtype), np.dtype(equation.outputs[0].dtype)
     if jax_compat.is_float(old) and jax_compat.is_float(new):
         return jax_compat.holds_floats(new, old)
     return old.kind in "iu" and new.itemsize == old.itemsize
 
 
-#: How shares of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
+#: How shards of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
 REDUCES: Mapping[str, str] = {**reductions.PRIMITIVES} | {
     "dot_general": "sum",
     "conv_general_dilated": "sum",

@@ -51,7 +51,7 @@ class _Kinds(Interpreter[SumKind]):
     def join(self, values: Sequence[SumKind], atoms: Sequence[Atom]) -> SumKind:
         return max(values)
 
-    def unsettled(self, equation: Equation) -> Sequence[SumKind]:
+    def unconverged(self, equation: Equation) -> Sequence[SumKind]:
         return [max(map(self.value, equation.inputs))] * len(equation.outputs)
 
     def run(self, equations: Sequence[Equation]) -> None:

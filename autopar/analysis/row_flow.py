@@ -198,8 +198,8 @@ class RowFlow(Interpreter[Value]):
     def outside(self, value: Value) -> Value:
         return Row(value.axis + 1, value.family, value.off) if isinstance(value, Row) else None
 
-    def unsettled(self, equation: Equation) -> Sequence[Value]:
-        raise Mixes("a loop whose carries don't settle")
+    def unconverged(self, equation: Equation) -> Sequence[Value]:
+        raise Mixes("a loop whose carries don't converge")
 
     def while_loop(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
         if any(isinstance(v, Row) for v in given):

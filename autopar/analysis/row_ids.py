@@ -44,7 +44,7 @@ class RowIds:
     Attributes:
       equations: Those that compute the ids outside of loops, and the `row_ids` and `row_range`s.
       results: Flat ids.
-      batched: For each result, whether equal shares of it are those of equal shares of the batch.
+      batched: For each result, whether equal shards of it are those of equal shards of the batch.
       axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
       indices: For each access its index operand outside of loops.
     """

@@ -1,16 +1,19 @@
-"""Deferred rows on a device (all of a table's, or its share of them): replay what they missed before they are read, and
-those that lag behind when the journal is full.
+"""Deferred rows on a device (all of a table's, or its shard of them): replay what they missed before they are read, and
+those that lag behind when the update log is full.
 
-A row's *stamp* is the step of the journal up to which it has moved. Rows are replayed in groups of about the same
-stamp, each until it is up to date: an old row doesn't make the others wait. A full journal is flushed: all its rows are
+A row's *stamp* is the step of the update log up to which it has moved. Rows are replayed in groups of about the same
+stamp, each until it is up to date: an old row doesn't make the others wait. A full update log is flushed: all its rows
+  are
 replayed, and it begins anew.
 
-Settled rows (`ir.deferred.Settled`) wait on, at no cost: what a full journal multiplies them by is kept as a *volume*,
-a number for each leaf, and the stamp of such a row is the inverted number of the volume from which on it is to be
-multiplied. Only when there is no room for volumes, or a step breaks what settled rows rest on, a flush takes all rows.
+Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: what a full update log multiplies them by is kept as a
+*segment*, a number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is
+to be multiplied. Only when there is no room for segments, or a step breaks what scale-only rows rest on, a flush takes
+all rows.
 
-Invariants: stamps of rows that aren't settled are at most `now`; records from `now` on, and volumes from `volume` on,
-are never read; the scales of all volumes together are finite.
+Invariants: stamps of rows that aren't scale-only are at most `now`; records from `now` on, and segments from `segment`
+  on,
+are never read; the scales of all segments together are finite.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.fading import fading_numbers
-from autopar.analysis.settling import factors
+from autopar.analysis.scale_only import factors
 from autopar.backends.fading import Suffixes, beside, times
 from autopar.backends.indices import along, set_rows
 from autopar.ir.deferred import Replay
@@ -44,19 +47,20 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A journal, but for the stamps.
+    """An update log, but for the stamps.
 
     Attributes:
       now: int32[], how many steps it holds.
-      volume: int32[], how many journals were closed before.
+      segment: int32[], how many update logs were closed before.
       records: [K, ...] each, what the steps wrote down.
-      volumes: [M] each, what the closed journals multiply settled rows by, leaf by leaf (logarithms where near one).
+      segments: [M] each, what the closed update logs multiply scale-only rows by, leaf by leaf (logarithms where near
+        one).
     """
 
     now: Array
-    volume: Array
+    segment: Array
     records: Sequence[Array]
-    volumes: Sequence[Array]
+    segments: Sequence[Array]
 
     @staticmethod
     def of(replay: Replay, flat: Sequence[Array]) -> Entries:
@@ -67,19 +71,19 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferred:
-    """The replay of one family. `phi` runs the body on arrays; rows come as the leaves have them."""
+    """The replay of one family. `update` runs the body on arrays; rows come as the leaves have them."""
 
     replay: Replay
     body: Block
-    phi: Callable[..., Sequence[Array]]
+    update: Callable[..., Sequence[Array]]
 
     def spread(self, along: bool) -> tuple[list[int | None], tuple[int | None, ...]]:
         """Along which axis the operands of a flush, and its results, are spread over devices, if rows are."""
         p = self.replay
         rows = [axis if along else None for axis in p.axes]
         stamps = 0 if along else None
-        entries = 2 + len(p.records) + len(p.volumes)
-        return [*rows, stamps, *[None] * entries], (*rows[: p.changed], stamps, None, None, *[None] * len(p.volumes))
+        entries = 2 + len(p.records) + len(p.segments)
+        return [*rows, stamps, *[None] * entries], (*rows[: p.changed], stamps, None, None, *[None] * len(p.segments))
 
     # --- what a step does ---
 
@@ -109,14 +113,14 @@ class Deferred:
     def record(
         self, now: Array, records: Sequence[Array], values: Sequence[Array], exceeded: Array | None = None
     ) -> list[Array]:
-        """The journal's records with one step more; what it keeps of earlier steps stays if it is to be done again."""
+        """The update log's records with one step more; those of earlier steps stay if it is to be done again."""
         p = self.replay
         found = list(map(jnp.asarray, values))
         later: list[Array] = []
-        if p.settled is not None:
-            *rates, holds = factors(self.body, p.changed, p.read, p.settled, found, jnp)
+        if p.scale_only is not None:
+            *rates, holds = factors(self.body, p.changed, p.read, p.scale_only, found, jnp)
             if p.fading is not None:
-                numbers = fading_numbers(self.body, p.changed, p.read, p.settled, p.fading, found, jnp)
+                numbers = fading_numbers(self.body, p.changed, p.read, p.scale_only, p.fading, found, jnp)
                 later = self._suffixes(records).and_then(now, rates, holds, numbers)
                 if exceeded is not None:
                     later = [jnp.where(exceeded, x, y) for x, y in zip(records[-len(later) :], later, strict=True)]
@@ -127,22 +131,22 @@ class Deferred:
 
     def _suffixes(self, records: Sequence[Array]) -> Suffixes:
         p = self.replay
-        return Suffixes.of(p, records[len(p.values) + len(p.settled.scaled if p.settled else ()) + 1 :])
+        return Suffixes.of(p, records[len(p.values) + len(p.scale_only.scaled if p.scale_only else ()) + 1 :])
 
     def flush(
         self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, due: Array | bool, full: bool
     ) -> tuple[Array, ...]:
-        """Changed leaves, stamps, now, volume and volumes after rows (settled ones, too, if `full`) were brought up to
-        date, if that is `due`. In place where the leaves are donated: a loop of no round leaves them alone."""
+        """Changed leaves, stamps, now, segment and segments after rows were brought up to date (scale-only ones, too, if
+        `full`), if that is `due`. In place where the leaves are donated: a loop of no round leaves them alone."""
         changed, read = self._parts(leaves)
         n, extent = len(changed), stamps.shape[0]
         size = min(extent, max(1, _FLUSH_ELEMENTS // _row_elements(changed, extent)))
 
         def once(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             *changed, stamps = state[: n + 1]
-            takes_all, volume, volumes = self.close(entries)
+            takes_all, segment, segments = self.close(entries)
             takes_all = takes_all | full
-            volume = jnp.where(takes_all, 0, volume)
+            segment = jnp.where(takes_all, 0, segment)
             taken = (stamps >= 0) | takes_all
             places = jnp.cumsum(taken, dtype=jnp.int32) - 1
             numbered = jax.lax.iota(jnp.int32, extent)
@@ -159,62 +163,62 @@ class Deferred:
                 new = self.catch_up(mine, stamped, entries)
                 triples = zip(changed, new, self.replay.axes, strict=False)
                 changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
-                return (*changed, set_rows(stamps, self.stamps(new, volume), some, 0))
+                return (*changed, set_rows(stamps, self.stamps(new, segment), some, 0))
 
             done = jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
-            return (*done, jnp.zeros_like(entries.now), volume, *volumes)
+            return (*done, jnp.zeros_like(entries.now), segment, *segments)
 
         rounds = jnp.where(due, 1, 0)
-        start = (*changed, stamps, entries.now, entries.volume, *entries.volumes)
+        start = (*changed, stamps, entries.now, entries.segment, *entries.segments)
         return jax.lax.fori_loop(0, rounds, once, start)
 
     def close(self, entries: Entries) -> tuple[Array, Array, list[Array]]:
-        """Whether settled rows can't wait any longer, the number of the next volume, and the volumes with this one."""
+        """Whether scale-only rows can't wait any longer, the next segment's number, and the segments with this one."""
         p = self.replay
-        if p.settled is None:
+        if p.scale_only is None:
             return jnp.zeros((), bool), jnp.zeros((), jnp.int32), []
         tables, _, hold = self._scales(entries)
-        volumes = []
-        for scales, by in zip(entries.volumes, tables, strict=True):
-            own = by[jnp.minimum(entries.volume, scales.shape[0] - 1)]  # from this volume on: this journal alone
-            volumes.append(jax.lax.dynamic_update_index_in_dim(scales, own, entries.volume, 0))
-        last = entries.volume + 1 >= entries.volumes[0].shape[0] if p.volumes else jnp.zeros((), bool)
-        return ~hold | last, entries.volume + 1, volumes
+        segments = []
+        for scales, by in zip(entries.segments, tables, strict=True):
+            own = by[jnp.minimum(entries.segment, scales.shape[0] - 1)]  # from this segment on: this update log alone
+            segments.append(jax.lax.dynamic_update_index_in_dim(scales, own, entries.segment, 0))
+        last = entries.segment + 1 >= entries.segments[0].shape[0] if p.segments else jnp.zeros((), bool)
+        return ~hold | last, entries.segment + 1, segments
 
-    def stamps(self, changed: Sequence[Array], volume: Array | int = 0) -> Array:
-        """int32[rows]: stamps of rows that are all up to date, at the beginning of a volume."""
-        settled, extent = self.replay.settled, changed[0].shape[self.replay.axes[0]]
-        if settled is None:
+    def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
+        """int32[rows]: stamps of rows that are all up to date, at the beginning of a segment."""
+        scale_only, extent = self.replay.scale_only, changed[0].shape[self.replay.axes[0]]
+        if scale_only is None:
             return jnp.zeros((extent,), jnp.int32)
         good = jnp.ones((extent,), bool)
         for k, leaf in enumerate(changed):
             others = tuple(d for d in range(leaf.ndim) if d != self.replay.axes[k])
-            if k in settled.zero:
+            if k in scale_only.zero:
                 good &= jnp.all(leaf == 0, axis=others)
             else:
                 holds = jnp.isfinite(leaf)
-                holds = holds & (leaf >= 0) if k in settled.not_negative else holds
+                holds = holds & (leaf >= 0) if k in scale_only.not_negative else holds
                 good &= jnp.all(holds, axis=others)
-        return jnp.where(good, ~jnp.asarray(volume, jnp.int32), 0).astype(jnp.int32)
+        return jnp.where(good, ~jnp.asarray(segment, jnp.int32), 0).astype(jnp.int32)
 
-    # --- settled rows ---
+    # --- scale-only rows ---
 
     def _scales(self, entries: Entries) -> tuple[list[Array], list[Array], Array]:
-        """For each scaled leaf [M], by volume, what a row that has waited since then is to be multiplied by.
+        """For each scaled leaf [M], by segment, what a row that has waited since then is to be multiplied by.
 
         Logarithms where factors are near one, and sums of them: a product would round each factor.
 
         Returns:
-          With this journal's steps, without them, and whether the first may be used.
+          With this update log's steps, without them, and whether the first may be used.
         """
-        p, volume = self.replay, entries.volume
-        assert p.settled is not None, "there are settled rows"
-        *rates, holds = entries.records[len(p.values) :][: len(p.settled.scaled) + 1]
+        p, segment = self.replay, entries.segment
+        assert p.scale_only is not None, "there are scale-only rows"
+        *rates, holds = entries.records[len(p.values) :][: len(p.scale_only.scaled) + 1]
         done = jax.lax.iota(jnp.int32, p.length) < entries.now
         hold = jnp.all(jnp.where(done, holds, True))
         closed, whole = [], []
-        for rate, scales, near_one in zip(rates, entries.volumes, p.settled.near_one, strict=True):
-            past = jax.lax.iota(jnp.int32, scales.shape[0]) < volume
+        for rate, scales, near_one in zip(rates, entries.segments, p.scale_only.near_one, strict=True):
+            past = jax.lax.iota(jnp.int32, scales.shape[0]) < segment
             if near_one:
                 before = jax.lax.cumsum(jnp.where(past, scales, 0), reverse=True)
                 by = before + jnp.sum(jnp.where(done, jnp.log1p(rate), 0))
@@ -228,15 +232,15 @@ class Deferred:
         return whole, closed, hold
 
     def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
-        """Settled rows up to date; and from which step on each row is to be replayed (`now`: not at all)."""
+        """Scale-only rows up to date; and from which step on each row is to be replayed (`now`: not at all)."""
         changed = list(changed)
-        settled = self.replay.settled
-        if settled is None:
+        scale_only = self.replay.scale_only
+        if scale_only is None:
             return changed, stamps
         whole, closed, hold = self._scales(entries)
         waits = stamps < 0
         since = jnp.where(waits, ~stamps, 0)
-        for k, all_, before, near_one in zip(settled.scaled, whole, closed, settled.near_one, strict=True):
+        for k, all_, before, near_one in zip(scale_only.scaled, whole, closed, scale_only.near_one, strict=True):
             by = jnp.where(hold, all_, before).at[since].get(mode="clip")
             changed[k] = jnp.where(beside(waits, changed[k]), times(changed[k], by, near_one), changed[k])
         return changed, jnp.where(waits, jnp.where(hold, entries.now, 0), stamps)
@@ -246,7 +250,7 @@ class Deferred:
     def _replayed(
         self, rows: Sequence[Array], begin: Array, entries: Entries, suffixes: Suffixes | None
     ) -> list[Array]:
-        """Rows [B, ...] with phi replayed from each one's step on, until it is up to date, or has faded."""
+        """Rows [B, ...] with the untouched update replayed from each one's step on, until it has caught up or faded."""
         p, now = self.replay, entries.now
         values = entries.records[: len(p.values)]
         changed, read = self._parts(rows)
@@ -254,7 +258,7 @@ class Deferred:
         def one(*row_and_values: Array) -> tuple[Array, ...]:
             n = len(p.leaves)
             alone = [jnp.expand_dims(x, axis) for x, axis in zip(row_and_values[:n], p.axes, strict=True)]
-            new = self.phi(*alone, *row_and_values[n:])
+            new = self.update(*alone, *row_and_values[n:])
             return tuple(jnp.squeeze(jnp.asarray(x), axis) for x, axis in zip(new, p.axes, strict=False))
 
         every = jax.vmap(one, in_axes=(*(0,) * len(rows), *(None,) * len(values)))

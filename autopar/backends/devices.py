@@ -110,7 +110,7 @@ class Devices:
 
 
 class OwnPart(Devices, abc.ABC):
-    """The same devices seen by one of them: arrays are its own shares."""
+    """The same devices seen by one of them: arrays are its own shards."""
 
     @property
     def parts(self) -> int:
@@ -123,7 +123,7 @@ class OwnPart(Devices, abc.ABC):
         return fun(*operands)
 
     def share(self, value: Array, along: int) -> Array:
-        """This device's share of what all have."""
+        """This device's shard of what all have."""
         size = value.shape[along] // self.count
         # XLA makes one slice of two, and doesn't clamp the first one's start before it adds the second one's.
         value = jax.lax.optimization_barrier(value)

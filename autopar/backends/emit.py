@@ -41,7 +41,7 @@ def emit(
 
 
 def deferred_of(equation: Equation) -> Deferred:
-    """What an equation of a journal replays: its body is phi."""
+    """What an equation of an update log replays: its body is the untouched update."""
     (body,) = equation.bodies
     return Deferred(equation.params["replay"], body, emit(body))
 
@@ -133,14 +133,14 @@ class _Emitter:
     # --- where values are ---
 
     def _isolated(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """What every device runs by itself in a program that XLA partitions otherwise (`passes.shield`): on shares of
+        """What every device runs by itself in a program that XLA partitions otherwise (`passes.shield`): on shards of
         the operands, which are brought there from wherever they are."""
         assert self._devices is not None, "one device has no partitioner"
         p, run, names = equation.params, emit(equation.bodies[0]), self._devices.examples
         op = p["reduction"]
 
-        def inside(*shares: Array) -> tuple[Array, ...]:
-            results = tuple(map(jnp.asarray, run(*shares)))
+        def inside(*shards: Array) -> tuple[Array, ...]:
+            results = tuple(map(jnp.asarray, run(*shards)))
             return results if op is None else tuple(reduce_across(op, x, names) for x in results)
 
         return self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
@@ -232,7 +232,7 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: devices.gathered(value, p["axis"]),
     "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
-    "ap.share": lambda devices, p, value: devices.share(value, p["axis"]),
+    "ap.shard": lambda devices, p, value: devices.share(value, p["axis"]),
     "ap.once": lambda devices, p, value: devices.once(value),
     "ap.store": _store,
     "ap.whole": lambda devices, p, value: whole(value, **p, devices=devices),

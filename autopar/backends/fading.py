@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.ir.deferred import FLOORS, Fading, Replay, Settled
+from autopar.ir.deferred import FLOORS, Fading, Replay, ScaleOnly
 
 Array = Any
 
@@ -20,7 +20,7 @@ _NEGLIGIBLE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class Suffixes:
-    """For each step of a journal, what it and those after it do to a row together. All are [K], but for reaches.
+    """For each step of an update log, what it and those after it do to a row together. All are [K], but for reaches.
 
     Attributes:
       holds: Whether they may be used.
@@ -31,7 +31,7 @@ class Suffixes:
         most; by floor, [K, F].
     """
 
-    settled: Settled
+    scale_only: ScaleOnly
     fading: Fading
     holds: Array
     scales: Sequence[Array]
@@ -42,31 +42,31 @@ class Suffixes:
     @staticmethod
     def of(replay: Replay, flat: Sequence[Array]) -> Suffixes:
         """From flat arrays."""
-        settled, fading = replay.settled, replay.fading
-        assert settled is not None and fading is not None, "there are rows that fade"
+        scale_only, fading = replay.scale_only, replay.fading
+        assert scale_only is not None and fading is not None, "there are rows that fade"
         rest = list(flat[1:])
-        counts = len(settled.scaled), len(fading.zero), len(fading.floors), len(fading.pairs)
+        counts = len(scale_only.scaled), len(fading.zero), len(fading.floors), len(fading.pairs)
         parts = [[rest.pop(0) for _ in range(count)] for count in counts]
-        return Suffixes(settled, fading, flat[0], *parts)
+        return Suffixes(scale_only, fading, flat[0], *parts)
 
     def and_then(self, now: Array, rates: Sequence[Array], holds: Array, numbers: Sequence[Array]) -> list[Array]:
         """Flat arrays with one step more.
 
         Args:
           now: Which step it is: what is there of it and of later ones is of no meaning.
-          rates, holds: What settled rows are scaled by, and whether that may be used.
+          rates, holds: What scale-only rows are scaled by, and whether that may be used.
           numbers: What `analysis.fading` finds: factors of leaves that fade, and each pair's reaches.
         """
-        settled, fading = self.settled, self.fading
+        scale_only, fading = self.scale_only, self.fading
         new = jax.lax.iota(jnp.int32, self.holds.size) >= now
         own, reach = numbers[: len(fading.zero)], numbers[len(fading.zero) :]
         for f in own:
             holds &= jnp.isfinite(f)
-        pairs = zip(settled.scaled, rates, settled.near_one, strict=True)
+        pairs = zip(scale_only.scaled, rates, scale_only.near_one, strict=True)
         by = {leaf: 1 + rate if near_one else rate for leaf, rate, near_one in pairs}
         scales = [
             jnp.where(new, 0, scale) + jnp.log1p(rate) if near_one else jnp.where(new, 1, scale) * rate
-            for scale, rate, near_one in zip(self.scales, rates, settled.near_one, strict=True)
+            for scale, rate, near_one in zip(self.scales, rates, scale_only.near_one, strict=True)
         ]
         fades = [jnp.where(new, 1, fade) for fade in self.fades]
         sinks = [
@@ -86,21 +86,22 @@ class Suffixes:
         Zero where that isn't known.
         """
         found = {}
-        for leaf, by, near_one in zip(self.settled.scaled, self.scales, self.settled.near_one, strict=True):
+        for leaf, by, near_one in zip(self.scale_only.scaled, self.scales, self.scale_only.near_one, strict=True):
             scale = jnp.where(self.holds[k], abs(jnp.exp(by[k]) if near_one else by[k]), 0)
             along = beside(jnp.broadcast_to(scale, changed[0].shape[:1]), changed[leaf])
             found[leaf] = abs(changed[leaf] * along.astype(changed[leaf].dtype))
         return found
 
     def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
-        """[B]: whether rows ([B, ...], leaves that phi changes) are only scaled by the steps from `k` on.
+        """[B]: whether rows ([B, ...], leaves that the untouched update changes) are only scaled by the steps from `k`
+        on.
 
         Args:
           changed: Rows after the steps before `k`.
           usual: `ends` of these rows some steps earlier: what rounding did to them then is small enough.
           k: The step.
         """
-        settled, fading = self.settled, self.fading
+        scale_only, fading = self.scale_only, self.fading
         usable = self.holds[k]
         for by in self.fades:
             usable &= jnp.isfinite(by[k])
@@ -108,7 +109,7 @@ class Suffixes:
         by_shape: dict[tuple[int, ...], Array] = {}  # one pass over all leaves of a shape
         for number, leaf in enumerate(changed):
             size = ends[number] if number in ends else abs(leaf)
-            sound = (leaf >= 0) & (size < jnp.inf) if number in settled.not_negative else size < jnp.inf
+            sound = (leaf >= 0) & (size < jnp.inf) if number in scale_only.not_negative else size < jnp.inf
             for (x, z), reach in zip(fading.pairs, self.reaches, strict=True):
                 if x == number:
                     share = jnp.finfo(leaf.dtype).eps * _NEGLIGIBLE / fading.moving(x)
@@ -134,10 +135,10 @@ class Suffixes:
 
     def without_fading(self, changed: Sequence[Array], k: Array) -> list[Array]:
         """Rows after the steps from `k` on, if they have faded."""
-        settled, fading = self.settled, self.fading
+        scale_only, fading = self.scale_only, self.fading
         done = list(changed)
         count = changed[0].shape[:1]
-        for leaf, by, near_one in zip(settled.scaled, self.scales, settled.near_one, strict=True):
+        for leaf, by, near_one in zip(scale_only.scaled, self.scales, scale_only.near_one, strict=True):
             done[leaf] = times(changed[leaf], jnp.broadcast_to(by[k], count), near_one)
         for leaf, by in zip(fading.zero, self.fades, strict=True):
             done[leaf] = times(changed[leaf], jnp.broadcast_to(by[k], count), False)

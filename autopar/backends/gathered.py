@@ -27,11 +27,11 @@ class Route(single.Route):
     """The rows that a step touches, known to all devices.
 
     Attributes:
-      asked: int32[N F], spread: the sorted rows that each device touches itself; V for padding.
+      requested: int32[N F], spread: the sorted rows that each device touches itself; V for padding.
       back: int32[N F], where these are among `rows`; U for none.
     """
 
-    asked: Array
+    requested: Array
     back: Array
 
 
@@ -42,15 +42,15 @@ class GatheredRows(SingleDevice):
         self._devices = devices
 
     def route(self, params: Params, *ids: Array) -> single.Route:
-        if params["asked"] is None:  # nothing is spread
+        if params["requested"] is None:  # nothing is spread
             return super().route(params, *ids)
         count, extent = self._devices.count, params["extent"]
 
         def plan(*ids: Array) -> tuple[Array, ...]:
-            asked = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["asked"] // count, extent)
-            theirs = jax.lax.all_gather(asked, self._devices.axis, tiled=True)
+            requested = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["requested"] // count, extent)
+            theirs = jax.lax.all_gather(requested, self._devices.axis, tiled=True)
             rows = sorted_unique(theirs, params["rows"], extent)
-            return rows, untouched(rows), asked, find(rows, theirs, extent)
+            return rows, untouched(rows), requested, find(rows, theirs, extent)
 
         batched = params["batched"] or [False] * len(ids)
         given = [0 if b else None for b in batched]
@@ -59,12 +59,12 @@ class GatheredRows(SingleDevice):
     def aggregate(self, params: Params, base: Array, route: single.Route, index: Array, updates: Array) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are aggregated"
 
-        def add(base: Array, asked: Array, index: Array, updates: Array) -> Array:
-            return scatter_rows(params, base, local_index(params, asked, index), updates)
+        def add(base: Array, requested: Array, index: Array, updates: Array) -> Array:
+            return scatter_rows(params, base, local_index(params, requested, index), updates)
 
         axis = params["axis"]
         given = (axis, 0, params["batch"], params["spread"])
-        return self._devices.local(add, given, axis, base, route.asked, index, updates)
+        return self._devices.local(add, given, axis, base, route.requested, index, updates)
 
     def deliver(self, params: Params, sums: Array, route: single.Route, base: Array | None = None) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are delivered"

@@ -27,7 +27,7 @@ def in_range(ids: Array, extent: int, clip: bool) -> Array:
 def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
     """The rows that an access's index operand means: flat int32, `extent` for no row.
 
-    With a batch axis the examples lead, so that equal shares of the flat ids are those of equal shares of the batch.
+    With a batch axis the examples lead, so that equal shards of the flat ids are those of equal shards of the batch.
     """
     extent, count = params["extent"], params["count"]
     index = jnp.asarray(index)

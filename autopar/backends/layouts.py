@@ -1,8 +1,9 @@
-"""Arrays in and out of a `RowLayout`, with no device holding more than a few times its share.
+"""Arrays in and out of a `RowLayout`, with no device holding more than a few times its shard.
 
-Three forms: a table's rows as they are (V of them), in *even shares* (padded, in their own order), and as they are
-stored (perhaps dealt out). Rows go between even and dealt shares by one all_to_all in `shard_map`, and between rows and
-columns by another one. XLA's partitioner, left to itself, brings the whole table to each device for either.
+Three forms: a table's rows as they are (V of them), in *even shards* (padded, in their own order), and as they are
+stored (perhaps distributed cyclically). Rows go between even and cyclic shards by one all_to_all in `shard_map`, and
+between rows and columns by another one. XLA's partitioner, left to itself, brings the whole table to each device for
+either.
 
 Inside of a compiled program V needn't be a multiple of the devices: XLA pads by itself. At its ends JAX wants equal
 parts: `ordinary` gives an array that is spread along another axis then, or, if there is none, is on every device.
@@ -33,78 +34,78 @@ _PART = 1 << 26
 
 
 def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Rows as they are stored, [..., V, ...] -> [..., N share, ...]; spare ones are copies of the last row."""
-    return arrange(even_shares(rows, layout, axis, devices), layout, axis, devices)
+    """Rows as they are stored, [..., V, ...] -> [..., N shard, ...]; spare ones are copies of the last row."""
+    return arrange(even_shards(rows, layout, axis, devices), layout, axis, devices)
 
 
 def own_rows(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """A device's share, as it is stored, of rows that every device has: [..., V, ...] -> [..., share, ...]."""
+    """A device's shard, as it is stored, of rows that every device has: [..., V, ...] -> [..., shard, ...]."""
     return jnp.take(rows, jnp.minimum(layout.row(_numbers(layout, devices)), layout.extent - 1), axis)
 
 
-def even_shares(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Rows in their own order, [..., V, ...] -> [..., N share, ...], spread; spare ones are zeros."""
+def even_shards(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Rows in their own order, [..., V, ...] -> [..., N shard, ...], spread; spare ones are zeros."""
     widths = [(0, (layout.stored - layout.extent) * (d == axis), 0) for d in range(rows.ndim)]
     padded = jax.lax.pad(devices.constrain(rows, axis), jnp.zeros((), rows.dtype), widths)
     return devices.constrain(padded, axis)
 
 
-def arrange(shares: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Even shares as they are stored."""
+def arrange(shards: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """Even shards as they are stored."""
 
     def run(rows: Array, last: Array) -> Array:
         rows, last = jnp.moveaxis(rows, axis, 0), jnp.moveaxis(last, axis, 0)
         number = _numbers(layout, devices).reshape(-1, *[1] * (rows.ndim - 1))
-        return jnp.moveaxis(_dealt(jnp.where(number < layout.extent, rows, last), layout, devices), 0, axis)
+        return jnp.moveaxis(_to_cyclic(jnp.where(number < layout.extent, rows, last), layout, devices), 0, axis)
 
-    last = jax.lax.slice_in_dim(shares, layout.extent - 1, layout.extent, axis=axis)
-    return devices.local(run, (axis, None), axis, shares, devices.constrain(last, None))
+    last = jax.lax.slice_in_dim(shards, layout.extent - 1, layout.extent, axis=axis)
+    return devices.local(run, (axis, None), axis, shards, devices.constrain(last, None))
 
 
 def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """The rows in their own order, without the spare ones; still spread along the row axis."""
 
     def restore(rows: Array) -> Array:
-        return jnp.moveaxis(_undealt(jnp.moveaxis(rows, axis, 0), layout, devices), 0, axis)
+        return jnp.moveaxis(_from_cyclic(jnp.moveaxis(rows, axis, 0), layout, devices), 0, axis)
 
     rows = devices.local(restore, (axis,), axis, stored)
     return devices.constrain(jax.lax.slice_in_dim(rows, 0, layout.extent, axis=axis), axis)
 
 
 def _numbers(layout: RowLayout, devices: Devices) -> Array:
-    """In `shard_map`: which rows this device's even share holds; from `extent` on spare ones."""
-    return devices.position() * layout.share + jnp.arange(layout.share, dtype=jnp.int32)
+    """In `shard_map`: which rows this device's even shard holds; from `extent` on spare ones."""
+    return devices.position() * layout.shard_rows + jnp.arange(layout.shard_rows, dtype=jnp.int32)
 
 
-def _parts(share: int, count: int) -> tuple[Array, Array]:
+def _parts(shard_rows: int, count: int) -> tuple[Array, Array]:
     """Devices, and how many rows at most go from one of them to one other, as a grid of numbers."""
-    return jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(-(-share // count), dtype=jnp.int32)[None]
+    return jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(-(-shard_rows // count), dtype=jnp.int32)[None]
 
 
-def _dealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
-    """In `shard_map`: this device's even share [share, ...] -> its dealt one, the rows k, k + N, ... of device k."""
-    if not layout.dealt:
+def _to_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
+    """In `shard_map`: this device's even shard [shard, ...] -> its cyclic one, the rows k, k + N, ... of device k."""
+    if not layout.cyclic:
         return rows
-    count, share = layout.devices, layout.share
+    count, shard_rows = layout.devices, layout.shard_rows
     me = devices.position()
-    other, nth = _parts(share, count)
-    sent = rows.at[(other - me * share) % count + nth * count].get(mode="clip")
+    other, nth = _parts(shard_rows, count)
+    sent = rows.at[(other - me * shard_rows) % count + nth * count].get(mode="clip")
     got = jax.lax.all_to_all(sent, devices.axis, 0, 0)
-    mine = jnp.arange(share, dtype=jnp.int32) * count + me
-    return got[mine // share, mine % share // count]
+    mine = jnp.arange(shard_rows, dtype=jnp.int32) * count + me
+    return got[mine // shard_rows, mine % shard_rows // count]
 
 
-def _undealt(rows: Array, layout: RowLayout, devices: Devices) -> Array:
-    """In `shard_map`: the way back from a dealt share to an even one."""
-    if not layout.dealt:
+def _from_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
+    """In `shard_map`: the way back from a cyclic shard to an even one."""
+    if not layout.cyclic:
         return rows
-    count, share = layout.devices, layout.share
+    count, shard_rows = layout.devices, layout.shard_rows
     me = devices.position()
-    other, nth = _parts(share, count)
-    first = other * share
+    other, nth = _parts(shard_rows, count)
+    first = other * shard_rows
     sent = rows.at[(first + (me - first) % count) // count + nth].get(mode="clip")
     got = jax.lax.all_to_all(sent, devices.axis, 0, 0)
-    return got[_numbers(layout, devices) % count, jnp.arange(share, dtype=jnp.int32) // count]
+    return got[_numbers(layout, devices) % count, jnp.arange(shard_rows, dtype=jnp.int32) // count]
 
 
 # --- between programs ---
@@ -145,7 +146,7 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
     """A table from wherever it is, as it is stored. An array on the host, or elsewhere, is taken share by share.
 
     Where the devices are of several processes, that is collective for global arrays; of an array that is the same on
-    all processes each takes its own shares.
+    all processes each takes its own shards.
     """
     if is_global(rows):
         rows = jax.device_put(rows, devices.sharding(even_axis(rows.shape, axis, devices.count)))
@@ -156,14 +157,14 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
     shape = resized(rows.shape, axis, layout.stored)
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
 
-    def share(index: Any) -> Any:
+    def shard_rows(index: Any) -> Any:
         places = np.arange(layout.stored)[index[axis]]
         wanted = np.minimum(layout.row(places), layout.extent - 1)
         if isinstance(rows, jax.Array):
             return _take(rows, wanted, axis)
         return np.take(np.asarray(rows), wanted, axis).astype(dtype, copy=False)
 
-    return jax.make_array_from_callback(shape, devices.sharding(axis), share)
+    return jax.make_array_from_callback(shape, devices.sharding(axis), shard_rows)
 
 
 _take = jax.jit(lambda rows, wanted, axis: jnp.take(rows, wanted, axis), static_argnums=2)
@@ -201,19 +202,19 @@ def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[
             if shard.replica_id == 0:
                 yield np.arange(layout.stored)[shard.index[axis]], np.asarray(shard.data)
         return
-    # Some rows of each share at a time, so that no device has the whole table.
+    # Some rows of each shard at a time, so that no device has the whole table.
     devices = Devices.of_array(stored, axis)
-    size = max(1, min(layout.share, layout.stored * _PART // max(1, stored.nbytes) // layout.devices))
-    first = np.arange(layout.devices)[:, None] * layout.share
-    for start in range(0, layout.share, size):
-        start = min(start, layout.share - size)
+    size = max(1, min(layout.shard_rows, layout.stored * _PART // max(1, stored.nbytes) // layout.devices))
+    first = np.arange(layout.devices)[:, None] * layout.shard_rows
+    for start in range(0, layout.shard_rows, size):
+        start = min(start, layout.shard_rows - size)
         part = _some_of_each(axis, size, devices)(stored, start)
         yield (first + start + np.arange(size)).reshape(-1), np.asarray(part.addressable_data(0))
 
 
 @functools.cache
 def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, int], jax.Array]:
-    """`size` rows of each share from a number on, on every device."""
+    """`size` rows of each shard from a number on, on every device."""
 
     def some(rows: Array, start: Array) -> Array:
         return jax.lax.all_gather(
@@ -227,8 +228,8 @@ def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, in
 
 
 def _restored(stored: Array, layout: RowLayout, axis: int) -> Array:
-    if layout.dealt:  # share k holds the rows k, k + N, ...: taken column by column they are in order
-        split = stored.reshape(*stored.shape[:axis], layout.devices, layout.share, *stored.shape[axis + 1 :])
+    if layout.cyclic:  # shard k holds the rows k, k + N, ...: taken column by column they are in order
+        split = stored.reshape(*stored.shape[:axis], layout.devices, layout.shard_rows, *stored.shape[axis + 1 :])
         stored = jnp.swapaxes(split, axis, axis + 1).reshape(stored.shape)
     return jax.lax.slice_in_dim(stored, 0, layout.extent, axis=axis)
 
@@ -236,7 +237,7 @@ def _restored(stored: Array, layout: RowLayout, axis: int) -> Array:
 def _arranged(rows: Array, layout: RowLayout, axis: int) -> Array:
     widths = [(0, (layout.stored - layout.extent) * (d == axis)) for d in range(rows.ndim)]
     padded = jnp.pad(rows, widths, mode="edge")
-    if not layout.dealt:
+    if not layout.cyclic:
         return padded
-    split = padded.reshape(*rows.shape[:axis], layout.share, layout.devices, *rows.shape[axis + 1 :])
+    split = padded.reshape(*rows.shape[:axis], layout.shard_rows, layout.devices, *rows.shape[axis + 1 :])
     return jnp.swapaxes(split, axis, axis + 1).reshape(padded.shape)

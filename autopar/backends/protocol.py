@@ -39,7 +39,8 @@ class RowBackend(abc.ABC):
     def route(self, params: Params, *ids: Array) -> Route:
         """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
 
-        `params`: `extent`, `rows`, `asked` (F), and in `batched` for each of `ids` whether equal shares of it are the
+        `params`: `extent`, `rows`, `requested` (F), and in `batched` for each of `ids` whether equal shards of it are
+          the
         devices' (None: none is).
         """
 

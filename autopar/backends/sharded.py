@@ -1,9 +1,9 @@
 """Row space with the rows of a table and its slots spread over the devices: a parameter server made of devices (`ps`).
 
-Each device owns a share of the stored rows (`ir.layout`). Three exchanges (all_to_all) a step, each of at most
+Each device owns a shard of the stored rows (`ir.layout`). Three exchanges (all_to_all) a step, each of at most
 `capacity` rows from one device to one other: ids to the owners, rows to who asked, gradients (summed on each device
 first) to the owners. Everything else happens where the rows are: an array "at the routed rows" is spread over the
-devices along its row axis, each owner's rows in its share of it. Source: Parallax, sections 3.2 and 4.3 (PS with local
+devices along its row axis, each owner's rows in its shard of it. Source: Parallax, sections 3.2 and 4.3 (PS with local
 aggregation).
 """
 
@@ -41,11 +41,11 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route:
-    """Global arrays, each device's share after the other's.
+    """Global arrays, each device's shard after the other's.
 
     Attributes:
-      rows: int32[N Uo], numbers of the owner's rows in its own share of the table; the share's size for padding.
-      asked: int32[N F], sorted places of the rows that a device asks for; one past the last for padding.
+      rows: int32[N Uo], numbers of the owner's rows in its own shard of the table; the shard's size for padding.
+      requested: int32[N F], sorted places of the rows that a device asks for; one past the last for padding.
       spare: int32[N], a row of each owner's share that the step doesn't touch: what its last padding row is.
       exceeded: bool[N], whether a device asks an owner for more than C rows.
       slot: int32[N F], where each of them is in what the device sends; N C for padding.
@@ -55,7 +55,7 @@ class Route:
     rows: Array
     spare: Array
     exceeded: Array
-    asked: Array
+    requested: Array
     slot: Array
     back: Array
 
@@ -68,7 +68,7 @@ class ShardedRows(RowBackend):
     def __init__(self, devices: Devices, layout: RowLayout, capacity: int) -> None:
         self._devices = devices
         self._layout = layout
-        self._share = layout.share
+        self._shard_rows = layout.shard_rows
         self._capacity = capacity
 
     def _places(self, ids: Array) -> Array:
@@ -80,7 +80,7 @@ class ShardedRows(RowBackend):
 
     def _first(self) -> Array:
         """The place of this device's first row."""
-        return self._devices.position() * self._share
+        return self._devices.position() * self._shard_rows
 
     def _exchange(self, parts: Array) -> Array:
         """[N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
@@ -88,22 +88,22 @@ class ShardedRows(RowBackend):
         return jax.lax.all_to_all(split, self._devices.axis, 0, 0).reshape(parts.shape)
 
     def route(self, params: Params, *ids: Array) -> Route:
-        count, end, capacity, share = self._devices.count, self._layout.stored, self._capacity, self._share
-        asked_rows, owned_rows = params["asked"] // count, params["rows"] // count
+        count, end, capacity, shard_rows = self._devices.count, self._layout.stored, self._capacity, self._shard_rows
+        requested_rows, owned_rows = params["requested"] // count, params["rows"] // count
 
         def plan(*ids: Array) -> tuple[Array, ...]:
-            asked = sorted_unique(self._places(jnp.concatenate(ids)), asked_rows, end)
-            starts = jnp.searchsorted(asked, jnp.arange(count, dtype=jnp.int32) * share).astype(jnp.int32)
-            owner = jnp.minimum(asked // share, count - 1)
-            place = jnp.arange(asked_rows, dtype=jnp.int32) - starts[owner]
-            fits = (asked < end) & (place < capacity)
+            requested = sorted_unique(self._places(jnp.concatenate(ids)), requested_rows, end)
+            starts = jnp.searchsorted(requested, jnp.arange(count, dtype=jnp.int32) * shard_rows).astype(jnp.int32)
+            owner = jnp.minimum(requested // shard_rows, count - 1)
+            place = jnp.arange(requested_rows, dtype=jnp.int32) - starts[owner]
+            fits = (requested < end) & (place < capacity)
             slot = jnp.where(fits, owner * capacity + place, count * capacity)
-            request = jnp.full((count * capacity,), end, jnp.int32).at[slot].set(asked, mode="drop")
+            request = jnp.full((count * capacity,), end, jnp.int32).at[slot].set(requested, mode="drop")
             wanted = self._exchange(request)
             owned = sorted_unique(wanted, owned_rows, end)
-            rows = jnp.where(owned < end, owned - self._first(), share)
-            exceeded = jnp.any((asked < end) & (place >= capacity))[None]
-            return rows, untouched(rows)[None], exceeded, asked, slot, find(owned, wanted, end)
+            rows = jnp.where(owned < end, owned - self._first(), shard_rows)
+            exceeded = jnp.any((requested < end) & (place >= capacity))[None]
+            return rows, untouched(rows)[None], exceeded, requested, slot, find(owned, wanted, end)
 
         batched = params["batched"] or [False] * len(ids)
         given = [0 if b else None for b in batched]
@@ -127,27 +127,27 @@ class ShardedRows(RowBackend):
         return self._devices.local(fetch, (axis, 0, 0), axis, rows, route.back, route.slot)
 
     def lookup(self, params: Params, fetched: Array, route: Route, index: Array) -> Array:
-        def lookup(fetched: Array, asked: Array, index: Array) -> Array:
-            return gather_rows(params, fetched, self._local(params, asked, index))
+        def lookup(fetched: Array, requested: Array, index: Array) -> Array:
+            return gather_rows(params, fetched, self._local(params, requested, index))
 
         given = (params["axis"], 0, params["batch"])
-        return self._devices.local(lookup, given, params["spread"], fetched, route.asked, index)
+        return self._devices.local(lookup, given, params["spread"], fetched, route.requested, index)
 
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
         axis = params["axis"]
 
-        def lookup(fetched: Array, asked: Array, ids: Array) -> Array:
-            return fetched.at[along(axis, find(asked, self._places(ids), self._layout.stored))].get(mode="clip")
+        def lookup(fetched: Array, requested: Array, ids: Array) -> Array:
+            return fetched.at[along(axis, find(requested, self._places(ids), self._layout.stored))].get(mode="clip")
 
-        return self._devices.local(lookup, (axis, 0, None), None, fetched, route.asked, ids)
+        return self._devices.local(lookup, (axis, 0, None), None, fetched, route.requested, ids)
 
     def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        def add(base: Array, asked: Array, index: Array, updates: Array) -> Array:
-            return scatter_rows(params, base, self._local(params, asked, index), updates)
+        def add(base: Array, requested: Array, index: Array, updates: Array) -> Array:
+            return scatter_rows(params, base, self._local(params, requested, index), updates)
 
         axis = params["axis"]
         given = (axis, 0, params["batch"], params["spread"])
-        return self._devices.local(add, given, axis, base, route.asked, index, updates)
+        return self._devices.local(add, given, axis, base, route.requested, index, updates)
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
         axis, owned = params["axis"], route.rows.shape[0] // self._devices.parts
@@ -180,7 +180,7 @@ class ShardedRows(RowBackend):
 
     def _owned(self, rows: Array) -> Array:
         """The places of an owner's rows, in `shard_map`."""
-        return jnp.where(rows < self._share, rows + self._first(), self._layout.stored)
+        return jnp.where(rows < self._shard_rows, rows + self._first(), self._layout.stored)
 
     def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:
         axis = params["axis"]
@@ -192,7 +192,7 @@ class ShardedRows(RowBackend):
 
     def row_numbers(self, route: Route, extent: int) -> Array:
         def numbers(rows: Array, spare: Array) -> Array:
-            places = self._first() + jnp.where(rows < self._share, rows, spare[0])
+            places = self._first() + jnp.where(rows < self._shard_rows, rows, spare[0])
             return jnp.minimum(self._layout.row(places), extent - 1).astype(jnp.int32)
 
         return self._devices.local(numbers, (0, 0), 0, route.rows, route.spare)
@@ -208,7 +208,7 @@ class ShardedRows(RowBackend):
 
         def routed(rows: Array, numbers: Array, *alone: Array) -> Array:
             mine = self._layout.rows_on(self._devices.position())
-            return across(reduce_routed(params, rows, numbers < self._share, mine, *alone))
+            return across(reduce_routed(params, rows, numbers < self._shard_rows, mine, *alone))
 
         def untouched(rows: Array, some: Array, touched: Array) -> Array:
             mine = self._layout.rows_on(self._devices.position())
@@ -225,7 +225,7 @@ class ShardedRows(RowBackend):
         return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)
 
     def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
-        numbers = route.rows if guard is None else jnp.where(guard, self._share, route.rows)
+        numbers = route.rows if guard is None else jnp.where(guard, self._shard_rows, route.rows)
         return self._devices.local(partial(set_rows, axis=axis), (axis, axis, 0), axis, leaf, rows, numbers)
 
     def exceeded(self, params: Params, route: Route) -> Array:
@@ -233,7 +233,7 @@ class ShardedRows(RowBackend):
 
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
         axis = params["axis"]
-        densify = partial(spread_last_row, axis=axis, extent=self._share)
+        densify = partial(spread_last_row, axis=axis, extent=self._shard_rows)
         return self._devices.local(densify, (axis, 0), axis, rows, route.rows)
 
     def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
@@ -243,11 +243,11 @@ class ShardedRows(RowBackend):
         return self._devices.local(fill, (axis, axis), axis, leaf, rows)
 
     def blocks(self, rows: int, extent: int) -> int:
-        return -(-self._share // (rows // self._devices.count))
+        return -(-self._shard_rows // (rows // self._devices.count))
 
     def block(self, k: Array, rows: int, extent: int) -> Route:
         size = rows // self._devices.count
         own = self._devices.constrain(jnp.arange(self._devices.parts * size, dtype=jnp.int32) % size, 0)
-        numbers = jnp.minimum(k * size + own, self._share)
-        spare = jnp.minimum(numbers[size - 1 :: size], self._share - 1)
+        numbers = jnp.minimum(k * size + own, self._shard_rows)
+        spare = jnp.minimum(numbers[size - 1 :: size], self._shard_rows - 1)
         return Route(numbers, spare, *[jnp.zeros((0,), jnp.int32)] * 4)

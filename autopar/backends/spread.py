@@ -48,7 +48,7 @@ def spread(
     types = [v.type for v in program.block.inputs]
 
     def constrained(value: Array, k: int) -> Array:
-        if k >= len(types) or not isinstance(types[k], ArrayType):  # a journal's entry is where its rows are
+        if k >= len(types) or not isinstance(types[k], ArrayType):  # an update log's entry is where its rows are
             return value
         return devices.constrain(value, plan.placements[k])
 

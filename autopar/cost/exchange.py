@@ -27,7 +27,7 @@ def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
 
 
 def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...]:
-    """What a rank does for a table on hosts, for itself and as an owner that is asked for its share.
+    """What a rank does for a table on hosts, for itself and as an owner of a shard.
 
     Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
     the same rows.
@@ -35,15 +35,15 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     s, row, host = sizes, sizes.row_bytes, rates.host
 
     def sent(name: str, size: int) -> Term:
-        return Term(name, host.all_to_all(s.asked * size), (s.devices - 1) * s.asked * size // s.devices)
+        return Term(name, host.all_to_all(s.requested * size), (s.devices - 1) * s.requested * size // s.devices)
 
     return (
         Term("route ids", host.route(s.ids)),
         sent("send ids", ID_BYTES),
         Term("look up at owners", host.gather(s.owned, row)),
         sent("send rows", row),
-        Term("copy rows to the device", rates.copy(s.asked * row)),
-        Term("copy gradients to the host", rates.copy(s.asked * row)),
+        Term("copy rows to the device", rates.copy(s.requested * row)),
+        Term("copy gradients to the host", rates.copy(s.requested * row)),
         sent("send gradients", row),
         Term("add gradients at owners", host.scatter(s.owned, row)),
         *_update(host, sizes, min(s.owned, -(-s.extent // s.devices))),
@@ -67,7 +67,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
     s, row, others = sizes, sizes.row_bytes, sizes.devices - 1
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
-    all_asked, sent = s.devices * s.asked, s.devices * s.capacity
+    all_requested, sent = s.devices * s.requested, s.devices * s.capacity
 
     def gathered(name: str, count: int, size: int) -> Term:
         sent = others * count * size if s.spread else 0
@@ -87,8 +87,8 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("route ids at owners", rates.route(sent)),
             Term("look up at owners", rates.gather(sent, row)),
             routed("send rows", row),
-            Term("pick rows", rates.gather(s.asked, row)),
-            Term("pack gradients", rates.scatter(s.asked, row)),
+            Term("pick rows", rates.gather(s.requested, row)),
+            Term("pack gradients", rates.scatter(s.requested, row)),
             # Devices that all have the whole batch have its gradients, too.
             routed("send gradients", row) if s.spread else Term("send gradients", 0.0),
             Term("add gradients at owners", rates.scatter(sent, row)),
@@ -97,10 +97,10 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         ),
         "allgather": (
             Term("route ids", rates.route(s.ids)),
-            gathered("gather ids", s.asked, ID_BYTES),
-            Term("route all ids", rates.route(all_asked)),
-            gathered("gather gradients", s.asked, row),
-            Term("add gradients", rates.scatter(all_asked, row)),
+            gathered("gather ids", s.requested, ID_BYTES),
+            Term("route all ids", rates.route(all_requested)),
+            gathered("gather gradients", s.requested, row),
+            Term("add gradients", rates.scatter(all_requested, row)),
             *_update(rates, s, s.routed),
         ),
         "allreduce_rows": (

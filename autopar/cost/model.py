@@ -15,19 +15,19 @@ ROWS_PER_ID = 192.0
 #: Deferred rows cost at least this much more in a step, in bytes of a dense update's traffic; and each row more.
 #: Measured on 2 CPU cores with AdamW: the step of 20,000 x 16 takes as long both ways, that of 10,000 x 256, 640 ids.
 SMALL_DEFERRED_BYTES, DEFERRED_ROWS = 1 << 22, 4.0
-#: Seconds that a flush takes for each row, whatever the row needs, and a step for each step that a journal may hold.
-#: Measured on 2 CPU cores, which other programs used as well.
+#: Seconds that a flush takes for each row, whatever the row needs, and a step for each step that an update log may
+#: hold. Measured on 2 CPU cores, which other programs used as well.
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9
-#: Steps in a journal at least and at most.
-JOURNAL_STEPS = 64, 1024
+#: Steps in an update log at least and at most.
+LOG_STEPS = 64, 1024
 #: Below this many bytes in a table and its slots both steps cost about as much as dispatching them.
 SMALL_FAMILY_BYTES = 1 << 16
 
 
-def journal_steps(extent: int) -> int:
-    """The length of a journal that makes flushes and steps of V rows cheapest together: the root of the ratio of their
-    costs, a power of two."""
-    low, high = JOURNAL_STEPS
+def log_steps(extent: int) -> int:
+    """The length of an update log that makes flushes and steps of V rows cheapest together: the root of the ratio of
+    their costs, a power of two."""
+    low, high = LOG_STEPS
     best = math.sqrt(extent * FLUSH_ROW_S / ENTRY_S)
     return int(min(high, max(low, 2 ** round(math.log2(max(best, 1))))))
 

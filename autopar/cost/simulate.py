@@ -160,33 +160,34 @@ def crossovers(times: Sequence[StepTime]) -> list[str]:
 
 def sizes_at(table: TableLoad, devices: int) -> Sizes:
     """What a step of N devices does with a table: the arrays of the compiled step, whose shapes are static."""
-    asked = min(table.extent, table.ids)
-    share = -(-table.extent // devices)
-    capacity = min(asked, share, math.ceil(HEADROOM * busiest(table.rows(1), devices)))
+    requested = min(table.extent, table.ids)
+    shard_rows = -(-table.extent // devices)
+    capacity = min(requested, shard_rows, math.ceil(HEADROOM * busiest(table.rows(1), devices)))
     return Sizes(
         devices=devices,
         extent=table.extent,
         row_bytes=table.row_bytes,
         family_bytes=table.family_bytes,
         ids=table.ids,
-        asked=asked,
+        requested=requested,
         routed=min(table.extent, devices * table.ids) + 1,
         capacity=capacity,
-        owned=min(share, devices * capacity) + 1,
+        owned=min(shard_rows, devices * capacity) + 1,
         checks=True,
     )
 
 
 def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
     """The same of a table on hosts, where messages are as long as they must be: a device's distinct rows; and the rows
-    that the busiest of N owners is asked for, if they are dealt out (its load is Poisson's)."""
+    that the busiest of N owners is asked for, if they are distributed cyclically (its load is Poisson's)."""
     rows = math.ceil(min(table.rows(1), table.extent))
     busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
-    return replace(sizes_at(table, devices), asked=rows, owned=math.ceil(busy), capacity=0, checks=False)
+    return replace(sizes_at(table, devices), requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
 
 
 def busiest(rows: float, devices: int) -> int:
-    """Rows in the longest of N^2 messages, if each device asks N owners for so many rows that are dealt out.
+    """Rows in the longest of N^2 messages, if each device asks N owners for so many rows that are distributed
+    cyclically.
 
     Loads are Poisson's; the longest message is the least length that fewer than half a message exceeds on average
     (Raab and Steger, "Balls into bins", 1998).

@@ -18,7 +18,8 @@ class Bounds:
 
     Attributes:
       rows: The most that a step touches, one padding row included.
-      asked: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else None.
+      requested: Rows that all devices together ask for, where these travel by themselves ("ps", "allgather"); else
+        None.
       capacity: The most rows that one device asks another one for; else None.
       layout: How the rows are spread; else None.
       tight: Whether `capacity` was measured, so that a batch may exceed it: then the step is run by the fallback.
@@ -26,7 +27,7 @@ class Bounds:
     """
 
     rows: int
-    asked: int | None = None
+    requested: int | None = None
     capacity: int | None = None
     layout: RowLayout | None = None
     tight: bool = False
@@ -68,7 +69,7 @@ class BoundPlan:
         holds all of it.
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
-      shares: Dense leaves that are spread and gathered for use -> the axis.
+      shards: Dense leaves that are spread and gathered for use -> the axis.
     """
 
     plan: Plan
@@ -76,7 +77,7 @@ class BoundPlan:
     placements: tuple[int | None, ...] = ()
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
     fallback: tuple[FamilyPlan, ...] = ()
-    shares: Mapping[int, int] = field(default_factory=dict)
+    shards: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -96,16 +97,16 @@ class BoundPlan:
     @property
     def rewrites(self) -> bool:
         """Whether the step is run otherwise than as JAX traced it."""
-        return bool(self.families or self.shares or self.plan.isolated) or self.emit == "pmap"
+        return bool(self.families or self.shards or self.plan.isolated) or self.emit == "pmap"
 
     @property
     def decisions(self) -> tuple[Any, ...]:
         """What the program depends on: plans of one step whose decisions are equal are compiled to the same."""
         families = [
-            (f.family, f.table.taken, f.table.journal, dataclasses.replace(f.bounds, imbalance=None))
+            (f.family, f.table.taken, f.table.log_steps, dataclasses.replace(f.bounds, imbalance=None))
             for f in (*self.families, *self.fallback)
         ]
-        return families, len(self.fallback), self.placements, self.layouts, self.shares, self.emit
+        return families, len(self.fallback), self.placements, self.layouts, self.shards, self.emit
 
     def family(self, family: int) -> FamilyPlan | None:
         """The plan of a family, None if it stays dense."""
@@ -120,8 +121,10 @@ class BoundPlan:
         families = []
         for family in self.families:
             if family.family in sizes:
-                rows, asked = sizes[family.family]
-                bounds = dataclasses.replace(family.bounds, rows=self.devices * rows, asked=self.devices * asked)
+                rows, requested = sizes[family.family]
+                bounds = dataclasses.replace(
+                    family.bounds, rows=self.devices * rows, requested=self.devices * requested
+                )
                 family = dataclasses.replace(family, bounds=bounds)
             families.append(family)
         return dataclasses.replace(self, families=tuple(families))

@@ -1,9 +1,10 @@
 """Deferred rows: what a step leaves undone on the rows that it doesn't touch, and how it is done later.
 
 An optimizer with momentum or decay moves every row in every step. On rows that a step doesn't touch the move is a
-function of the row itself, *phi*, and of a few values of the step that are the same for all rows. So a step writes down
-those values, in a *journal*, and leaves the rows; before a row is read, phi is replayed for the steps that it missed.
-When the journal is full all rows are brought up to date (a *flush*), and it begins anew.
+function of the row itself, the *untouched update*, and of a few values of the step that are the same for all rows. So a
+step writes down those values, in an *update log*, and leaves the rows; before a row is read, the untouched update is
+replayed for the steps that it missed. When the update log is full all rows are brought up to date (a *flush*), and it
+begins anew.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from autopar.ir.program import ArrayType, Block, Equation
 
 #: What elements of a leaf may be known not to fall below (`Fading.floors`): second moments, mostly.
 FLOORS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
-#: Full journals that settled rows wait for at most.
-VOLUMES = 256
+#: Full update logs that scale-only rows wait for at most.
+SEGMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
-    """Rows that needn't be replayed step by step, because phi only scales them.
+class ScaleOnly:
+    """Rows that needn't be replayed step by step, because the untouched update only scales them.
 
     That holds while the rows of some leaves are zero (Adam's first moment: never touched, or long ago). The scale is
     then the product of the steps' factors, for any number of steps at once.
 
     Attributes:
-      zero: Leaves (numbers among those that phi changes) that must be zero, and stay so.
-      scaled: Leaves that are multiplied by a number in each step, all others of those that phi changes.
+      zero: Leaves (numbers among those that the untouched update changes) that must be zero, and stay so.
+      scaled: Leaves that are multiplied by a number in each step, all others of those that the untouched update
+        changes.
       dtypes: Theirs.
       near_one: Of each of these, whether the factor is written down less one, so that 1 - 1e-9 isn't rounded to 1.
       not_negative: Leaves in which no element may be negative.
@@ -45,15 +47,15 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Fading:
-    """Rows that are nearly settled: leaves that should be zero are so small that they move no other leaf any more.
+    """Rows that are nearly scale-only: leaves that should be zero are so small that they move no other leaf any more.
 
     What they would still add to those is bounded: in a step at most *reach* times the element in the same place, and
     they are themselves multiplied by a number in each step. Where the sum over all steps to come is less than what
-    rounding does, the row needn't be replayed either, up to the end of the journal. Reaches are smaller where divisors
-    are known to be larger; they are written down for each of FLOORS.
+    rounding does, the row needn't be replayed either, up to the end of the update log. Reaches are smaller where
+    divisors are known to be larger; they are written down for each of FLOORS.
 
     Attributes:
-      zero: The leaves (`Settled.zero`).
+      zero: The leaves (`ScaleOnly.zero`).
       pairs: (A scaled leaf, a leaf of `zero` that moves it).
       floors: Leaves whose elements must not fall below a floor for its reach to be used.
       dtypes: Those of `zero`.
@@ -71,20 +73,20 @@ class Fading:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How the rows of a family are brought up to date. Its equations' body is phi.
+    """How the rows of a family are brought up to date. Its equations' body is the untouched update.
 
-    phi's inputs: one row (size 1 along its axis) of each leaf that it changes, one row of each that it only reads, and
-    the values of a step; its outputs: the new rows.
+    The untouched update's inputs: one row (size 1 along its axis) of each leaf that it changes, one row of each that it
+    only reads, and the values of a step; its outputs: the new rows.
 
     Attributes:
-      leaves: Which inputs of the program: leaves that phi changes, then those that it only reads.
+      leaves: Which inputs of the program: leaves that the untouched update changes, then those that it only reads.
       extent: V.
       changed: How many it changes.
       axes: The row axis of each.
       values: Types of the values that a step writes down.
-      settled: What needn't be replayed, if there is such.
+      scale_only: What needn't be replayed, if there is such.
       fading: What needn't be replayed to the end, if there is such.
-      length: K, steps in a full journal.
+      length: K, steps in a full update log.
     """
 
     leaves: tuple[int, ...]
@@ -92,48 +94,49 @@ class Replay:
     changed: int
     axes: tuple[int, ...]
     values: tuple[ArrayType, ...]
-    settled: Settled | None
+    scale_only: ScaleOnly | None
     fading: Fading | None
     length: int
 
     @property
     def read(self) -> int:
-        """How many leaves phi only reads."""
+        """How many leaves the untouched update only reads."""
         return len(self.leaves) - self.changed
 
     @property
     def records(self) -> tuple[ArrayType, ...]:
-        """Types of what a journal holds of each step.
+        """Types of what an update log holds of each step.
 
-        phi's values; factors of settled rows, and whether they may be used. And of the steps from this one on: that,
-        factors of scaled leaves, of those that fade, of those with floors, and reaches (`backends.fading.Suffixes`).
+        The untouched update's values; factors of scale-only rows, and whether they may be used. And of the steps from
+        this one on: that, factors of scaled leaves, of those that fade, of those with floors, and reaches
+        (`backends.fading.Suffixes`).
         """
-        values, settled, fading = self.values, self.settled, self.fading
-        if settled is None:
+        values, scale_only, fading = self.values, self.scale_only, self.fading
+        if scale_only is None:
             return values
         holds = ArrayType((), np.dtype(bool))
-        factors = tuple(ArrayType((), dtype) for dtype in settled.dtypes)
+        factors = tuple(ArrayType((), dtype) for dtype in scale_only.dtypes)
         if fading is None:
             return (*values, *factors, holds)
-        of_leaf = dict(zip(settled.scaled, factors, strict=True))
+        of_leaf = dict(zip(scale_only.scaled, factors, strict=True))
         fades = (ArrayType((), dtype) for dtype in fading.dtypes)
         sinks = (of_leaf[leaf] for leaf in fading.floors)
         reaches = (ArrayType((len(FLOORS),), of_leaf[leaf].dtype) for leaf, _ in fading.pairs)
         return (*values, *factors, holds, holds, *factors, *fades, *sinks, *reaches)
 
     @property
-    def volumes(self) -> tuple[ArrayType, ...]:
-        """Types of what is kept of journals that were full: a number for each of them, and for each scaled leaf."""
-        dtypes = () if self.settled is None else self.settled.dtypes
-        return tuple(ArrayType((VOLUMES,), dtype) for dtype in dtypes)
+    def segments(self) -> tuple[ArrayType, ...]:
+        """Types of what is kept of update logs that were full: a number for each of them, and for each scaled leaf."""
+        dtypes = () if self.scale_only is None else self.scale_only.dtypes
+        return tuple(ArrayType((SEGMENTS,), dtype) for dtype in dtypes)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one step in the journal."""
+        """Bytes of one step in the update log."""
         return sum(t.nbytes for t in self.records)
 
 
 def flushes(block: Block) -> list[Equation]:
-    """The equations that flush a block's journals, in the order of the journals among its outputs."""
+    """The equations that flush a block's update logs, in the order of the update logs among its outputs."""
     found = [e for e in block.equations if e.op == "ap.flush"]
     return sorted(found, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))

@@ -1,8 +1,8 @@
-"""How the rows of a table are stored where a plain array can't be spread equally: padded, and dealt out.
+"""How the rows of a table are stored where a plain array can't be spread equally: padded, and distributed cyclically.
 
-A stored table has N shares of ceil(V/N) rows, share k on device k. Rows are dealt out like cards (`dealt`: row r is on
-device r mod N), because frequent words have neighbouring ids and would all have one owner; or lie as they are. Spare
-rows at the ends of the shares are copies of the last row, and never read.
+A stored table has N shards of ceil(V/N) rows, shard k on device k. Rows are distributed cyclically like cards
+(`cyclic`: row r is on device r mod N), because frequent words have neighbouring ids and would all have one owner; or
+lie as they are. Spare rows at the ends of the shards are copies of the last row, and never read.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where each of `extent` rows (V) is among the shares of `devices` (N) devices. Numbers may be arrays."""
+    """Where each of `extent` rows (V) is among the shards of `devices` (N) devices. Numbers may be arrays."""
 
     extent: int
     devices: int
-    dealt: bool
+    cyclic: bool
 
     @property
-    def share(self) -> int:
+    def shard_rows(self) -> int:
         """Rows of each device, spare ones included."""
         return -(-self.extent // self.devices)
 
     @property
     def stored(self) -> int:
         """Rows of all devices."""
-        return self.share * self.devices
+        return self.shard_rows * self.devices
 
     @property
     def is_plain(self) -> bool:
         """Whether the stored table is the table as it is."""
-        return self.stored == self.extent and (not self.dealt or self.devices == 1)
+        return self.stored == self.extent and (not self.cyclic or self.devices == 1)
 
     def place(self, row: Array) -> Array:
         """Where a row is stored."""
-        return row % self.devices * self.share + row // self.devices if self.dealt else row
+        return row % self.devices * self.shard_rows + row // self.devices if self.cyclic else row
 
     def row(self, place: Array) -> Array:
         """Which row is stored there; a number from `extent` on for a spare one."""
-        return place % self.share * self.devices + place // self.share if self.dealt else place
+        return place % self.shard_rows * self.devices + place // self.shard_rows if self.cyclic else place
 
     def rows_on(self, device: Array) -> Array:
-        """How many rows of a device's share aren't spare; `device` is an array of integers."""
-        if self.dealt:
+        """How many rows of a device's shard aren't spare; `device` is an array of integers."""
+        if self.cyclic:
             return (self.extent - device + self.devices - 1) // self.devices
-        return (self.extent - device * self.share).clip(0, self.share)
+        return (self.extent - device * self.shard_rows).clip(0, self.shard_rows)
 
 
 def even_axis(shape: Sequence[int], axis: int, count: int) -> int | None:

@@ -117,7 +117,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "deliver": _named("sums route base*"),
         "plus": _named("values*"),
     },
-    "place": {"replicate": _named("share"), "spread": _named("value")},
+    "place": {"replicate": _named("shard"), "spread": _named("value")},
     "reduce_tables": {
         "reduce_table": {
             "stored": _length("stored"),
@@ -130,7 +130,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     },
     "localize": {
         "reduce": _named("value"),
-        "share": _named("value"),
+        "shard": _named("value"),
         "once": _named("value"),
         "scaled": _named("operands*"),
         "reduce_part": _named("rows route others*"),

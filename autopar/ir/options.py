@@ -30,7 +30,7 @@ class Options:
     #: How much more than the example's load a device may send to another one.
     headroom: float = HEADROOM
     #: Steps that deferred rows wait for at most; None: what is cheapest.
-    journal_steps: int | None = None
+    log_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
     #: An earlier plan, by which the step is to be run.

@@ -37,8 +37,8 @@ class TablePlan:
       reason, remedy, line: Why; what would change it; where it is looked up.
       refused: Whether it can't be lifted at all.
       capacity, tight: By "ps", the rows that a device asks another one for at most; whether that was measured.
-      dealt: Whether rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
-      journal: Steps that untouched rows wait for at most; 0 where no step moves them.
+      cyclic: Whether rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+      log_steps: Steps that untouched rows wait for at most; 0 where no step moves them.
       alpha: Rows that a step touches; None where nothing is known of them.
       growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
         isn't known.
@@ -63,8 +63,8 @@ class TablePlan:
     refused: bool = False
     capacity: int | None = None
     tight: bool = False
-    dealt: bool = False
-    journal: int = 0
+    cyclic: bool = field(default=False, metadata={"formerly": "dealt"})
+    log_steps: int = field(default=0, metadata={"formerly": "journal"})
     alpha: Alpha | None = None
     growth: Growth | None = None
     sizes: Sizes | None = None
@@ -88,7 +88,7 @@ class DensePlan:
 
     Attributes:
       path, shape, dtype, nbytes: Of the leaf.
-      shared: Whether it is kept in shards, and gathered for use.
+      sharded: Whether it is kept in shards, and gathered for use.
       reason: Why, where there is something to say.
       sent: Method -> bytes that each device would send in a step for it.
     """
@@ -97,14 +97,14 @@ class DensePlan:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    shared: bool = False
+    sharded: bool = field(default=False, metadata={"formerly": "shared"})
     reason: str = field(default="", compare=False, metadata=_DERIVED)
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
 
     @property
     def method(self) -> str:
         """How its gradient travels."""
-        return "ps" if self.shared else "allreduce"
+        return "ps" if self.sharded else "allreduce"
 
     @property
     def lifted(self) -> bool:
@@ -126,9 +126,9 @@ class Plan:
       state_bytes: Bytes of the state on each device.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
-      road: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or "xla" within
-        them.
-      road_reason: Why.
+      reduction_backend: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
+        "xla" within them.
+      reduction_reason: Why.
       stages: With tables on hosts, a step's compiled programs and exchanges, in order, in words.
       isolated: What is kept from XLA's partitioner, which gets it wrong (`passes.shield`), in words.
       source: The file that it was read from; empty if it was made here.
@@ -147,8 +147,8 @@ class Plan:
     state_bytes: int
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
-    road: str = ""
-    road_reason: str = field(default="", compare=False, metadata=_DERIVED)
+    reduction_backend: str = field(default="", metadata={"formerly": "road"})
+    reduction_reason: str = field(default="", compare=False, metadata=_DERIVED)
     stages: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
     isolated: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
     source: str = field(default="", compare=False, metadata=_DERIVED)
@@ -176,7 +176,7 @@ class Plan:
     @property
     def defers(self) -> bool:
         """Whether rows of any table wait for later steps."""
-        return any(table.journal for table in self.tables)
+        return any(table.log_steps for table in self.tables)
 
     @property
     def families(self) -> tuple[TablePlan, ...]:
@@ -190,17 +190,17 @@ class Plan:
     @property
     def parameters(self) -> tuple[TablePlan | DensePlan, ...]:
         """All of which something is decided: tables, and dense leaves in shards."""
-        return *self.tables, *(leaf for leaf in self.dense if leaf.shared and leaf.reason)
+        return *self.tables, *(leaf for leaf in self.dense if leaf.sharded and leaf.reason)
 
     @property
-    def shared(self) -> tuple[str, ...]:
+    def sharded(self) -> tuple[str, ...]:
         """Paths of the dense leaves that are kept in shards."""
-        return tuple(leaf.path for leaf in self.dense if leaf.shared)
+        return tuple(leaf.path for leaf in self.dense if leaf.sharded)
 
     @property
     def strategy(self) -> Mapping[str, Method]:
         """The method of each path. Longer paths come first: a path covers those that begin with it."""
-        methods: dict[str, Method] = dict.fromkeys(self.shared, "ps")
+        methods: dict[str, Method] = dict.fromkeys(self.sharded, "ps")
         for table in self.tables:
             methods[table.path] = (table.method, "hosts") if table.where == "hosts" else table.method
         return {path: methods[path] for path in sorted(methods, key=lambda path: (-path.count("/"), path))}
@@ -208,7 +208,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
-        limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.dealt, t.journal) for t in self.tables]
+        limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
         about = (self.devices, self.strategy, limits)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
@@ -296,7 +296,7 @@ def _impossible(found: Plan) -> str:
             "where": table.where in ("devices", "hosts"),
             "ids": table.ids >= 0,
             "capacity": table.capacity is None or table.capacity >= 0,
-            "journal": table.journal >= 0,
+            "log_steps": table.log_steps >= 0,
         }
         wrong = next((name for name, is_right in values.items() if not is_right), "")
         if wrong:
@@ -319,7 +319,7 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
     """What is said of a parameter, in words that are the same where the difference doesn't matter."""
     shape = {"shape": str(list(entry.shape)), "dtype": entry.dtype}
     if isinstance(entry, DensePlan):
-        return {"kind": "dense", **shape, "kept": "in shares" if entry.shared else "whole"}
+        return {"kind": "dense", **shape, "kept": "in shards" if entry.sharded else "whole"}
     measured = "measured" if entry.tight else "a bound"
     seconds = entry.seconds.get(entry.taken)
     return {
@@ -332,8 +332,8 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
         "where": entry.where,
         "rows updated": "touched" if entry.lifted else "all",
         "capacity": "none" if entry.capacity is None else f"{entry.capacity} ({measured})",
-        "rows": "dealt out" if entry.dealt else "in shares of adjacent ones",
-        "journal": str(entry.journal),
+        "rows": "cyclic" if entry.cyclic else "in shards of adjacent ones",
+        "update log": str(entry.log_steps),
         "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
         "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",
     }

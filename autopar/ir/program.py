@@ -210,7 +210,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state' (the step returns it updated), 'table' (only read, in a layout), 'journal'
+    """A flat input: `role` is 'state' (the step returns it updated), 'table' (only read, in a layout), 'log'
     (state of autopar's own) or 'batch' (everything else). `layout`: of a table its layout and row axis."""
 
     path: str
@@ -219,8 +219,8 @@ class Input:
 
     @property
     def entry_axis(self) -> int | None:
-        """Of a journal's entry the axis along which it is spread, as its family's rows are."""
-        return self.layout[1] if self.role == "journal" and self.layout is not None else None
+        """Of an update log's entry the axis along which it is spread, as its family's rows are."""
+        return self.layout[1] if self.role == "log" and self.layout is not None else None
 
 
 @dataclass(frozen=True, slots=True)

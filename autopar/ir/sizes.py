@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
@@ -37,7 +37,7 @@ class Sizes:
       row_bytes: Bytes of a row of what is looked up.
       family_bytes: Bytes of a row of the table and of its slots.
       ids: Ids that each device looks up, duplicates included.
-      asked: Distinct rows of them, at most.
+      requested: Distinct rows of them, at most.
       routed: Rows that all devices together touch, at most.
       capacity: Rows that a device asks another one for, at most ("ps"); on hosts what it would be on devices, 0 where
         nothing is known of the ids.
@@ -52,7 +52,7 @@ class Sizes:
     row_bytes: int
     family_bytes: int
     ids: int
-    asked: int
+    requested: int = field(metadata={"formerly": "asked"})
     routed: int
     capacity: int
     owned: int
@@ -61,8 +61,8 @@ class Sizes:
 
     def on_devices(self) -> Sizes:
         """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices."""
-        asked, share = min(self.extent, self.ids), -(-self.extent // self.devices)
-        capacity = min(asked, share, self.capacity or asked)
-        owned = min(share, self.devices * capacity) + 1
-        checks = capacity < min(asked, share)
-        return dataclasses.replace(self, asked=asked, capacity=capacity, owned=owned, checks=checks)
+        requested, shard_rows = min(self.extent, self.ids), -(-self.extent // self.devices)
+        capacity = min(requested, shard_rows, self.capacity or requested)
+        owned = min(shard_rows, self.devices * capacity) + 1
+        checks = capacity < min(requested, shard_rows)
+        return dataclasses.replace(self, requested=requested, capacity=capacity, owned=owned, checks=checks)

@@ -1,6 +1,6 @@
-"""`judge`: who stands still, from what the ranks were last seen doing.
+"""`detect`: who hangs, from what the ranks were last seen doing.
 
-In synchronous training one rank that stands still makes all others wait, so standing still is no proof. Blamed is, in
+In synchronous training one rank that hangs makes all others wait, so standing still is no proof. Blamed is, in
 this order: who gives no sign of life; who has left while others wait for it in a later step; who neither waits nor
 goes on while others wait; and, where all wait for each other, who is in the earliest step. A compilation takes its
 time: nobody is blamed while a rank compiles.
@@ -30,7 +30,7 @@ class Seen:
       name: The rank, in messages.
       age_s: Seconds since its last mark.
       silent_s: Seconds since the last sign of life.
-      allowance_s: How long it may stand still; None: for ever.
+      allowance_s: How long it may hang; None: for ever.
       left: Whether it waits for the others at its exit.
       code: Its exit code, where known.
     """
@@ -66,8 +66,8 @@ class Verdict:
     message: str
 
 
-def judge(ranks: Sequence[Seen]) -> Verdict | None:
-    """Who stands still; None while nobody does. `ranks`: all of them, in order."""
+def detect(ranks: Sequence[Seen]) -> Verdict | None:
+    """Who hangs; None while nobody does. `ranks`: all of them, in order."""
     silent = [r for r in ranks if r.exceeds(r.silent_s)]
     if silent:
         told = [

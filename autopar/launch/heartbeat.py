@@ -1,4 +1,4 @@
-"""The watchdog's thread: each rank tells others what it does, and ends the job when one stands still.
+"""The watchdog's thread: each rank tells others what it does, and ends the job when one hangs.
 
 Once a beat (a second, or less under a short allowance) a rank sends what it knows of all ranks to one other rank, the
 neighbour 1, 2, 4, ... further on in turn, so that news has reached everyone after log2(size) beats, around any rank
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import ArgumentsError
-from autopar.launch.failure_detector import Seen, judge
+from autopar.launch.failure_detector import Seen, detect
 from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report
 from autopar.launch.progress import KINDS, PROGRESS, TEXT_BYTES
 from autopar.mpi.messages import as_bytes
 from autopar.mpi.world import World
 
-#: How long a rank may stand still if nothing else is said.
+#: How long a rank may hang if nothing else is said.
 ALLOWANCE_S = 300.0
 
 #: "off", or seconds: set by the launcher.
@@ -70,7 +70,7 @@ def allowance(seconds: float | None) -> float:
     return math.inf if seconds is None else float(seconds)
 
 
-class Pulse:
+class Heartbeat:
     """What this rank tells of itself, and hears of the others."""
 
     def __init__(self, world: World, hooks: Hooks, allowance_s: float | None) -> None:
@@ -79,7 +79,7 @@ class Pulse:
         self._world = world
         self._hooks = hooks
         self.pid = hooks.pid
-        #: For the pulse, and the barrier at exit, alone.
+        #: For the heartbeat, and the barrier at exit, alone.
         self.comm = world.comm.Dup()
         self._names: list[str] = self.comm.allgather(name_rank(world.rank))
         self._states = np.zeros(world.size, _STATE)
@@ -97,7 +97,7 @@ class Pulse:
         self._interrupted_s: float | None = None
         #: It came after the first of these times; the second one is the latest.
         self._before_interrupt_s = self._listened_s = time.monotonic()
-        self._judged_s: float | None = None
+        self._detected_s: float | None = None
         self.allowance_s = allowance(allowance_s)
         self._states["allowance_s"] = self.allowance_s  # Until the others have said theirs.
         self._left = False
@@ -106,7 +106,7 @@ class Pulse:
     def start(self) -> None:
         self._listen_to_interrupts()
         PROGRESS.watched = True
-        self._thread = threading.Thread(target=self._run, name="autopar-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="autopar-heartbeat", daemon=True)
         self._thread.start()
 
     def leave(self, code: int | None) -> None:
@@ -150,7 +150,7 @@ class Pulse:
             self._send(beat)
             self._receive()
             self._check_interrupt(now_s)
-            self._judge(now_s)
+            self._detect(now_s)
             beat += 1
 
     def _beat_s(self) -> float:
@@ -187,21 +187,21 @@ class Pulse:
             self._heard_s[newer] = time.monotonic()
             self._unanswered[newer] = 0
 
-    def _judge(self, now_s: float) -> None:
-        """End the job if a rank stands still: the first rank that is not to blame says so, the others wait a little,
+    def _detect(self, now_s: float) -> None:
+        """End the job if a rank hangs: the first rank that is not to blame says so, the others wait a little,
         in case that one can't."""
-        verdict = judge(self._seen(now_s))
+        verdict = detect(self._seen(now_s))
         if verdict is None:
-            self._judged_s = None
+            self._detected_s = None
             return
         rank = self._world.rank
-        if self._judged_s is None:
-            self._judged_s = now_s
+        if self._detected_s is None:
+            self._detected_s = now_s
             if rank in verdict.culprits and not self._left:
                 report(f"{self._names[rank]} is at\n{_main_stack()}")
         others = [r for r in range(self._world.size) if r not in verdict.culprits]
         order = [*others, *verdict.culprits]
-        if now_s - self._judged_s >= self._beat_s() + 0.5 + 2 * order.index(rank):
+        if now_s - self._detected_s >= self._beat_s() + 0.5 + 2 * order.index(rank):
             abort(self._world, verdict.message)
 
     def _seen(self, now_s: float) -> list[Seen]:

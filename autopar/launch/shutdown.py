@@ -23,12 +23,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from autopar.launch.faults import INTERRUPTED, abort, exit_code, name_rank, report
-from autopar.launch.heartbeat import Pulse
+from autopar.launch.heartbeat import Heartbeat
 from autopar.launch.progress import LEFT, PROGRESS
 from autopar.mpi.world import World
 
 #: For this long a rank with an exit code other than 0 waits for others that may be leaving, too.
-LEAVING_S = 3.0
+SHUTDOWN_S = 3.0
 
 #: After this long it is said that the job goes on without a rank.
 NOTICE_S = 20.0
@@ -88,29 +88,29 @@ class Script:
         return exit
 
 
-def leave(world: World, pulse: Pulse, script: Script) -> None:
+def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
     """Wait for all ranks to leave. An exit handler, to run before JAX's own."""
     from mpi4py import MPI
 
-    if os.getpid() != pulse.pid or MPI.Is_finalized():
+    if os.getpid() != heartbeat.pid or MPI.Is_finalized():
         return
     code = script.exit_code()
-    pulse.leave(code)
+    heartbeat.leave(code)
     try:
-        _await_others(world, pulse, code)
-        pulse.stop()
+        _await_others(world, heartbeat, code)
+        heartbeat.stop()
     except KeyboardInterrupt:
         abort(world, f"{name_rank(world.rank)} was interrupted, at its exit, last {PROGRESS.last}.", INTERRUPTED)
     PROGRESS.flag(LEFT)
 
 
-def _await_others(world: World, pulse: Pulse, code: int | None) -> None:
+def _await_others(world: World, heartbeat: Heartbeat, code: int | None) -> None:
     start_s, noticed = time.monotonic(), False
-    all_leave = pulse.comm.Ibarrier()
+    all_leave = heartbeat.comm.Ibarrier()
     while not all_leave.Test():
         waited_s = time.monotonic() - start_s
-        others = ", ".join(map(str, pulse.staying))
-        if code and waited_s > LEAVING_S:
+        others = ", ".join(map(str, heartbeat.staying))
+        if code and waited_s > SHUTDOWN_S:
             message = f"{name_rank(world.rank)} left with exit code {code}, last {PROGRESS.last}; all ranks end."
             abort(world, message, code)
         if not noticed and waited_s > NOTICE_S and others:

@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.errors import LaunchError
 from autopar.launch.coordinator import choose_coordinator
 from autopar.launch.faults import Hooks, report
-from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Pulse, allowance
+from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
 from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.launch.sameness import check_same
 from autopar.launch.shutdown import Script, leave
@@ -27,8 +27,8 @@ from autopar.mpi.world import World, claim, launched, world
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
 DEVICE_VARIABLES = ("JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS")
 
-#: The pulse of this process, if it is one of several.
-_pulses: list[Pulse] = []
+#: The heartbeat of this process, if it is one of several.
+_heartbeats: list[Heartbeat] = []
 
 
 @functools.cache
@@ -49,20 +49,20 @@ def start() -> None:
     script = Script()
     script.watch()
     _start_jax(here)
-    pulse = Pulse(here, hooks, _allowance())
+    heartbeat = Heartbeat(here, hooks, _allowance())
     # Registered after JAX's exit handler, and so called before it.
-    atexit.register(leave, here, pulse, script)
-    _pulses.append(pulse)
+    atexit.register(leave, here, heartbeat, script)
+    _heartbeats.append(heartbeat)
     from mpi4py import MPI
 
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:  # the user, or an old library, may have started it otherwise
-        pulse.start()
+        heartbeat.start()
     elif here.rank == 0:
         report("warning: MPI was started for calls from one thread only, so there is no watchdog")
 
 
 def watchdog(seconds: float | None) -> None:
-    """Set how long this rank may stand still, from now on. 300 seconds, if it was never said.
+    """Set how long this rank may hang, from now on. 300 seconds, if it was never said.
 
     A rank that makes no progress for longer while others wait for it, or that gives no sign of life, is named, and
     the job ends. Call it on all ranks alike; around a long part of your own (an evaluation on one rank) `None`
@@ -77,8 +77,8 @@ def watchdog(seconds: float | None) -> None:
     >>> watchdog(600)
     """
     allowed = allowance(seconds)
-    for pulse in _pulses:
-        pulse.allowance_s = allowed
+    for heartbeat in _heartbeats:
+        heartbeat.allowance_s = allowed
 
 
 def _allowance() -> float | None:

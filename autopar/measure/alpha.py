@@ -40,27 +40,27 @@ def most(ids: RowIds, extent: int, devices: int) -> Alpha:
     return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
 
 
-def alpha_of(asked: Sequence[np.ndarray], extent: int, ids: int) -> Alpha:
+def alpha_of(requested: Sequence[np.ndarray], extent: int, ids: int) -> Alpha:
     """alpha of the distinct rows that each device asks for, of so many ids."""
-    union = np.unique(np.concatenate(asked))
-    return Alpha(union.size, extent, ids, True, float(np.mean([rows.size for rows in asked])))
+    union = np.unique(np.concatenate(requested))
+    return Alpha(union.size, extent, ids, True, float(np.mean([rows.size for rows in requested])))
 
 
-def growth_of(asked: Sequence[np.ndarray], extent: int, ids: float) -> Growth | None:
+def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> Growth | None:
     """How rows grow with the workers, from the distinct rows that each of several asks for; None of a single one.
 
     For 1, 2, 4, ... workers and for all of them, the average over groups of so many that have no worker in common.
     `ids`: of a worker, duplicates included.
     """
-    if len(asked) < 2:
+    if len(requested) < 2:
         return None
-    sizes = sorted({*(1 << k for k in range(len(asked).bit_length())), len(asked)})
-    return fit_growth(extent, ids, [(n, together(asked, n)) for n in sizes])
+    sizes = sorted({*(1 << k for k in range(len(requested).bit_length())), len(requested)})
+    return fit_growth(extent, ids, [(n, together(requested, n)) for n in sizes])
 
 
-def together(asked: Sequence[np.ndarray], n: int) -> float:
+def together(requested: Sequence[np.ndarray], n: int) -> float:
     """Rows that n of the workers touch together, on average over groups of neighbours."""
-    groups = [asked[k : k + n] for k in range(0, len(asked) - n + 1, n)]
+    groups = [requested[k : k + n] for k in range(0, len(requested) - n + 1, n)]
     return float(np.mean([np.unique(np.concatenate(group)).size for group in groups]))
 
 

@@ -80,9 +80,9 @@ def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]
         memory = np.empty(exchange.packed_bytes([array]), np.uint8)
         reduced.append((float(size), _seconds(comm, lambda a=array, m=memory: exchange.reduce([a], memory=m))))
         count = size // 4 // _WIDTH
-        asked = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
+        requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
         rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
-        sent.append((float(size), _seconds(comm, lambda a=asked, r=rows, o=out: exchange.fetch(a, r, o))))
+        sent.append((float(size), _seconds(comm, lambda a=requested, r=rows, o=out: exchange.fetch(a, r, o))))
     return {"all_reduce": reduced, "all_to_all": sent}
 
 

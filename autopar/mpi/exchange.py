@@ -1,6 +1,7 @@
 """What the ranks of a job exchange in a step, on NumPy arrays.
 
-Rows of a table are spread over the ranks: place p belongs to rank `p // share` and is its row `p % share`. A step asks
+Rows of a table are spread over the ranks: place p belongs to rank `p // shard_rows` and is its row `p % shard_rows`. A
+  step asks
 the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and gives the sums of their
 gradients back (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is the server side of a
 parameter server as Parallax has it (papers/parallax.txt, 4.2 and 5.1), one server in each worker.
@@ -9,7 +10,7 @@ Invariants:
 
 - All calls are collective: every rank makes the same ones in the same order. Nothing else may use the communicator.
 - Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival. (Where several
-  ranks share a machine, `machines` makes exchanges by way of relays, and says in which order those add up.)
+  ranks share a machine, `machines` makes exchanges by way of node leaders, and says in which order those add up.)
 - What a rank asks of itself goes through memory, not through MPI.
 - What a call returns is no buffer of the exchange: it stays as it is. `out` and `memory` are for callers that use
   theirs again (`buffers.Buffers`). With one rank a call returns its argument where it may.
@@ -36,11 +37,11 @@ FIRST_IDS = 2047
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class Requested:
     """Who wants which rows, after `ask`.
 
     Attributes:
-      rows: `[u]`, int32 (int64 where a share needs it), sorted, unique: rows of this rank that any rank asked for.
+      rows: `[u]`, int32 (int64 where a shard needs it), sorted, unique: rows of this rank that any rank asked for.
       bounds: Where the places of each owner begin among those that this rank asked for, and the end: those of owner r
         are `places[bounds[r]:bounds[r + 1]]`.
       sources: By rank, `[n_r]`, intp: where its rows are among `rows`, in the order in which it asked.
@@ -70,7 +71,7 @@ class Exchange:
       sent_bytes: What this rank handed to MPI for other ranks, in bytes, by kind: 'ids', 'rows', 'gradients' and
         'gather' are what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then
         sends (a ring's AllReduce 2(N-1)/N of it).
-      near_bytes: What it handed to MPI for ranks of its own machine, where rows go by way of relays (`machines`):
+      near_bytes: What it handed to MPI for ranks of its own machine, where rows go by way of node leaders (`machines`):
         'sent_bytes' has then only what crosses machines of ids, rows and gradients. Else nothing.
       own_bytes: What the rank asked of itself, in bytes, by kind.
       limit: Bytes of one MPI message at most; the same on all ranks.
@@ -107,53 +108,53 @@ class Exchange:
         """Whether this rank waits by polling."""
         return self._waiting.polling
 
-    def ask(self, places: np.ndarray, share: int) -> Asked:
+    def ask(self, places: np.ndarray, shard_rows: int) -> Requested:
         """Tells the owners which rows this rank wants, and learns which of its own are wanted.
 
         Args:
-          places: `[n]`, int32 or int64, sorted, unique, from 0 to below `size * share`.
-          share: Rows that each rank owns; the same on all ranks.
+          places: `[n]`, int32 or int64, sorted, unique, from 0 to below `size * shard_rows`.
+          shard_rows: Rows that each rank owns; the same on all ranks.
         """
-        dtype = number_dtype(share)
+        dtype = number_dtype(shard_rows)
         if self.size == 1:
-            return Asked(places.astype(dtype, copy=False), (0, places.size), (np.arange(places.size),))
+            return Requested(places.astype(dtype, copy=False), (0, places.size), (np.arange(places.size),))
         if places.dtype != np.int64:
-            places = places.astype(number_dtype(share * self.size), copy=False)  # that the shares' ends fit
-        bounds = self._bounds(places, share)
-        wanted = self._swap_ids(places, bounds, share, dtype)
+            places = places.astype(number_dtype(shard_rows * self.size), copy=False)  # that the shards' ends fit
+        bounds = self._bounds(places, shard_rows)
+        wanted = self._swap_ids(places, bounds, shard_rows, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes
         rows, sources = union(wanted)
-        return Asked(rows, bounds, sources)
+        return Requested(rows, bounds, sources)
 
-    def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Brings this rank the rows that it asked for, and the others theirs.
 
         Args:
-          rows: `[u, ...]` of any dtype: this rank's rows, in the order of `asked.rows`.
+          rows: `[u, ...]` of any dtype: this rank's rows, in the order of `requested.rows`.
           out: Where to write them: C order, `[at least n, ...]`, of the same dtype.
 
         Returns:
           `[n, ...]` in the order of the places that were asked for: the first n of `out`, or an aligned array.
         """
-        require_rows(rows, len(asked.rows), "rows")
-        n = asked.size
+        require_rows(rows, len(requested.rows), "rows")
+        n = requested.size
         if self.size == 1:
             return rows if out is None else copied(rows, out)
         result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else first_of(out, n, rows)
         source, target = as_lines(rows), as_lines(result)
-        slices, total = self._in_one_buffer(asked.sources)
+        slices, total = self._in_one_buffer(requested.sources)
         packed = self._scratch.take("rows", (total, source.shape[1]), np.uint8)
         messages = [None if part is None else packed[part] for part in slices]
-        for back, message in zip(asked.sources, messages, strict=True):
+        for back, message in zip(requested.sources, messages, strict=True):
             if message is not None:
                 take_lines(source, back, message)
-        parts = [target[a:b] for a, b in pairwise(asked.bounds)]
-        take_lines(source, asked.sources[self.rank], parts[self.rank])
+        parts = [target[a:b] for a, b in pairwise(requested.bounds)]
+        take_lines(source, requested.sources[self.rank], parts[self.rank])
         self.own_bytes["rows"] += parts[self.rank].nbytes
         self.sent_bytes["rows"] += swap(self._comm, self._waiting, messages, parts, self.limit)
         return result
 
-    def deliver(self, asked: Asked, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Gives the owners what belongs to their rows, and adds up what belongs to this rank's.
 
         Sums of 16-bit and 8-bit floats are taken in float32 and rounded once; those of bools are "or".
@@ -163,24 +164,24 @@ class Exchange:
           out: Where to write: C order, `[at least u, ...]`, of the same dtype.
 
         Returns:
-          `[u, ...]`: for each of `asked.rows` the sum over the ranks that asked for it, in the order of the
+          `[u, ...]`: for each of `requested.rows` the sum over the ranks that asked for it, in the order of the
           ranks: the first u of `out`, or an aligned array.
         """
-        require_rows(sums, asked.size, "sums")
-        u = len(asked.rows)
+        require_rows(sums, requested.size, "sums")
+        u = len(requested.rows)
         if self.size == 1:
             return sums if out is None else copied(sums, out)
         result = aligned((u, *sums.shape[1:]), sums.dtype) if out is None else first_of(out, u, sums)
         sums = np.ascontiguousarray(sums)
         lines = as_lines(sums)
-        sends = [lines[a:b] for a, b in pairwise(asked.bounds)]
-        slices, total = self._in_one_buffer(asked.sources)
+        sends = [lines[a:b] for a, b in pairwise(requested.bounds)]
+        slices, total = self._in_one_buffer(requested.sources)
         received = self._scratch.take("gradients", (total, *sums.shape[1:]), sums.dtype)
-        own = sums[asked.bounds[self.rank] : asked.bounds[self.rank + 1]]
+        own = sums[requested.bounds[self.rank] : requested.bounds[self.rank + 1]]
         parts = [own if part is None else received[part] for part in slices]
         self.own_bytes["gradients"] += parts[self.rank].nbytes
         self.sent_bytes["gradients"] += swap(self._comm, self._waiting, sends, parts, self.limit)
-        self._add_up(result, asked.sources, parts)
+        self._add_up(result, requested.sources, parts)
         return result
 
     def reduce(
@@ -246,27 +247,27 @@ class Exchange:
         slices = [None if r == self.rank else slice(a, b) for r, (a, b) in enumerate(pairwise(ends))]
         return slices, ends[-1]
 
-    def _bounds(self, places: np.ndarray, share: int) -> tuple[int, ...]:
+    def _bounds(self, places: np.ndarray, shard_rows: int) -> tuple[int, ...]:
         """Where each owner's places begin, and the end."""
-        edges = np.arange(self.size + 1, dtype=places.dtype) * share
+        edges = np.arange(self.size + 1, dtype=places.dtype) * shard_rows
         bounds = tuple(np.searchsorted(places, edges).tolist())
-        assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shares of {share} rows"
+        assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shards of {shard_rows} rows"
         return bounds
 
     def _swap_ids(
-        self, places: np.ndarray, bounds: tuple[int, ...], share: int, dtype: np.dtype
+        self, places: np.ndarray, bounds: tuple[int, ...], shard_rows: int, dtype: np.dtype
     ) -> tuple[np.ndarray, ...]:
         """By rank: the rows that it wants of this rank. A message is `[count | ids]`."""
         sends: list[np.ndarray | None] = []
         parts: list[np.ndarray] = []
-        packed = self._scratch.take("asked", places.size + self.size, dtype)
+        packed = self._scratch.take("requested", places.size + self.size, dtype)
         received = self._scratch.take("wanted", (self.size, 1 + FIRST_IDS), dtype)
         received[:, 0] = 0
         for r in range(self.size):
             start, end = bounds[r], bounds[r + 1]
             message = packed[start + r : end + r + 1]
             message[0] = end - start
-            np.subtract(places[start:end], r * share, out=message[1:], casting="same_kind")
+            np.subtract(places[start:end], r * shard_rows, out=message[1:], casting="same_kind")
             parts.append(message[1:])
             sends.append(message[: 1 + FIRST_IDS] if r in self._askable else None)
         first = [row if r in self._askers else None for r, row in enumerate(received)]

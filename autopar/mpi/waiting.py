@@ -101,9 +101,9 @@ def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool
     told = comm.allgather((polling, shares_cores, machine_name(), frozenset(affinity), cores()))
     shared = any(shares for _, shares, *_ in told)
     patience = BOUND_PATIENCE_S if len(affinity) == 1 and not shared else PATIENCE_S
-    wishes = [wish for wish, *_ in told if wish is not None]
-    if wishes:
-        return Waiting(any(wishes), patience)
+    options = [option for option, *_ in told if option is not None]
+    if options:
+        return Waiting(any(options), patience)
     machines: dict[str, list[tuple[frozenset[int], int]]] = {}
     for _, _, machine, affinity, quota in told:
         machines.setdefault(machine, []).append((affinity, quota))

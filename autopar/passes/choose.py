@@ -18,8 +18,8 @@ from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, Strategy, split_method
+from autopar.passes.choosing.dense_shards import dense_plan, shard_dense
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
-from autopar.passes.choosing.shares import dense_plan, share_dense
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[BoundPlan, str]:
@@ -34,18 +34,18 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
-    methods, shared, hosts = _methods(program, options.strategy)
+    methods, patterns, hosts = _methods(program, options.strategy)
     has_effects = any(e.effects for e in program.block.equations)
     earlier = options.plan
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
     choices = Choices(options, measured, methods, hosts, not has_effects, decided)
     made = [decide_family(program, space, choices) for space in program.rows.spaces]
-    plan = _assemble(program, options, made, shared)
+    plan = _assemble(program, options, made, patterns)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
         sharded = _too_large(program, plan.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
             made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
-        plan = _assemble(program, options, made, shared) if sharded else plan
+        plan = _assemble(program, options, made, patterns) if sharded else plan
     tables = sum(len(told) for _, told in made)
     lifted = sum(t.lifted for t in plan.plan.tables)
     return plan, f"{lifted} of {tables} tables run on their touched rows"
@@ -58,7 +58,9 @@ def compares_methods(program: Program, options: Options) -> bool:
     return any(compares(program, space, choices) for space in program.rows.spaces)
 
 
-def _assemble(program: Program, options: Options, decided: Sequence[Decision], shared: Mapping[int, str]) -> BoundPlan:
+def _assemble(
+    program: Program, options: Options, decided: Sequence[Decision], patterns: Mapping[int, str]
+) -> BoundPlan:
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
     pairs = zip(program.rows.spaces, decided, strict=True)
     families = [
@@ -72,16 +74,16 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], s
     chosen = {f.family for f in safe}
     rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, given in enumerate(program.inputs) if given.role == "state")
-    shares, told = share_dense(program, shared, states - rows, options.devices)
-    tables = sorted(_with_shares([t for _, told in decided for t in told], told), key=lambda t: order[t.path])
+    shards, told = shard_dense(program, patterns, states - rows, options.devices)
+    tables = sorted(_with_shards([t for _, told in decided for t in told], told), key=lambda t: order[t.path])
     members = {leaf for space in program.rows.spaces for leaf in space.leaves}
     named = {leaf.path: leaf for leaf in told}
-    others = [dense_plan(program, k, shared=k in shares) for k in sorted(states - members)]
+    others = [dense_plan(program, k, sharded=k in shards) for k in sorted(states - members)]
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
-    placements = tuple(shares.get(k, axis) for k, axis in enumerate(placements))
+    placements = tuple(shards.get(k, axis) for k, axis in enumerate(placements))
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
     plan = Plan(program.name, options.devices, None, options.sparse, options.emit, tuple(tables), dense, state_bytes=0)
-    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shares)
+    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards)
     return bound.noting(state_bytes=state_bytes(program, bound))
 
 
@@ -149,7 +151,7 @@ def _methods(
                 f"strategy: {pattern!r} matches no parameter that is looked up by rows ({shown}); "
                 f"for dense ones there are 'allreduce' and 'ps', not {given!r}"
             )
-    found, shared, hosts = {}, {}, set()
+    found, patterns, hosts = {}, {}, set()
     for k, path in states.items():
         pattern = next((p for p in strategy if matches(p, path)), None)
         method, where = ("auto", "devices") if pattern is None else split_method(strategy[pattern])
@@ -157,14 +159,14 @@ def _methods(
             found[k] = (method, pattern not in ("*", "**", None))
             hosts.update([k] if where == "hosts" else [])
         if pattern is not None and method == "ps" and where == "devices":
-            shared[k] = pattern
-    return found, shared, frozenset(hosts)
+            patterns[k] = pattern
+    return found, patterns, frozenset(hosts)
 
 
-def _with_shares(tables: Sequence[TablePlan], shared: Sequence[DensePlan]) -> list[TablePlan]:
+def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> list[TablePlan]:
     """The tables; of one that is kept in shards, as dense leaves are, why it isn't lifted as well."""
     found = {t.path: t for t in tables}
-    for leaf in shared:
+    for leaf in patterns:
         old = found.get(leaf.path)
         if old is not None:
             reason = f"{leaf.reason}; all rows, because {old.reason}"

@@ -26,11 +26,11 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.lifting.control_flow import rewrite
-from autopar.passes.lifting.deferral import read_phi
-from autopar.passes.lifting.journal import StepJournal
+from autopar.passes.lifting.deferral import read_untouched_update
 from autopar.passes.lifting.off_rows import off_scope
 from autopar.passes.lifting.scope import Lifting, Scope
 from autopar.passes.lifting.sweeping import Exact, sweep
+from autopar.passes.lifting.update_log import StepUpdateLog
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
@@ -50,10 +50,10 @@ def lift_rows(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.bounds.rows - 1} rows" for f in plan.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
-    journals = [given for journal in lift.in_order() for given in journal.inputs()]
-    kept = (Output(given.path, k) for k, given in enumerate(journals, len(program.inputs)))
+    logs = [given for log in lift.in_order() for given in log.inputs()]
+    kept = (Output(given.path, k) for k, given in enumerate(logs, len(program.inputs)))
     lifted = dataclasses.replace(
-        program, block=block, inputs=(*program.inputs, *journals), outputs=(*program.outputs, *kept, *flag)
+        program, block=block, inputs=(*program.inputs, *logs), outputs=(*program.outputs, *kept, *flag)
     )
     return lifted, f"{before} equations became {after}; at most {rows} a step"
 
@@ -73,7 +73,7 @@ class _Lift:
     #: Whether the batch exceeds a measured capacity; new values that are the old ones of a leaf then, and the leaf.
     exceeded: Var | None = None
     guarded: set[tuple[Atom, int]] = field(default_factory=set)
-    journals: dict[int, StepJournal] = field(default_factory=dict)
+    logs: dict[int, StepUpdateLog] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, plan: BoundPlan) -> _Lift:
@@ -126,17 +126,17 @@ class _Lift:
                 self._commit(family)
         states = [out.state for out in self.program.outputs]
         outputs = [self._output(a, k) for a, k in zip(block.outputs, states, strict=True)]
-        old = [v for journal in self.in_order() for v in journal.old]
-        outputs += [v for journal in self.in_order() for v in journal.new]
+        old = [v for log in self.in_order() for v in log.old]
+        outputs += [v for log in self.in_order() for v in log.new]
         outputs += [] if self.exceeded is None else [self.exceeded]
         lifted, _ = eliminate_dead(Block((*self.inputs, *old), tuple(self.scope.equations), tuple(outputs)))
         return lifted
 
     # --- measured capacities ---
 
-    def in_order(self) -> list[StepJournal]:
-        """The journals by family: a step and what does it again in its place begin their families in any order."""
-        return [self.journals[family] for family in sorted(self.journals)]
+    def in_order(self) -> list[StepUpdateLog]:
+        """The update logs by family: a step and what does it again in its place begin their families in any order."""
+        return [self.logs[family] for family in sorted(self.logs)]
 
     def _check_capacity(self) -> None:
         """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
@@ -203,10 +203,10 @@ class _Lift:
         flat = [self.scope.get(v) for v in ids.results]
         planned = self.scope.lifting.families[family]
         batched = ids.batched if any(ids.batched) else None
-        params = {"extent": space.extent, "rows": type_.rows, "asked": planned.bounds.asked, "batched": batched}
+        params = {"extent": space.extent, "rows": type_.rows, "requested": planned.bounds.requested, "batched": batched}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
-        if planned.table.journal:
-            self.journals[family] = StepJournal.begin(self.scope, family, self._kept(space))
+        if planned.table.log_steps:
+            self.logs[family] = StepUpdateLog.begin(self.scope, family, self._kept(space))
 
     def _ahead(self, equations: list[Equation]) -> None:
         """Emit what ids depend on. A loop that is needed in part only is copied in part."""
@@ -242,10 +242,10 @@ class _Lift:
         axes, updates = space.row_axes, self._updates(space)
         changed = {k: scope.at_rows(atom, axes[k], family) for k, atom in updates.items()}
         first = [v for k in space.leaves for v in self._old_readers(inputs[k])]
-        journal = self.journals.get(family)
+        log = self.logs.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
-        if changed and journal is None and not scope.lifting.lazy:
+        if changed and log is None and not scope.lifting.lazy:
             offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
             leaves = sweep(scope, family, offs, self.exceeded, first)
             first = []
@@ -257,13 +257,13 @@ class _Lift:
                 self.guarded.add((new, k))
             else:
                 new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
-            if journal is not None and k in leaves:
-                journal.committed[k] = new
-                journal.rows.append(rows)
+            if log is not None and k in leaves:
+                log.committed[k] = new
+                log.rows.append(rows)
                 continue
             self._name(updates[k], k, new)
-        if journal is not None:
-            self._defer(space, journal, kept)
+        if log is not None:
+            self._defer(space, log, kept)
         self.committed.add(family)
 
     def _write_whole(self, space: RowSpace) -> None:
@@ -283,18 +283,18 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
-        waits = self.scope.lifting.families[space.family].table.journal
+        waits = self.scope.lifting.families[space.family].table.log_steps
         return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
 
-    def _defer(self, space: RowSpace, journal: StepJournal, kept: list[int]) -> None:
+    def _defer(self, space: RowSpace, log: StepUpdateLog, kept: list[int]) -> None:
         """Write down what the step does to the other rows."""
         scope = self.scope
         off, inner = off_scope(scope, space.family)
         axes, updates = space.row_axes, self._updates(space)
         off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
         new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
-        phi = read_phi(scope, off, space.family, kept, inner, new)
-        flushed = journal.end(scope, phi, self.exceeded)
+        update = read_untouched_update(scope, off, space.family, kept, inner, new)
+        flushed = log.end(scope, update, self.exceeded)
         for k in kept:
             self._name(updates[k], k, flushed[k])
             self.guarded.add((flushed[k], k))
@@ -319,8 +319,8 @@ class _Lift:
 
 
 def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
-    """Rows that one round of a sweep takes: on each device, where they are spread. Of deferred rows phi takes one."""
-    if family.table.journal:
+    """Rows that one round of a sweep takes: on each device, where they are spread. The untouched update takes one."""
+    if family.table.log_steps:
         return 1
     if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)

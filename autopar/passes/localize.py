@@ -1,11 +1,12 @@
-"""The program of one device (or rank): its share of the batch and of the rows, with every reduction written down.
+"""The program of one device (or rank): its shard of the batch and of the rows, with every reduction written down.
 
 Under XLA's partitioner a program is global, and reductions appear where XLA needs them. Here they are equations:
 `reduce` (over all devices), `share` (a device's part of what all have), `once` (on the first device; zero elsewhere).
 Values of the batch's extent that don't come from the batch (random bits, constants) are computed whole and then
-shared, so that a dropout mask is that of one device. Sums over the examples stay addends as long as linear equations
-read them, and are reduced where another one does: gradients after the last loop and not in it. What can't be followed
-is refused with its line; XLA then does the work. Sources: docs/hosts.md; Parallax, section 4.3 (local aggregation).
+shared, so that a dropout mask is that of one device. Sums over the examples stay partial sums as long as linear
+equations read them, and are reduced where another one does: gradients after the last loop and not in it. What can't be
+followed is refused with its line; XLA then does the work. Sources: docs/hosts.md; Parallax, section 4.3 (local
+aggregation).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _is_owned(program: Program, plan: BoundPlan, k: int) -> bool:
     planned = {f.family for f in plan.families if f.layout is not None}
     space = program.rows.space_of(k)
     is_entry = program.inputs[k].entry_axis is not None
-    return is_entry or k in plan.shares or (space is not None and space.family in planned)
+    return is_entry or k in plan.shards or (space is not None and space.family in planned)
 
 
 @dataclass(eq=False)
@@ -145,7 +146,7 @@ class Localizer(Forms):
         for atom in equation.inputs:
             if isinstance(self.state(atom), Partial):
                 if on_top and atom is equation.inputs[0]:
-                    continue  # the addends of a device's own examples are added on top of it
+                    continue  # the partial sums of a device's own examples are added on top of it
                 self.whole(atom, equation)
         spread = {k: s.axis for k, a in enumerate(equation.inputs) if isinstance(s := self.state(a), Spread)}
         if spread:
@@ -154,7 +155,7 @@ class Localizer(Forms):
             self.copy(equation)
 
     def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Write an equation of addends, if it is linear and it pays; whether it is written."""
+        """Write an equation of partial sums, if it is linear and it pays; whether it is written."""
         others = keeps_partial(equation, partial)
         if others is None:
             return False
@@ -226,7 +227,7 @@ class Localizer(Forms):
         self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
-        """An equation whose operands aren't all had in shares: of a product the larger one is, else none."""
+        """An equation whose operands aren't all had in shards: of a product the larger one is, else none."""
         self.shared.inside = self.shared.inside or reason
         kept = max(spread, key=lambda k: equation.inputs[k].type.size) if equation.op == "dot_general" else None
         if len(spread) == 1:
@@ -238,7 +239,7 @@ class Localizer(Forms):
         self._plain(equation)
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
-        """A reduction over the examples (or rows): of a sum the addends, of anything else the whole."""
+        """A reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""
         op = REDUCES[equation.op]
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)

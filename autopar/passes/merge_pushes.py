@@ -1,6 +1,6 @@
 """Add up the gradients of a family before they travel, and where they belong: one exchange for many pushes.
 
-Where devices hold shares of the batch and rows travel (`ps`, `allgather`), a push is split in two: `aggregate` adds
+Where devices hold shards of the batch and rows travel (`ps`, `allgather`), a push is split in two: `aggregate` adds
 gradients to the rows that a device asked for, on that device; `deliver` sends these sums, to owners or to all. Sums of
 delivered rows are then delivered once, and a loop that adds up what it delivers adds up aggregates and delivers them
 after its last iteration (Parallax's local aggregation, section 4.3). Elsewhere a sum of a value and a push becomes a
@@ -29,10 +29,10 @@ def merge_pushes(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     if not plan.families:
         return program, "nothing is lifted"
     before = _count(program.block)
-    asked = {f.family: f.bounds.asked for f in plan.families if f.bounds.asked is not None}
-    merged = _Merge(asked).run(program.block, frozenset())
+    requested = {f.family: f.bounds.requested for f in plan.families if f.bounds.requested is not None}
+    merged = _Merge(requested).run(program.block, frozenset())
     block, _ = eliminate_dead(merged)
-    note = f"pushes: {before} before, {_count(block)} after" + (", each an exchange" if asked else "")
+    note = f"pushes: {before} before, {_count(block)} after" + (", each an exchange" if requested else "")
     return dataclasses.replace(program, block=block), note
 
 
@@ -42,9 +42,9 @@ def _count(block: Block) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """`asked`: family -> F, the rows that all devices together ask for, where a push is split."""
+    """`requested`: family -> F, the rows that all devices together ask for, where a push is split."""
 
-    asked: Mapping[int, int]
+    requested: Mapping[int, int]
 
     def run(self, block: Block, zeros: frozenset[Var]) -> Block:
         """The block merged; `zeros` are inputs that are known to be zero."""
@@ -60,12 +60,12 @@ class _Merge:
 
     def _is_split(self, equation: Equation) -> bool:
         adds = equation.op == "ap.push" and equation.params["op"] == "scatter-add"
-        return adds and equation.inputs[1].type.family in self.asked and equation.params["batch"] is not None
+        return adds and equation.inputs[1].type.family in self.requested and equation.params["batch"] is not None
 
     def _split(self, editor: _Editor, push: Equation) -> None:
         base, route, *rest = push.inputs
         axis = push.params["axis"]
-        start = editor.zeros(push.outputs[0].type.resized(axis, self.asked[route.type.family]))
+        start = editor.zeros(push.outputs[0].type.resized(axis, self.requested[route.type.family]))
         sums = Var(start.type)
         editor.append(dataclasses.replace(push, op="ap.aggregate", inputs=(start, route, *rest), outputs=(sums,)))
         on = () if editor.is_zero(base) else (base,)

@@ -50,7 +50,7 @@ def once_per_row(program: Program, plan: BoundPlan, devices: int = 1) -> tuple[P
       plan: What it was made by.
       devices: Of a rank: they share the lookups, but each has all rows.
     """
-    if not plan.on_hosts or plan.plan.road == "xla":
+    if not plan.on_hosts or plan.plan.reduction_backend == "xla":
         return program, "for a rank's own program, with tables on hosts"
     found: list[Ids] = []
     block = _of_block(program.block, devices, found)

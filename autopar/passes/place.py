@@ -1,6 +1,6 @@
 """Say where values are: dense parameters that are spread are gathered where a whole one is used, after their casts.
 
-Elementwise equations on shares stay on shares; what meets a share there (the gradient) is spread as well, so that it is
+Elementwise equations on shards stay on shards; what meets a shard there (the gradient) is spread as well, so that it is
 reduced to its owner and not to all. A lookup takes the owner's rows, and needs no gathered table.
 """
 
@@ -17,10 +17,10 @@ from autopar.passes.writer import Writer
 
 
 def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
-    """The program with `replicate` and `spread` where shares are used (`Plan.shares`)."""
-    if not plan.shares:
+    """The program with `replicate` and `spread` where shards are used (`Plan.shards`)."""
+    if not plan.shards:
         return program, "no dense parameter is spread"
-    placing = _Placing({program.block.inputs[k]: axis for k, axis in plan.shares.items()})
+    placing = _Placing({program.block.inputs[k]: axis for k, axis in plan.shards.items()})
     for equation in program.block.equations:
         placing.add(equation)
     outputs = program.block.outputs
@@ -31,29 +31,29 @@ def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     )
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(placing.equations), returned))
     gathered = sum(e.op == "ap.replicate" for e in block.equations)
-    note = f"{len(plan.shares)} leaves in shares, {gathered} gathered for use"
+    note = f"{len(plan.shards)} leaves in shards, {gathered} gathered for use"
     return dataclasses.replace(program, block=block), note
 
 
 @dataclass(eq=False)
 class _Placing(Writer):
-    """The block being written. `shares`: values that are spread, with their axis; `gathered`: and gathered."""
+    """The block being written. `shards`: values that are spread, with their axis; `gathered`: and gathered."""
 
-    shares: dict[Atom, int]
+    shards: dict[Atom, int]
     gathered: dict[Atom, Var] = field(default_factory=dict)
 
     def add(self, equation: Equation) -> None:
-        axis = next((self.shares[a] for a in equation.inputs if a in self.shares), None)
+        axis = next((self.shards[a] for a in equation.inputs if a in self.shards), None)
         if axis is None:
             self.append(equation)
-        elif equation.op == "gather" and equation.inputs[0] in self.shares:
+        elif equation.op == "gather" and equation.inputs[0] in self.shards:
             rest = [self.whole(a) for a in equation.inputs[1:]]
             self.append(dataclasses.replace(equation, inputs=(equation.inputs[0], *rest)))
         elif equation.op in ALIGNED and equation.op not in ("concatenate", "sort"):
-            shape = next(a for a in equation.inputs if a in self.shares).shape
-            inputs = tuple(self._share(a, axis) if a.shape == shape else a for a in equation.inputs)
+            shape = next(a for a in equation.inputs if a in self.shards).shape
+            inputs = tuple(self._shard(a, axis) if a.shape == shape else a for a in equation.inputs)
             self.append(dataclasses.replace(equation, inputs=inputs))
-            self.shares.update((v, axis) for v in equation.outputs if v.shape == shape)
+            self.shards.update((v, axis) for v in equation.outputs if v.shape == shape)
         elif equation.op.startswith(("reduce_", "arg")):
             self.append(equation)
         else:
@@ -61,13 +61,13 @@ class _Placing(Writer):
 
     def whole(self, atom: Atom) -> Atom:
         """The value on every device."""
-        if atom not in self.shares:
+        if atom not in self.shards:
             return atom
         if atom not in self.gathered:
-            self.gathered[atom] = self.emit("ap.replicate", (atom,), atom.type, {"axis": self.shares[atom]})
+            self.gathered[atom] = self.emit("ap.replicate", (atom,), atom.type, {"axis": self.shards[atom]})
         return self.gathered[atom]
 
-    def _share(self, atom: Atom, axis: int) -> Atom:
-        if not isinstance(atom, Var) or self.shares.get(atom) == axis:
+    def _shard(self, atom: Atom, axis: int) -> Atom:
+        if not isinstance(atom, Var) or self.shards.get(atom) == axis:
             return atom
         return self.emit("ap.spread", (atom,), atom.type, {"axis": axis})

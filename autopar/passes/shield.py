@@ -2,8 +2,8 @@
 
 Some equations are written otherwise, so that XLA gets them right: a start is brought into its range first, a pad that
 cuts becomes a pad and a slice, a maximum is NaN if any element is, a cumulative reduction has an operand of its own.
-Any other one is run by each device by itself. It becomes the body of an `ap.isolated` equation, on each device's share
-of the operands: those along the examples, where the batch is known to lie so that shares stay shares (or partial sums,
+Any other one is run by each device by itself. It becomes the body of an `ap.isolated` equation, on each device's shard
+of the operands: those along the examples, where the batch is known to lie so that shards stay shards (or partial sums,
 which are then added up); else each device has all of every operand, and all do the same. Either is right wherever XLA
 has the values, which it brings there.
 """

@@ -152,15 +152,15 @@ class _Measured:
 
     path: str
     extent: int
-    asked: list[np.ndarray]
+    requested: list[np.ndarray]
     ids: list[int]
 
     def alpha(self, per_machine: int) -> TableAlpha:
-        growth = growth_of(self.asked, self.extent, float(np.mean(self.ids)))
+        growth = growth_of(self.requested, self.extent, float(np.mean(self.ids)))
         assert growth is not None, "there are two workers at least"
-        count = len(self.asked)
-        machine = together(self.asked, per_machine) if per_machine <= count else growth.rows(per_machine)
-        rows = (together(self.asked, 1), machine, together(self.asked, count))
+        count = len(self.requested)
+        machine = together(self.requested, per_machine) if per_machine <= count else growth.rows(per_machine)
+        rows = (together(self.requested, 1), machine, together(self.requested, count))
         return TableAlpha(self.path, growth, count, per_machine, *rows)
 
 
@@ -203,7 +203,7 @@ class _Reader:
             for table in space.tables:
                 path = program.inputs[table].path
                 found = self.tables.setdefault(path, _Measured(path, space.extent, [], []))
-                found.asked += rows
+                found.requested += rows
                 found.ids += [ids.count_on(self._spread)] * len(rows)
         self.workers += self._spread
 

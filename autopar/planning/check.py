@@ -134,7 +134,7 @@ def compare(plan: Plan, found: Sequence[Collective]) -> Check:
     pool = _Pool.of(found, plan.devices)
     rows = [row for table in plan.tables for row in _reduced(table, pool)]
     rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool)]
-    unplanned = None if _has_shares(plan) else 0
+    unplanned = None if _has_shards(plan) else 0
     rows += [CheckRow(op, "arrays that XLA moves", unplanned, *pool.rest(op)) for op in _OTHERS]
     dense = _sizes_of([*plan.dense, *(t for t in plan.tables if not t.lifted)])
     rows += [
@@ -202,7 +202,7 @@ def _exchanged(plan: Plan, op: str, pool: _Pool) -> list[CheckRow]:
     what = "ids, rows and gradients of tables"
     if op != "all-gather" or sent <= planned:
         return [CheckRow(op, what, planned if sent == planned else max(possible), sent, count)]
-    alien = None if _has_shares(plan) or not whole else 0
+    alien = None if _has_shards(plan) or not whole else 0
     return [CheckRow(op, what, planned, planned, count), CheckRow(op, "arrays of the model", alien, sent - planned, 0)]
 
 
@@ -215,7 +215,7 @@ def _possible(plan: Plan, op: str) -> set[int]:
         rest = sum(t.sent for t in terms) - ids
         found = {total + rest for total in found}
         if ids and (s := table.sizes) is not None:
-            groups[table.method, s.extent, s.ids, s.asked, s.capacity].append(ids)
+            groups[table.method, s.extent, s.ids, s.requested, s.capacity].append(ids)
     for (first, *_), count in ((ids, len(ids)) for ids in groups.values()):
         found = {total + times * first for total in found for times in range(1, count + 1)}
     return found
@@ -235,9 +235,9 @@ def _lifted_sizes(plan: Plan) -> frozenset[int]:
     return _sizes_of([table for table in plan.tables if table.lifted])
 
 
-def _has_shares(plan: Plan) -> bool:
+def _has_shards(plan: Plan) -> bool:
     """Whether XLA gathers and scatters leaves of its own accord."""
-    return any(leaf.shared for leaf in plan.dense) or any(t.method == "ps" and not t.lifted for t in plan.tables)
+    return any(leaf.sharded for leaf in plan.dense) or any(t.method == "ps" and not t.lifted for t in plan.tables)
 
 
 def _nbytes(shape: Sequence[int], dtype: str) -> int:

@@ -30,14 +30,17 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) ->
     sizes: dict[int, tuple[int, int]] = {}
     for space in program.rows.spaces:
         family = plan.family(space.family)
-        if family is None or not family.on_hosts or family.bounds.asked is None or not space.accesses:
+        if family is None or not family.on_hosts or family.bounds.requested is None or not space.accesses:
             continue
         ids = program.ids[space.family]
         flat = example_ids(program, ids, leaves)
         if flat is None:
             return None
         need = max(rows.size for rows in device_ids(flat, ids.batched, plan.devices, space.extent))
-        sizes[space.family] = family.bounds.rows // plan.devices, bucket_size(need, family.bounds.asked // plan.devices)
+        sizes[space.family] = (
+            family.bounds.rows // plan.devices,
+            bucket_size(need, family.bounds.requested // plan.devices),
+        )
     if not sizes:
         return None
     options = dataclasses.replace(entry.options, rank_devices=devices)

@@ -307,12 +307,12 @@ def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
 def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
     """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
     plan = entry.compiled.plan
-    why = plan.road_reason
+    why = plan.reduction_reason
     told = {
         "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
         "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
         "": f"Nothing is reduced: {why}",
-    }[plan.road]
+    }[plan.reduction_backend]
     once = once_per_row_of(entry, leaves, devices)
     if once is not None:
         told += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
@@ -322,7 +322,7 @@ def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
 def _dense_row(leaf: DensePlan, devices: int) -> ExplainedLeaf:
     """A dense leaf's row: one in shards is updated on its owner."""
     size = leaf.nbytes
-    action, kept = ("in shares, ps", size // devices) if leaf.shared else ("as it is", size)
+    action, kept = ("in shards, ps", size // devices) if leaf.sharded else ("as it is", size)
     return ExplainedLeaf(leaf, size, 0, None, action, 2 * size, 2 * kept, sent=leaf.sent)
 
 
@@ -340,11 +340,11 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
     if table.lifted:
         action = "touched rows, lazy" if bound.plan.sparse == "lazy" else "touched rows"
         planned = int(dense * alpha.share) if alpha else dense
-    if k in bound.shares:
-        action, planned = "all rows, in shares", dense // devices
-    if table.journal:
+    if k in bound.shards:
+        action, planned = "all rows, in shards", dense // devices
+    if table.log_steps:
         action += ", others deferred"
-        deferred = f"{format_bytes(_journal_bytes(entry, space.family))} for what they missed"
+        deferred = f"{format_bytes(_log_bytes(entry, space.family))} for what they missed"
     if table.where == "hosts":
         action += ", ps on hosts"
     elif (table.sent or is_read) and table.lifted:
@@ -356,10 +356,10 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
     return dataclasses.replace(row, sent=table.sent, seconds=table.seconds, table_3=paper)
 
 
-def _journal_bytes(entry: Entry, family: int) -> int:
-    """Bytes of a family's journal: stamps, records, volumes."""
+def _log_bytes(entry: Entry, family: int) -> int:
+    """Bytes of a family's update log: stamps, records, segments."""
     program = entry.compiled.program
-    lead = f"journal {family}/"
+    lead = f"update log {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
     return sum(v.type.nbytes for given, v in pairs if given.path.startswith(lead))
 

@@ -44,7 +44,7 @@ def plan(
     Args:
       step, *args, cluster, **kwargs: As for `explain`.
       alphas: What `measure_alpha` found on batches of the step. Each table's growth is taken from it, and its alpha
-        where the batch is given as shapes. Without it growth is that of the devices' shares of the one batch.
+        where the batch is given as shapes. Without it growth is that of the devices' shards of the one batch.
 
     Raises:
       ArgumentsError: no arguments, `step` is no step of `parallelize`, or a table that `alphas` doesn't have.
@@ -106,11 +106,11 @@ def dense_load(found: Plan) -> DenseLoad:
     """What a step does on each device with all leaves whose rows don't go by themselves."""
     whole = [t for t in found.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
     sizes = [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
-    leaves = [leaf.nbytes // (found.devices if leaf.shared else 1) for leaf in found.dense]
+    leaves = [leaf.nbytes // (found.devices if leaf.sharded else 1) for leaf in found.dense]
     leaves += [size for size, table in sizes for _ in range(1 + len(table.slots))]
     sums, work = (*found.work.sums, *((size, 1) for size, _ in sizes)), found.work
     moved = work.moved_bytes / found.devices
-    return DenseLoad(work.on(found.devices), sums, tuple(leaves), moved, by_mpi=found.road == "mpi")
+    return DenseLoad(work.on(found.devices), sums, tuple(leaves), moved, by_mpi=found.reduction_backend == "mpi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ def _touched(
     each, flat = ids.count_on(devices), example_ids(program, ids, leaves)
     seen = None if seen is None else seen.with_ids(each)
     if flat is not None:
-        asked = device_ids(flat, ids.batched, devices, extent)
-        growth = seen or (growth_of(asked, extent, each) if any(ids.batched) else None)
-        return _Touched(alpha_of(asked, extent, ids.count), growth)
+        requested = device_ids(flat, ids.batched, devices, extent)
+        growth = seen or (growth_of(requested, extent, each) if any(ids.batched) else None)
+        return _Touched(alpha_of(requested, extent, ids.count), growth)
     if seen is not None:
         return _Touched(Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen)
     return _Touched(most(ids, extent, devices), None)

@@ -1,4 +1,4 @@
-"""`why`: the road that a plan didn't take for a table, with all that it would cost, beside the one that was taken."""
+"""`why`: what a method that a plan didn't take would cost for a table, beside the one that it took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.planning.explain import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
+class Alternative:
     """One way for a table's gradient: all that is done in a step, for the table's whole family.
 
     Attributes:
@@ -51,18 +51,18 @@ class Why:
     Attributes:
       path: Of the table.
       text: Why, in words.
-      chosen: The road of the plan; None where nothing is known of what it takes.
+      chosen: The plan's; None where nothing is known of what it takes.
       other: The one not taken; None where it can't be taken.
     """
 
     path: str
     text: str
-    chosen: Road | None = None
-    other: Road | None = None
+    chosen: Alternative | None = None
+    other: Alternative | None = None
 
     @property
     def ratio(self) -> float | None:
-        """The other road over the chosen one: by time, or else by bytes; None where that isn't known."""
+        """The other one over the chosen one: by time, or else by bytes; None where that isn't known."""
         if self.chosen is None or self.other is None:
             return None
         a, b = self.chosen.seconds, self.other.seconds
@@ -71,12 +71,12 @@ class Why:
         return b / a if a else None
 
     def __str__(self) -> str:
-        roads = [road for road in (self.chosen, self.other) if road is not None]
-        lines = [f"{self.path}: {self.text}", *(line for road in roads for line in road.lines())]
+        ways = [way for way in (self.chosen, self.other) if way is not None]
+        lines = [f"{self.path}: {self.text}", *(line for way in ways for line in way.lines())]
         if self.ratio is not None:
-            timed = all(road.timed for road in roads)
+            timed = all(way.timed for way in ways)
             what = "takes {} times as long" if timed else "sends {} times as many bytes; times aren't known"
-            lines.append(f"{roads[1].name} {what.format(f'{self.ratio:.3g}')}")
+            lines.append(f"{ways[1].name} {what.format(f'{self.ratio:.3g}')}")
         return "\n".join(lines)
 
 
@@ -103,14 +103,14 @@ def why(plan: Plan, path: str, method: Method) -> Why:
       True
     """
     require_plan(plan, "why")
-    asked, where = split_method(method)
-    if asked == "auto":
+    wanted, where = split_method(method)
+    if wanted == "auto":
         raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS[1:])}")
-    table, name = plan.table(path), _name(asked, where)
-    chosen, taken = _road(table, table.method, table.where), table.taken
+    table, name = plan.table(path), _name(wanted, where)
+    chosen, taken = _alternative(table, table.method, table.where), table.taken
     if name == taken:
         return Why(path, f"{name} is what was chosen ({table.reason})", chosen)
-    if table.refused and asked != "allreduce":
+    if table.refused and wanted != "allreduce":
         line = f", {table.line}" if table.line else ""
         remedy = f". To change it: {table.remedy}" if table.remedy else ""
         return Why(path, f"it can't have {name}: {table.reason}{line}{remedy}", chosen)
@@ -118,7 +118,7 @@ def why(plan: Plan, path: str, method: Method) -> Why:
     if plan.devices == 1:
         rows = "" if table.alpha is None else f": a step touches {table.alpha.rows} of {table.alpha.extent} rows"
         return Why(path, f"{text}. On one device nothing is sent{rows}")
-    other = _road(table, asked, where)
+    other = _alternative(table, wanted, where)
     return Why(path, text if other is not None else f"{text}. What {name} would take isn't known", chosen, other)
 
 
@@ -126,10 +126,10 @@ def _name(method: str, where: str) -> str:
     return f"{method} on hosts" if where == "hosts" else method
 
 
-def _road(table: TablePlan, method: str, where: str) -> Road | None:
-    """A road, as far as it is known."""
+def _alternative(table: TablePlan, method: str, where: str) -> Alternative | None:
+    """What a method takes, as far as it is known."""
     if (name := _name(method, where)) in table.terms:
-        return Road(name, tuple(table.terms[name]), timed=True)
+        return Alternative(name, tuple(table.terms[name]), timed=True)
     if table.sizes is None:
         return None
     terms: Sequence[Term]
@@ -137,7 +137,7 @@ def _road(table: TablePlan, method: str, where: str) -> Road | None:
         terms = host_terms(table.sizes)
     else:
         terms = step_terms(NO_TIME, table.sizes.on_devices() if table.where == "hosts" else table.sizes)[method]
-    return Road(name, tuple(t for t in terms if t.sent), timed=False)
+    return Alternative(name, tuple(t for t in terms if t.sent), timed=False)
 
 
 def _sent(term: Term) -> str:

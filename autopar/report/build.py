@@ -123,10 +123,10 @@ def _shown(plan: Plan, path: str | None) -> TablePlan | None:
     """The table of the figures."""
     if path is None:
         return largest(plan)
-    asked = plan.table(path)
-    found = next((t for t in plan.families if path == t.path or path in t.slots), asked)
+    wanted = plan.table(path)
+    found = next((t for t in plan.families if path == t.path or path in t.slots), wanted)
     if found.sizes is None:
-        raise ArgumentsError(f"what is sent of {path!r} isn't known: {_unknown(plan, asked)}")
+        raise ArgumentsError(f"what is sent of {path!r} isn't known: {_unknown(plan, wanted)}")
     return found
 
 

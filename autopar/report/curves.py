@@ -97,7 +97,7 @@ def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[s
         return host_sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread))
     sizes = dataclasses.replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
     if not own.checks:  # a capacity that no batch exceeds
-        capacity = min(sizes.asked, -(-sizes.extent // devices))
+        capacity = min(sizes.requested, -(-sizes.extent // devices))
         sizes = dataclasses.replace(sizes, capacity=capacity)
     return sent_bytes(sizes)
 

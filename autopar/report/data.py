@@ -89,10 +89,10 @@ def parameter_rows(plan: Plan) -> list[Row]:
     rows += [
         {
             "parameter": leaf.path,
-            "kind": "dense, in shares" if leaf.shared else "dense",
+            "kind": "dense, in shards" if leaf.sharded else "dense",
             "shape": _shape(leaf.shape),
             "dtype": leaf.dtype,
-            "method": "ps" if leaf.shared else "allreduce",
+            "method": "ps" if leaf.sharded else "allreduce",
             "ids a step": "",
             "alpha of a step": "",
             "alpha of a device": "",

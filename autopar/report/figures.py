@@ -26,13 +26,13 @@ from autopar.report.style import (
     SKY,
     WIDTH,
     blank,
+    fit_size,
     format_count,
     format_seconds,
     format_share,
     label_ends,
     log_axes,
     name_axes,
-    settle,
     write,
 )
 
@@ -59,7 +59,7 @@ def bytes_figure(curves: Curves, axis: str) -> Figure:
     label_ends(axes, [(sent[-1], method, METHODS[method][0]) for method, sent in curves.sent.items() if sent[-1]])
     x = "rows that a device touches (alpha)" if axis == "alpha" else "devices (N)"
     name_axes(axes, x, _SENT, title=curves.path)
-    return settle(figure)
+    return fit_size(figure)
 
 
 def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -> None:
@@ -90,7 +90,7 @@ def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Figur
             else:
                 write(axes, name, (ours.x[at], y), (3, -3), up="top", colour=colour)
         name_axes(axes, "devices (N)", _SENT if axes is panels[0] else "", title=method)
-    return settle(figure)
+    return fit_size(figure)
 
 
 def parts_figure(parts: Mapping[str, Sequence[Term]]) -> Figure:
@@ -102,7 +102,7 @@ def parts_figure(parts: Mapping[str, Sequence[Term]]) -> Figure:
     for k, value in enumerate(seconds.values()):
         write(axes, format_seconds(value) if value else "0", (1e3 * value, k), (3, 0), up="center")
     _bars(axes, f"predicted time (ms), {format_seconds(sum(seconds.values()))} in all")
-    return settle(figure)
+    return fit_size(figure)
 
 
 def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> Figure:
@@ -124,7 +124,7 @@ def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -
     axes.set_title(path, fontsize=FONT, loc="left", pad=18)  # above the legend
     legend = {"frameon": False, "ncols": 3, "handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0}
     axes.legend(fontsize=FONT, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderpad=0.2, borderaxespad=0.0, **legend)
-    return settle(figure)
+    return fit_size(figure)
 
 
 def _split(terms: Sequence[Term]) -> Mapping[str, float]:
@@ -149,7 +149,7 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
     legend = {"title": "most of a step", "title_fontsize": FONT, "alignment": "left", "handlelength": 0.8}
     axes.legend(fontsize=FONT, frameon=False, loc="upper left", **legend)
     name_axes(axes, "devices (N), as many examples on each", "speed-up (examples a second)")
-    return settle(figure)
+    return fit_size(figure)
 
 
 def measured_figure(found: Sequence[Timing]) -> Figure:
@@ -172,7 +172,7 @@ def measured_figure(found: Sequence[Timing]) -> Figure:
     for timing in found if len(found) <= _LABELLED else [t for t in found if not t.near]:
         _note(axes, timing.label, timing.measured_s, timing.predicted_s)
     name_axes(axes, "measured time of a step", "predicted time of a step")
-    return settle(figure)
+    return fit_size(figure)
 
 
 def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> None:

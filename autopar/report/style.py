@@ -41,7 +41,7 @@ def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tupl
     return figure, axes
 
 
-def settle(figure: Figure) -> Figure:
+def fit_size(figure: Figure) -> Figure:
     """Lay a figure out for good: it is drawn the same from then on."""
     figure.draw_without_rendering()
     figure.draw_without_rendering()  # panels that share an axis find their place in two

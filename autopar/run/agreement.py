@@ -102,7 +102,7 @@ def check_same_maker(processes: Processes, name: str, block: Block, leaves: Sequ
         what = "isn't the same function" if all_[k][0] != all_[0][0] else "has other arguments (a key of its own?)"
         raise ArgumentsError(
             f"init: {name} {what} on process {processes.members[k]} than on process {processes.members[0]}: each makes "
-            "some shares of one state"
+            "some shards of one state"
         )
 
 

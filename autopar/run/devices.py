@@ -22,7 +22,7 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.run.buffers import with_own_buffers
-from autopar.tables.deferred import DeferredTable, Journal, Journaling, common_journal
+from autopar.tables.deferred import DeferredTable, UpdateLog, UpdateLogSpec, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.sharded import Table
 
@@ -56,18 +56,18 @@ class DevicesRunner:
     ) -> None:
         self._out_tree = out_tree
         plan, analysed = compiled.bound, compiled.analysed
-        self._journalings = [
-            Journaling(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
+        self._log_specs = [
+            UpdateLogSpec(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
         ]
-        journals = compiled.program.block.inputs[len(analysed.inputs) :]
-        entries = [s for j in self._journalings for s in j.shardings]
+        logs = compiled.program.block.inputs[len(analysed.inputs) :]
+        entries = [s for j in self._log_specs for s in j.shardings]
         self._devices = devices
         self._layouts = plan.layouts
         self._shardings = [devices.sharding(along) for along in plan.placements]
         self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
         self._tables = {out: plan.layouts[k] for k, out in analysed.new_states.items() if k in plan.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
-        self._types += [v.type for v in journals]
+        self._types += [v.type for v in logs]
         self._donate = donate
         self._new_states = analysed.new_states
         self._count = len(analysed.outputs)  # and perhaps a flag
@@ -113,21 +113,21 @@ class DevicesRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments (arrays or Tables), placed where need be."""
-        leaves, entries = self._journals(leaves)
+        leaves, entries = self._logs(leaves)
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
         if self._donate:
             self._separate(leaves, placed)
-        for journaling, known in zip(self._journalings, entries, strict=True):
+        for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
-                known += journaling.begin([placed[k] for k in journaling.replay.leaves])
+                known += spec.begin([placed[k] for k in spec.replay.leaves])
         found = self._call(*placed, *(x for known in entries for x in known))
         results = [found[k] for k in self._order]
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
             self._flags.append(results.pop())
-        self._keep_journals(results, lengths)
+        self._keep_logs(results, lengths)
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
@@ -146,34 +146,35 @@ class DevicesRunner:
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
-    def _journals(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
-        """The leaves, those of journals that go on as they are stored; each journal's entries, none where it begins."""
+    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
+        """The leaves, those of update logs that go on as they are stored; each log's entries, none where it begins."""
         leaves, entries = list(leaves), []
-        found = [common_journal([leaves[k] for k in j.replay.leaves], j) for j in self._journalings]
-        going = {id(journal) for journal in found if journal is not None}
-        members = {k for j in self._journalings for k in j.replay.leaves}
+        found = [common_log([leaves[k] for k in j.replay.leaves], j) for j in self._log_specs]
+        going = {id(log) for log in found if log is not None}
+        members = {k for j in self._log_specs for k in j.replay.leaves}
         for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
-            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.journal) in going:
+            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.log) in going:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
-        for journaling, journal in zip(self._journalings, found, strict=True):
-            entries.append([] if journal is None else list(journal.entries))
-            pairs = zip(journaling.replay.leaves, journal.leaves if journal is not None else (), strict=False)
+        for spec, log in zip(self._log_specs, found, strict=True):
+            entries.append([] if log is None else list(log.entries))
+            pairs = zip(spec.replay.leaves, log.leaves if log is not None else (), strict=False)
             for k, stored in pairs:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, entries
 
-    def _keep_journals(self, results: list[Any], lengths: Sequence[int]) -> None:
-        """Take the journals off the end of the results, and make tables of their leaves."""
+    def _keep_logs(self, results: list[Any], lengths: Sequence[int]) -> None:
+        """Take the update logs off the end of the results, and make tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
-        for journaling, length in zip(self._journalings, lengths, strict=True):
+        for spec, length in zip(self._log_specs, lengths, strict=True):
             entries, rest = rest[:length], rest[length:]
-            outs = [self._new_states[k] for k in journaling.replay.leaves]
-            journal = Journal(journaling, [results[out] for out in outs], entries)
-            axes, layout = journaling.replay.axes, journaling.layout
+            outs = [self._new_states[k] for k in spec.replay.leaves]
+            log = UpdateLog(spec, [results[out] for out in outs], entries)
+            axes, layout = spec.replay.axes, spec.layout
             layout = None if layout is None or layout.is_plain else layout
-            for n, out in enumerate(outs):  # those that phi only reads as well: nobody is to change them before it did
-                results[out] = DeferredTable(journal, n, layout, axes[n])
+            # Those that are only read as well: nobody is to change them before the update was replayed.
+            for n, out in enumerate(outs):
+                results[out] = DeferredTable(log, n, layout, axes[n])
 
     def was_exceeded(self) -> bool:
         """Whether an earlier call is known to have exceeded a measured capacity.

@@ -125,7 +125,7 @@ class AlphaWatch:
         Returns:
           The tables of the plan that have drifted, each one once.
         """
-        done = self._judged()
+        done = self._collected()
         self._left = self._interval
         if not done or entry is None or entry.compiled.plan.on_hosts:
             return {}
@@ -148,7 +148,7 @@ class AlphaWatch:
         self._pool = self._pool or ThreadPoolExecutor(1, "autopar-alpha")
         self._at_work = entry, self._pool.submit(work, given)
 
-    def _judged(self) -> bool:
+    def _collected(self) -> bool:
         """Whether nobody is at work any more; what was found is taken in."""
         if self._at_work is None:
             return True

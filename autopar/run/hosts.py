@@ -12,11 +12,11 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.local import OncePerRow, Spread
-from autopar.backends.host.journal import HostJournal, HostJournaling, common_journal
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows
+from autopar.backends.host.update_log import HostUpdateLog, HostUpdateLogSpec, common_log
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
@@ -40,7 +40,7 @@ class HostRunner:
         plan, self._program = compiled.bound, compiled.analysed
         self._plan = plan
         self._check_others()
-        self._ranks = Ranks(exchange(), compiled.plan.road)
+        self._ranks = Ranks(exchange(), compiled.plan.reduction_backend)
         self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
         hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
@@ -60,14 +60,14 @@ class HostRunner:
             and self._program.block.inputs.index(atom) in self._tables
         }
         count, there = plan.devices, [f for f in plan.families if f.on_hosts]
-        limits = {f.family: (f.bounds.rows // count, (f.bounds.asked or 0) // count) for f in there}
+        limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
         #: Two rows at least: a reshape would not tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
         for space in self._program.rows.spaces:
             if space.family in least and (space.depends_on or not _has_dynamic_ids(space)):
                 least[space.family] = limits[space.family]
         self._buckets = ShapeBuckets(least, limits)
-        self._journalings = [HostJournaling(e, self._ranks.host) for e in flushes(compiled.program.block)]
+        self._log_specs = [HostUpdateLogSpec(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, StagedProgram] = {}
         #: The last step's, with which the next one begins.
         self._staged: StagedProgram | None = None
@@ -110,14 +110,14 @@ class HostRunner:
         self._require_memory(leaves)
         tables = self._storages(leaves)
         leaves = self._separated(leaves)
-        journals = self._journals(tables)
+        logs = self._logs(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
-        inputs += [x for journal in journals for x in (journal.stamps, *journal.entries)]
+        inputs += [x for log in logs for x in (log.stamps, *log.entries)]
         before = {out: _read(tables[k]) for out, k in self._old.items()}
         step = RunningStep({})
         try:
             results = self._ran(inputs, step)
-            results = self._written(results, journals)
+            results = self._written(results, logs)
             results = [before.get(out, value) for out, value in enumerate(results)]
             found = [self._result(out, value) for out, value in enumerate(results)]
         except BaseException:
@@ -148,29 +148,29 @@ class HostRunner:
 
     # --- deferred rows ---
 
-    def _journals(self, tables: Mapping[int, HostRows]) -> list[HostJournal]:
-        """What deferred rows miss: a journal for each family of such. All other tables are brought up to date."""
+    def _logs(self, tables: Mapping[int, HostRows]) -> list[HostUpdateLog]:
+        """What deferred rows miss: an update log for each family of such. All other tables are brought up to date."""
         found = []
         waiting: set[int] = set()
-        for journaling in self._journalings:
-            members = journaling.replay.leaves
+        for spec in self._log_specs:
+            members = spec.replay.leaves
             leaves = [tables[k] for k in members]
             layout, ranks = self._tables[members[0]][1], self._ranks.exchange
-            found.append(common_journal(leaves, journaling) or journaling.begin(leaves, layout, ranks.rank))
+            found.append(common_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank))
             waiting.update(members)
         for k, storage in tables.items():
             if k not in waiting:
-                storage.settle()
+                storage.bring_up_to_date()
         return found
 
-    def _written(self, results: Sequence[Any], journals: Sequence[HostJournal]) -> Sequence[Any]:
-        """The step's own results; the journals have what it wrote down."""
+    def _written(self, results: Sequence[Any], logs: Sequence[HostUpdateLog]) -> Sequence[Any]:
+        """The step's own results; the update logs have what it wrote down."""
         start = len(self._program.outputs)
         rest = results[start:]
-        for journal in journals:
-            n = 1 + len(journal.entries)
+        for log in logs:
+            n = 1 + len(log.entries)
             (_, *entries), rest = rest[:n], rest[n:]
-            journal.wrote([self._ranks.own(x) for x in entries])
+            log.wrote([self._ranks.own(x) for x in entries])
         return results[:start]
 
     # --- programs ---
@@ -198,7 +198,7 @@ class HostRunner:
             program: Program = follow(self._program, plan, self._options)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
             mark(self._ranks.step, "compiling", "compiles")
-            found = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated, self._journalings)
+            found = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated, self._log_specs)
             self._programs[bucket] = found
         return found
 
@@ -215,7 +215,7 @@ class HostRunner:
             wanted = {}
             for k, leaf in coming.items():
                 axis, layout = self._tables[k]
-                shape = (layout.share, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
+                shape = (layout.shard_rows, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
                 wanted[self._program.inputs[k].path] = shape, leaf.dtype
             require_memory(self._ranks.exchange, wanted)
 

@@ -1,14 +1,14 @@
 """Steps that are written for one device of several, as for `jax.pmap`: `parallelize(step, axis_name="batch")`.
 
-Such a step sees its device's share of the examples and says itself what is added up over devices (`lax.pmean(grads,
+Such a step sees its device's shard of the examples and says itself what is added up over devices (`lax.pmean(grads,
 "batch")`). Its meaning is that of `pmap` over the N devices of the mesh, whatever it does: a sum of means, batch norm
-of each device's own examples, `axis_index`. So the global step is the batched one over shares of the examples,
+of each device's own examples, `axis_index`. So the global step is the batched one over shards of the examples,
 `vmap(step, axis_name=, axis_size=N)`: exactly what `pmap` computes, as one program of global arrays, which is planned
 like any other.
 
 Arguments are those of a global step: the state once (not replicated) and the whole batch (not reshaped). States are
 told apart as always, by their coming back; for that the step is traced a first time, each device having everything
-(its share, where `state_argnums` says which arguments are state). Then it is also seen which arrays are single keys
+(its shard, where `state_argnums` says which arguments are state). Then it is also seen which arrays are single keys
 (`analysis.keys`): every device has those whole. Results that are the same on every device are
 returned once, others stacked as by `pmap`, [N, ...]. A state that differs from one device to another has no place to
 be, and is refused.
@@ -165,7 +165,7 @@ class CallOfOne:
         return found if keys == may_be else self._looked(self._example_axes(named, keys))
 
     def _shared_all(self, states: States, may_be: Collection[int]) -> tuple[States, Block, frozenset[int]]:
-        """The first look with the devices' shares of all leaves, also of those that may be keys."""
+        """The first look with the devices' shards of all leaves, also of those that may be keys."""
         try:
             return self._looked(self._example_axes(states, ()))
         except Exception as error:
@@ -205,7 +205,7 @@ class CallOfOne:
         return [k for k in may_be if not any(matches(p, inputs[k].path) for p in named)]
 
     def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
-        """The same with a device's share along some axes; None: with all on each device."""
+        """The same with a device's shard along some axes; None: with all on each device."""
         args, kwargs = self.call.shapes
         statics = {k: args[k] for k in self.static_argnums if k < len(args)}
         of_arrays = {a.name for a in self.call.arguments if a.position is None}
@@ -229,7 +229,7 @@ class CallOfOne:
             if self.state_argnums is None:
                 error.add_note(
                     f"autopar traced {self.name} with the whole batch on each device, to see which arguments are "
-                    "state. If the step relies on the size of its share, name them: "
+                    "state. If the step relies on the size of its shard, name them: "
                     "parallelize(step, state_argnums=...)"
                 )
             raise

@@ -208,13 +208,13 @@ def _position(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[Any, Any]:
-    """This rank's files: ((leaf, share, file) of rows, files of ordinary arrays)."""
+    """This rank's files: ((leaf, shard, file) of rows, files of ordinary arrays)."""
     await_visible(version)
     rows = []
     dense: tuple[FileRecord, ...] = ()
     for number, leaf in enumerate(leaves):
         if leaf.record.kind == "rows":
-            rows += [(number, share, write_rows(version, name, part)) for name, share, part in leaf.parts()]
+            rows += [(number, shard, write_rows(version, name, part)) for name, shard, part in leaf.parts()]
     if ranks.rank == 0:
         dense = write_dense(version, {x.record.name: x.array() for x in leaves if x.record.kind == "dense"})
     if rows:
@@ -226,13 +226,13 @@ def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[An
 def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], position: Any, ranks: World) -> Manifest:
     files: dict[int, dict[int, FileRecord]] = {}
     for rows, _ in written:
-        for number, share, file in rows:
-            files.setdefault(number, {})[share] = file
+        for number, shard, file in rows:
+            files.setdefault(number, {})[shard] = file
     records = []
     for number, leaf in enumerate(leaves):
         parts, layout = files.get(number, {}), leaf.record.layout
-        assert layout is None or sorted(parts) == list(range(layout.devices)), f"shares of {leaf.record.path}: {parts}"
-        records.append(dataclasses.replace(leaf.record, files=tuple(parts[share] for share in sorted(parts))))
+        assert layout is None or sorted(parts) == list(range(layout.devices)), f"shards of {leaf.record.path}: {parts}"
+        records.append(dataclasses.replace(leaf.record, files=tuple(parts[shard] for shard in sorted(parts))))
     dense = written[0][1]
     return Manifest(
         describe(state), tuple(records), _position(position), ranks.size, dense, importlib.metadata.version("autopar")

@@ -16,7 +16,7 @@ from autopar.backends.across import local, place
 from autopar.backends.devices import Devices
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
-from autopar.backends.layouts import arranger, even_shares, placed
+from autopar.backends.layouts import arranger, even_shards, placed
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
@@ -46,7 +46,7 @@ def init(
     bit; of an initializer that sums over a table's rows, up to the order of the sum. Across processes all of them call
     it, with the same arguments.
 
-    (On CPUs under jax 0.11 and later XLA rounds a share otherwise than a whole array. There the state is made whole, in
+    (On CPUs under jax 0.11 and later XLA rounds a shard otherwise than a whole array. There the state is made whole, in
     the memory of each process, and then spread, so that its bits are the same.)
 
     Args:
@@ -134,15 +134,15 @@ class Maker:
 
     @functools.cached_property
     def run(self) -> Any:
-        """The jitted function of flat arrays. Tables in a layout it makes in even shares: XLA may round otherwise
-        where it fuses the initializer with what deals rows out, so that is left to a program of its own."""
+        """The jitted function of flat arrays. Tables in a layout it makes in even shards: XLA may round otherwise
+        where it fuses the initializer with what distributes rows cyclically, so a program of its own does that."""
         devices = self.devices
         if devices is None or self.whole:
             return jax.jit(self.make)
 
         def make(*flat: Any) -> list[Any]:
             pairs = zip(self.make(*flat), self.layouts, strict=True)
-            return [x if layout is None else even_shares(x, *layout, devices) for x, layout in pairs]
+            return [x if layout is None else even_shards(x, *layout, devices) for x, layout in pairs]
 
         return jax.jit(make, out_shardings=self.shardings)
 
@@ -155,7 +155,7 @@ class Maker:
         return place(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
-        """What `run` returned, with Tables in place of even shares."""
+        """What `run` returned, with Tables in place of even shards."""
         devices, found = self.devices, list(leaves)
         if self.whole and devices is not None:
             return self._spread(devices, found)
@@ -185,10 +185,11 @@ class HostLeaf:
 
 @dataclass(frozen=True, eq=False)
 class HostMaker(Maker):
-    """Makes the leaves of a state of which tables are in the memory of the hosts, each rank its own share.
+    """Makes the leaves of a state of which tables are in the memory of the hosts, each rank its own shard.
 
-    A table is made in equal shares of adjacent rows, one on each rank's devices, and dealt out from there: it is never
-    whole on a device or in a process, but of a single one (and where a share would be rounded otherwise: `init`).
+    A table is made in equal shards of adjacent rows, one on each rank's devices, and distributed cyclically from there:
+    it is never whole on a device or in a process, but of a single one (and where a shard would be rounded otherwise:
+    `init`).
 
     Attributes:
       ranks: Who takes part.
@@ -205,7 +206,7 @@ class HostMaker(Maker):
         devices = ranks.device_view if exchange().size > 1 else None
         inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
         tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in found]
-        even = [t and (RowLayout(t.layout.extent, t.layout.devices, dealt=False), t.axis) for t in tables]
+        even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
         return HostMaker(make, devices, shardings, even, jax_compat.rounds_by_shape(), ranks, tables)
 
@@ -216,7 +217,7 @@ class HostMaker(Maker):
         """What `run` returned, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
         pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
-        own = {t.path: (resized(x.shape, t.axis, t.layout.share), x.dtype) for t, x in pairs}
+        own = {t.path: (resized(x.shape, t.axis, t.layout.shard_rows), x.dtype) for t, x in pairs}
         require_memory(self.ranks.exchange, own)
         for k, table in enumerate(self.tables):
             made[k] = self.ranks.own(made[k]) if table is None else HostTable(self._stored(made[k], table))
@@ -228,12 +229,12 @@ class HostMaker(Maker):
             return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
         shape = resized(leaf.shape, table.axis, table.layout.extent)
         found = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
-        share = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
+        shard = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
         def read(numbers: np.ndarray) -> np.ndarray:
             places, back = np.unique(numbers, return_inverse=True)
-            asked = ranks.ask(places, table.layout.share)
-            return ranks.fetch(asked, share[asked.rows])[back]
+            requested = ranks.ask(places, table.layout.shard_rows)
+            return ranks.fetch(requested, shard[requested.rows])[back]
 
         found.fill(read)
         return found

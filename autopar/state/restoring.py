@@ -201,12 +201,12 @@ def _placed(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace, ran
             storage.fill(lambda numbers: source.rows(numbers, axis), block_rows(storage.rows.shape, dtype))
             return HostTable(storage)
 
-        def share(index: Any) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             places = np.arange(layout.stored)[index[axis]]
             rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
             return np.moveaxis(rows, 0, axis)
 
-        stored = jax.make_array_from_callback(resized(record.shape, axis, layout.stored), place.sharding, share)
+        stored = jax.make_array_from_callback(resized(record.shape, axis, layout.stored), place.sharding, shard)
         return Table(stored, layout, axis)
     if place.kind == "numpy":
         return np.array(source.whole())

@@ -48,12 +48,12 @@ class SavedLeaf:
         """Of rows: (file, share, rows first axis first) of what this process has, each share by one process only."""
         layout, axis = self.record.layout, self.record.axis
         assert layout is not None, "rows have a layout"
-        for share, rows in _shares(self.value, layout, axis):
-            count = int(layout.rows_on(np.asarray(share)))
-            yield file_name(self.record.name, share, layout.devices), share, rows[:count]
+        for shard, rows in _shards(self.value, layout, axis):
+            count = int(layout.rows_on(np.asarray(shard)))
+            yield file_name(self.record.name, shard, layout.devices), shard, rows[:count]
 
 
-def _shares(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.ndarray]]:
+def _shards(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.ndarray]]:
     if isinstance(value, HostTable):
         yield value.storage.rank, value.storage.rows
         return
@@ -62,8 +62,8 @@ def _shares(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.
         if shard.replica_id == 0:
             first = shard.index[axis].start or 0
             rows = np.moveaxis(np.asarray(shard.data), axis, 0)
-            for start in range(0, rows.shape[0], layout.share):  # a device may hold several shares
-                yield (first + start) // layout.share, rows[start : start + layout.share]
+            for start in range(0, rows.shape[0], layout.shard_rows):  # a device may hold several shards
+                yield (first + start) // layout.shard_rows, rows[start : start + layout.shard_rows]
 
 
 def leaves_of(state: Any) -> list[SavedLeaf]:

@@ -1,6 +1,6 @@
 """`DeferredTable`: a leaf of the state whose untouched rows wait for steps to be replayed (`ir.deferred`).
 
-The leaves of a family (a table, its optimizer slots) share a `Journal`: what steps wrote down, and the leaves as they
+The leaves of a family (a table, its optimizer slots) share a `UpdateLog`: what steps wrote down, and the leaves as they
 are stored, some rows lagging behind. Reading any of them brings all rows up to date first, once: a stale row can't be
 read.
 """
@@ -28,8 +28,8 @@ from autopar.tables.leaf import TableLeaf
 from autopar.tables.sharded import Table
 
 
-class Journaling:
-    """What a planned step knows of a family's journals: how to begin one, and how to flush it early."""
+class UpdateLogSpec:
+    """What a planned step knows of a family's update logs: how to begin one, and how to flush it early."""
 
     def __init__(self, flush: Equation, layout: RowLayout | None, devices: Devices) -> None:
         """`flush`: the equation of the planned step that does it. `layout`: None where each device has all rows."""
@@ -48,8 +48,8 @@ class Journaling:
         def begin(*leaves: Any) -> tuple[Any, ...]:
             stamps = devices.local(lambda *some: deferred.stamps(some), given[:n], axes[0], *leaves)
             records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
-            volumes = (jnp.zeros(t.shape, t.dtype) for t in replay.volumes)
-            return stamps, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), *records, *volumes
+            segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
+            return stamps, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
 
         places = tuple(map(devices.sharding, returned))
         self.flush = jax.jit(
@@ -60,47 +60,47 @@ class Journaling:
         self._begin = jax.jit(begin, out_shardings=self.shardings)
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """An empty journal for leaves that are up to date: stamps and entries."""
+        """An empty update log for leaves that are up to date: stamps and entries."""
         return list(self._begin(*leaves[: self.replay.changed]))
 
-    def continues(self, other: Journaling) -> bool:
-        """Whether a journal of another plan is one of this one's, too."""
+    def continues(self, other: UpdateLogSpec) -> bool:
+        """Whether an update log of another plan is one of this one's, too."""
         return self is other or self._signature == other._signature
 
 
 @dataclass(eq=False)
-class Journal:
+class UpdateLog:
     """A family's leaves, some rows lagging behind, and what they missed.
 
     Attributes:
       leaves: Changed ones, then those that are only read.
-      entries: Stamps, now, volume, records, volumes.
+      entries: Stamps, now, segment, records, segments.
     """
 
-    journaling: Journaling
+    spec: UpdateLogSpec
     leaves: list[jax.Array]
     entries: list[jax.Array]
-    is_settled: bool = False
+    is_up_to_date: bool = False
 
     @uninterrupted
-    def settled(self, k: int) -> jax.Array:
-        """A leaf with all rows up to date. The journal is empty then, and goes on with the next step."""
+    def up_to_date(self, k: int) -> jax.Array:
+        """A leaf with all rows up to date. The update log is empty then, and goes on with the next step."""
         if self.is_deleted():
             raise DonatedStateError(
                 "the rows were given to a later step, which updated them in place: read the state that it returned, or "
                 "keep old states with parallelize(step, donate=False)"
             )
-        if not self.is_settled:
-            changed = self.journaling.replay.changed
+        if not self.is_up_to_date:
+            changed = self.spec.replay.changed
             try:
-                results = self.journaling.flush(*self.leaves, *self.entries)
+                results = self.spec.flush(*self.leaves, *self.entries)
             except BaseException as error:
                 if self.is_deleted():
                     note_lost_rows(error)
                 raise
             self.leaves[:changed] = results[:changed]
-            self.entries[:3] = results[changed : changed + 3]  # there are no volumes then
-            self.is_settled = True
+            self.entries[:3] = results[changed : changed + 3]  # there are no segments then
+            self.is_up_to_date = True
         return self.leaves[k]
 
     def is_deleted(self) -> bool:
@@ -117,37 +117,37 @@ class DeferredTable(TableLeaf):
     `autopar.materialize(state)` makes ordinary arrays.
 
     Attributes:
-      journal: Shared by the table and its slots.
-      place: Which of the journal's leaves it is.
+      log: Shared by the table and its slots.
+      place: Which of the update log's leaves it is.
       layout: How rows are stored, None where as they are.
       axis: The row axis.
     """
 
-    journal: Journal
+    log: UpdateLog
     place: int
     layout: RowLayout | None
     axis: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        stored = self.journal.leaves[self.place].shape
+        stored = self.log.leaves[self.place].shape
         return stored if self.layout is None else resized(stored, self.axis, self.layout.extent)
 
     @property
     def dtype(self) -> Any:
-        return self.journal.leaves[self.place].dtype
+        return self.log.leaves[self.place].dtype
 
     def is_deleted(self) -> bool:
-        return self.journal.is_deleted()
+        return self.log.is_deleted()
 
     def block_until_ready(self) -> DeferredTable:
         """Wait for the step that returned it; rows that lag behind stay so."""
-        jax.block_until_ready((self.journal.leaves, self.journal.entries))
+        jax.block_until_ready((self.log.leaves, self.log.entries))
         return self
 
     def current(self) -> jax.Array | Table:
-        """The table with all rows up to date: the journal's own array, or a `Table` of it. The next step takes it."""
-        stored = self.journal.settled(self.place)
+        """The table with all rows up to date: the log's own array, or a `Table` of it. The next step takes it."""
+        stored = self.log.up_to_date(self.place)
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
     def materialize(self, *, copy: bool = True) -> jax.Array:
@@ -171,11 +171,11 @@ class DeferredTable(TableLeaf):
         return ", rows brought up to date when they are read"
 
 
-def common_journal(leaves: Sequence[Any], journaling: Journaling) -> Journal | None:
-    """The journal that a step can go on with: its leaves are these, and it is kept in the same way."""
+def common_log(leaves: Sequence[Any], spec: UpdateLogSpec) -> UpdateLog | None:
+    """The update log that a step can go on with: its leaves are these, and it is kept in the same way."""
     first = leaves[0]
-    if not isinstance(first, DeferredTable) or first.is_deleted() or not journaling.continues(first.journal.journaling):
+    if not isinstance(first, DeferredTable) or first.is_deleted() or not spec.continues(first.log.spec):
         return None
-    journal = first.journal
-    mine = (isinstance(x, DeferredTable) and x.journal is journal and x.place == k for k, x in enumerate(leaves))
-    return journal if all(mine) else None
+    log = first.log
+    mine = (isinstance(x, DeferredTable) and x.log is log and x.place == k for k, x in enumerate(leaves))
+    return log if all(mine) else None

@@ -1,4 +1,4 @@
-"""`HostTable`: a leaf of the state whose rows are in the memory of the hosts, each rank owning a share of them."""
+"""`HostTable`: a leaf of the state whose rows are in the memory of the hosts, each rank owning a shard of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exchange() -> Exchange:
 
 
 class HostTable(TableLeaf):
-    """Rows in host memory, dealt out over the ranks.
+    """Rows in host memory, distributed cyclically over the ranks.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
     Reading it (`np.asarray`, `jnp.asarray`, indexing by rows) gives the true rows; with several ranks that is
@@ -43,14 +43,14 @@ class HostTable(TableLeaf):
 
     @property
     def storage(self) -> HostRows:
-        """This rank's share, all rows up to date; a DonatedStateError if it was given to a step."""
+        """This rank's shard, all rows up to date; a DonatedStateError if it was given to a step."""
         found = self.waiting
-        found.settle()
+        found.bring_up_to_date()
         return found
 
     @property
     def waiting(self) -> HostRows:
-        """This rank's share as it is; some rows may lag behind, where they are deferred. Errors as of `storage`."""
+        """This rank's shard as it is; some rows may lag behind, where they are deferred. Errors as of `storage`."""
         if self.is_deleted():
             raise donated(self._storage.path or "this table")
         return self._storage
@@ -87,8 +87,8 @@ class HostTable(TableLeaf):
         """[n, ...]: rows by number, first axis first. Collective."""
         storage, ranks = self.storage, exchange()
         places, back = np.unique(self.layout.place(rows.astype(np.int64)), return_inverse=True)
-        asked = ranks.ask(places, self.layout.share)
-        return ranks.fetch(asked, storage.rows[asked.rows])[back]
+        requested = ranks.ask(places, self.layout.shard_rows)
+        return ranks.fetch(requested, storage.rows[requested.rows])[back]
 
     def materialize(self) -> jax.Array:
         """The table as an ordinary array of this process. Collective."""

@@ -105,7 +105,7 @@ class Table(TableLeaf):
             return self.layout.place(int(rows) % extent)
         if isinstance(rows, slice) and simple:
             rows = np.arange(*rows.indices(extent))
-            if rows.size > self.layout.share:
+            if rows.size > self.layout.shard_rows:
                 return None
         if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
             return None

@@ -125,12 +125,12 @@ def _with(value: float) -> Callable[[np.ndarray], np.ndarray]:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers(name: str) -> None:
-    assert differ(NUMBERS[name](), steps=60, journal=7) == []
+    assert differ(NUMBERS[name](), steps=60, log_steps=7) == []
 
 
 @pytest.mark.parametrize("name", ["overflows where it is zero", "halved", "grows"])
 def test_numbers_over_a_long_journal(name: str) -> None:
-    assert differ(NUMBERS[name](), steps=90, journal=80) == []
+    assert differ(NUMBERS[name](), steps=90, log_steps=80) == []
 
 
 def test_small_numbers_keep_their_digits() -> None:
@@ -164,7 +164,7 @@ def test_a_gradient_that_is_not_finite(tx: Callable[[], Any], value: float) -> N
         return t + updates, s
 
     case = rows_case(update, chosen.init, scales=lambda k: value if k in (17, 18) else 1.0)
-    assert differ(case, steps=40, journal=7) == []
+    assert differ(case, steps=40, log_steps=7) == []
 
 
 # --- optimizers as they are combined ---
@@ -225,7 +225,7 @@ def test_bfloat16_tables_are_replayed_bit_by_bit(mu: Any) -> None:
     flushes = [
         e for e in planned.entry(case.state, case.batches(0)).compiled.program.block.equations if e.op == "ap.flush"
     ]
-    assert flushes and all(e.params["replay"].settled is None for e in flushes)
+    assert flushes and all(e.params["replay"].scale_only is None for e in flushes)
 
 
 # --- tables as they are used ---
@@ -286,7 +286,7 @@ USES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize("name", USES)
 def test_uses(name: str) -> None:
-    assert differ(USES[name](), steps=60, journal=9) == []
+    assert differ(USES[name](), steps=60, log_steps=9) == []
 
 
 def test_one_leaf_in_two_places() -> None:
@@ -296,4 +296,4 @@ def test_one_leaf_in_two_places() -> None:
     def between(k: int, state: Any) -> Any:
         return {**state, "ema": state["params"]} if k % 10 == 4 else state
 
-    assert differ(case, steps=40, journal=7, between=between) == []
+    assert differ(case, steps=40, log_steps=7, between=between) == []

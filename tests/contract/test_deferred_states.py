@@ -78,7 +78,7 @@ BETWEEN = (_reset, _doubled, _exchanged, _read, _rebuilt, _materialized)
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__[1:])
 def test_states_between_steps(between: Callable[[int, Any], Any], donate: bool) -> None:
-    assert differ(_trained(), steps=40, journal=6, between=between, donate=donate) == []
+    assert differ(_trained(), steps=40, log_steps=6, between=between, donate=donate) == []
 
 
 def test_old_states_can_be_used_again() -> None:
@@ -135,7 +135,7 @@ def test_two_shapes_of_batches() -> None:
         batch = case.batches(k)
         return jax.tree.map(lambda x: x[:4], batch) if k % 3 == 0 else batch
 
-    assert differ(dataclasses.replace(case, batches=batches), steps=60, journal=7) == []
+    assert differ(dataclasses.replace(case, batches=batches), steps=60, log_steps=7) == []
 
 
 def _rates() -> list[Case]:
@@ -152,7 +152,7 @@ def _arrays() -> list[Case]:
 
 @pytest.mark.parametrize("cases", [_rates, _arrays], ids=["a constant", "an array"])
 def test_steps_that_differ_in_what_they_close_over_only(cases: Callable[[], list[Case]]) -> None:
-    """A journal of another step isn't gone on with: it says what that one does to rows."""
+    """An update log of another step isn't gone on with: it says what that one does to rows."""
     made = cases()
     planned, plain = [deferring(c.step, 50) for c in made], [jax.jit(c.step) for c in made]
     mine, theirs = jax.tree.map(jnp.copy, made[0].state), made[0].state

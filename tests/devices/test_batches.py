@@ -73,12 +73,14 @@ def test_time_major_batches(method: str, axis: Any) -> None:
     named = isinstance(axis, dict)
     expected = {"batch/ids": 1, "batch/negatives": None, "batch/weights": 0 if named else None}
     assert batch_placements(planned) == expected
-    # What is compiled takes the ids in shares of the examples, and each device looks its own ones up.
+    # What is compiled takes the ids in shards of the examples, and each device looks its own ones up.
     text = planned.lower(make_state(), time_major()).compile().as_text()
     assert f"s32[{LENGTH},{BATCH // 4}]{{1,0}} parameter" in text
-    asked = {LENGTH * BATCH // 4 + 8, LENGTH * BATCH // 4}
+    requested = {LENGTH * BATCH // 4 + 8, LENGTH * BATCH // 4}
     if method == "ps":
-        assert {f.bounds.asked // 4 for f in planned.latest.compiled.bound.families if f.bounds.asked} == asked
+        assert {
+            f.bounds.requested // 4 for f in planned.latest.compiled.bound.families if f.bounds.requested
+        } == requested
 
 
 def test_verify_and_explain_know_the_axis() -> None:

@@ -121,4 +121,4 @@ def test_verify_and_explain_take_tables() -> None:
     assert autopar.verify(planned, state, ids_in(0, 41, 3)).ok
     text = str(autopar.explain(planned, state, ids_in(0, 41, 3)))
     assert "touched rows, ps" in text and "each device sends in a step: ps" in text
-    assert "dealt out over the devices; a device asks another one for" in text
+    assert "distributed cyclically over the devices; a device asks another one for" in text

@@ -25,7 +25,16 @@ from tests.support.row_steps import ids_in, make_state, same, step
 from tests.support.settings import set_machine
 
 SIZES = Sizes(
-    devices=4, extent=1000, row_bytes=8, family_bytes=16, ids=20, asked=10, routed=81, capacity=5, owned=21, checks=True
+    devices=4,
+    extent=1000,
+    row_bytes=8,
+    family_bytes=16,
+    ids=20,
+    requested=10,
+    routed=81,
+    capacity=5,
+    owned=21,
+    checks=True,
 )
 
 

@@ -104,7 +104,7 @@ def expected() -> dict[str, int]:
         row_bytes=4 * WIDTH,
         family_bytes=8 * WIDTH,
         ids=ASKED,
-        asked=ASKED,
+        requested=ASKED,
         routed=DEVICES * ASKED + 1,
         capacity=ASKED,
         owned=DEVICES * ASKED + 1,

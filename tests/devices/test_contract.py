@@ -13,7 +13,7 @@ from tests.zoo import MODELS, OPTIMIZERS, VARIANTS
 
 AXES = {
     "devices": ("2", "3", "4", "8"),
-    "method": ("ps", "allgather", "allreduce_rows", "shares"),
+    "method": ("ps", "allgather", "allreduce_rows", "shards"),
     "model": tuple(MODELS),
     "optimizer": ("clipped", "adam", "rowwise_adagrad"),
 }
@@ -23,7 +23,7 @@ AXES = {
 def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     chosen = OPTIMIZERS[row["optimizer"]]
     case = MODELS[row["model"]].make(chosen.make())
-    strategy = {"**": "ps"} if row["method"] == "shares" else row["method"]  # dense parameters, too
+    strategy = {"**": "ps"} if row["method"] == "shards" else row["method"]  # dense parameters, too
     step = autopar.parallelize(case.step, strategy=strategy, mesh=mesh_of(int(row["devices"])), donate=False)
     entry = step.entry(case.state, case.batches(0))
     plan = entry.compiled.plan

@@ -1,4 +1,4 @@
-"""Deferred rows on several devices: the journal goes with the rows, wherever they and the state go."""
+"""Deferred rows on several devices: the update log goes with the rows, wherever they and the state go."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def agree(mine: Any, theirs: Any) -> None:
     assert differences({k: start[k] for k in mine}, theirs, autopar.materialize(mine), 1e-10) == []
 
 
-def deferring_on(devices: int, journal: int = 6, **options: Any) -> ParallelStep:
+def deferring_on(devices: int, log: int = 6, **options: Any) -> ParallelStep:
     made = autopar.parallelize(step, **{"strategy": "ps", "mesh": mesh_of(devices), **options})
-    set_options(made, journal_steps=journal)
+    set_options(made, log_steps=log)
     return made
 
 
@@ -86,22 +86,22 @@ def test_methods(method: str) -> None:
 
 
 def test_a_batch_that_exceeds_capacities() -> None:
-    """The step is done again by other means, and then compiled again: the same journal goes on."""
-    planned, plain = deferring_on(4, journal=50), jax.jit(step)
+    """The step is done again by other means, and then compiled again: the same update log goes on."""
+    planned, plain = deferring_on(4, log_steps=50), jax.jit(step)
     mine, theirs = make_state(403), make_state(403)
     for k in range(40):
         batch = ids_of(k, 60, length=20)
         if k % 13 == 7:
             batch = {"ids": (4 * batch["ids"] + k % 4).astype(np.int32)}  # all of one device
         mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
-        now = mine["t"].journal.entries[1]
+        now = mine["t"].log.entries[1]
         assert int(now) == k + 1
     assert planned.plan is not None and not planned.latest.compiled.bound.families[0].bounds.tight
     agree(mine, theirs)
 
 
 def test_a_step_that_is_done_again_counts_once_for_faded_rows() -> None:
-    """By factors that the journal keeps of all steps from each one on."""
+    """By factors that the update log keeps of all steps from each one on."""
 
     def fast(state: Any, batch: Any) -> Any:
         loss, g = jax.value_and_grad(lambda table: jnp.sum(jnp.sin(table[batch["ids"]])))(state["t"])
@@ -109,7 +109,7 @@ def test_a_step_that_is_done_again_counts_once_for_faded_rows() -> None:
         return {"t": state["t"] - 0.1 * (m + 0.1 * state["t"]), "m": m}, loss
 
     planned = autopar.parallelize(fast, strategy="ps", mesh=mesh_of(4))
-    set_options(planned, journal_steps=90)
+    set_options(planned, log_steps=90)
     plain = jax.jit(fast)
     mine, theirs = ({k: v for k, v in make_state(403).items() if k != "v"} for _ in range(2))
     for k in range(80):
@@ -140,7 +140,7 @@ def test_a_step_that_is_done_again_keeps_to_each_tables_journal() -> None:
         return {"tables": tables, "m": jax.tree.map(jnp.zeros_like, tables)}
 
     planned = autopar.parallelize(both, strategy="ps", mesh=mesh_of(4))
-    set_options(planned, journal_steps=50)
+    set_options(planned, log_steps=50)
     plain = jax.jit(both)
     mine, theirs = made(403), made(403)
     with pytest.warns(autopar.CapacityWarning):
@@ -172,7 +172,7 @@ def test_wherever_the_state_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("donate", [True, False])
 def test_the_states_own_rows_as_another_argument(devices: int, donate: bool) -> None:
-    """They are read as they are before the step, and the same journal goes on."""
+    """They are read as they are before the step, and the same update log goes on."""
     plain = jax.jit(step)
     planned = deferring_on(2, donate=donate) if devices == 2 else deferring(step, 6, donate=donate)
     mine, theirs = make_state(), make_state()

@@ -1,4 +1,4 @@
-"""Dense parameters by `ps`: in shares, gathered for use; and what strategies may name."""
+"""Dense parameters by `ps`: in shards, gathered for use; and what strategies may name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.row_steps import same
 IDS = jax.random.randint(jax.random.key(1), (8, 5), 0, ROWS)
 
 
-def shares(leaf: jax.Array) -> set[tuple[int, ...]]:
+def shards(leaf: jax.Array) -> set[tuple[int, ...]]:
     return {s.data.shape for s in leaf.addressable_shards}
 
 
@@ -31,7 +31,7 @@ def test_a_step_on_shares(devices: int) -> None:
     v = (HIDDEN // 4, 3) if devices == 4 else (HIDDEN, 1)
     adam = mine["opt"][1][0]
     for tree in (mine["params"], adam.mu, adam.nu):
-        assert (shares(tree["w"]), shares(tree["v"])) == ({w}, {v})
+        assert (shards(tree["w"]), shards(tree["v"])) == ({w}, {v})
 
 
 def test_shares_are_gathered_for_use_only() -> None:
@@ -52,15 +52,15 @@ def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
     assert planned.plan is not None
     (told,) = planned.plan.parameters
     assert (told.path, told.lifted, told.method) == ("params/emb", False, "ps")
-    assert "a share of axis 0 on each device, 2 slots with it; looked up at its owners" in told.reason
+    assert "a shard of axis 0 on each device, 2 slots with it; looked up at its owners" in told.reason
     assert "all rows, because" in told.reason
-    assert "all rows, in shares" in str(autopar.explain(planned))
+    assert "all rows, in shards" in str(autopar.explain(planned))
 
 
 def test_one_method_for_all_leaves_dense_parameters_alone() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     planned.entry(make_state(), IDS)
-    assert planned.plan is not None and not planned.latest.compiled.bound.shares
+    assert planned.plan is not None and not planned.latest.compiled.bound.shards
 
 
 @pytest.mark.parametrize(

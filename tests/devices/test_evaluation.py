@@ -21,10 +21,10 @@ WIDTH = 4
 FOUR = mesh_of(4)
 
 
-def table_of(rows: int, seed: int = 0, dealt: bool = True, mesh: Any = FOUR) -> tuple[jax.Array, autopar.Table]:
+def table_of(rows: int, seed: int = 0, cyclic: bool = True, mesh: Any = FOUR) -> tuple[jax.Array, autopar.Table]:
     devices = Devices(mesh, "data")
     array = np.random.default_rng(seed).normal(size=(rows, WIDTH)).astype(np.float32)
-    layout = RowLayout(rows, devices.count, dealt)
+    layout = RowLayout(rows, devices.count, cyclic)
     return jnp.asarray(array), autopar.Table(placed(array, layout, 0, devices), layout, 0)
 
 
@@ -57,7 +57,7 @@ def in_a_while(params: Any, ids: Any) -> Any:
 @pytest.mark.parametrize("fun", [predict, bagged, in_a_scan, tied, in_a_while], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("rows", [3, 40, 41])
 def test_what_is_read_is_right(fun: Any, rows: int) -> None:
-    """Of tables with dealt rows, whether the devices divide them or not; ids occur many times."""
+    """Of tables with cyclic rows, whether the devices divide them or not; ids occur many times."""
     array, table = table_of(rows)
     w = jnp.eye(WIDTH)
     evaluate = autopar.parallelize(fun, mesh=FOUR)
@@ -135,7 +135,7 @@ def test_arrays_and_tables_are_planned_apart() -> None:
     evaluate = autopar.parallelize(predict, mesh=FOUR)
     ids = ids_in(0, 41)["ids"]
     w = jnp.eye(WIDTH)
-    for emb, lifted in ((array, False), (table, True), (array, False), (table_of(41, dealt=False)[1], True)):
+    for emb, lifted in ((array, False), (table, True), (array, False), (table_of(41, cyclic=False)[1], True)):
         same(evaluate({"emb": emb, "w": w}, ids), predict({"emb": array, "w": w}, ids))
         assert evaluate.plan is not None and evaluate.plan.lifts == lifted
     assert len(evaluate._entries) == 3
@@ -146,16 +146,16 @@ def test_arrays_and_tables_are_planned_apart() -> None:
 
 def test_tables_in_several_layouts() -> None:
     """Looked up apart, each as it is stored; added row by row, as arrays."""
-    (a, dealt), (b, plain) = table_of(41), table_of(41, 1, dealt=False)
+    (a, cyclic), (b, plain) = table_of(41), table_of(41, 1, cyclic=False)
     ids = ids_in(0, 41)["ids"]
     apart = autopar.parallelize(lambda p, ids: (p["a"][ids], p["b"][ids]), mesh=FOUR)
-    same(apart({"a": dealt, "b": plain}, ids), (a[ids], b[ids]))
+    same(apart({"a": cyclic, "b": plain}, ids), (a[ids], b[ids]))
     assert apart.plan is not None and len(apart.latest.compiled.bound.families) == 2
     added = autopar.parallelize(lambda p, ids: (p["a"] + p["b"])[ids], mesh=FOUR)
-    same(added({"a": dealt, "b": plain}, ids), (a + b)[ids])
+    same(added({"a": cyclic, "b": plain}, ids), (a + b)[ids])
     assert added.plan is not None and not added.plan.lifts
     assert "stored in another layout" in added.plan.parameters[0].reason
-    same(added({"a": dealt, "b": table_of(41, 1)[1]}, ids), (a + b)[ids])
+    same(added({"a": cyclic, "b": table_of(41, 1)[1]}, ids), (a + b)[ids])
     assert added.plan.lifts
 
 

@@ -50,7 +50,7 @@ def test_the_bits_of_a_plain_init(rows: int, devices: int) -> None:
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("rows", [41, 48])
 def test_made_whole_and_then_spread(rows: int, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CPUs under newer versions of JAX, where a share of an initializer isn't the initializer's share."""
+    """As on CPUs under newer versions of JAX, where a shard of an initializer isn't the initializer's shard."""
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     key, batch = jax.random.key(0, impl=impl), ids_in(0, rows)
     found = {}
@@ -81,7 +81,7 @@ def test_the_first_step_copies_nothing(rows: int) -> None:
 
 
 def buffers(state: Any) -> list[list[int]]:
-    """Where the table's and its slot's shares are."""
+    """Where the table's and its slot's shards are."""
     leaves = [x.stored if isinstance(x, autopar.Table) else x for x in jax.tree.leaves(state)]
     return [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in leaves if x.size > WIDTH * WIDTH]
 
@@ -91,7 +91,7 @@ def test_no_device_holds_the_table(rows: int) -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(8))
     make = maker(rows)
     traced = jax_compat.trace(make, (jax.random.key(0),), {})
-    # Where XLA rounds shares otherwise, all is made on one device first, for the sake of the bits.
+    # Where XLA rounds shards otherwise, all is made on one device first, for the sake of the bits.
     found = dataclasses.replace(Maker.of(planned, "make", traced, ids_in(0, rows), None), whole=False)
     memory = found.run.lower(jax.random.key(0)).compile().memory_analysis()
     table = rows * WIDTH * 4

@@ -30,16 +30,16 @@ def table_of(extent: int, width: int, axis: int, dtype: Any = np.float32) -> np.
     return np.moveaxis(np.arange(extent * width).reshape(extent, width) % 251, 0, axis).astype(dtype)
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("cyclic", [False, True])
 @pytest.mark.parametrize("extent", [1, 3, 8, 12, 13])
 @pytest.mark.parametrize("devices", [1, 2, 4, 5])
-def test_a_layout_places_each_row_once(extent: int, devices: int, dealt: bool) -> None:
-    layout = RowLayout(extent, devices, dealt)
+def test_a_layout_places_each_row_once(extent: int, devices: int, cyclic: bool) -> None:
+    layout = RowLayout(extent, devices, cyclic)
     rows = np.arange(extent)
     places = layout.place(rows)
     assert len(set(places)) == extent and places.max() < layout.stored
     np.testing.assert_array_equal(layout.row(places), rows)
-    assert [int(np.sum(places // layout.share == k)) for k in range(devices)] == list(
+    assert [int(np.sum(places // layout.shard_rows == k)) for k in range(devices)] == list(
         layout.rows_on(np.arange(devices))
     )
 
@@ -56,11 +56,11 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.parametrize("dealt", [False, True])
+@pytest.mark.parametrize("cyclic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0].count}-{c[1]}x{c[2]}-axis{c[3]}-{np.dtype(c[4])}")
-def test_rows_go_there_and_back(case: tuple[Any, ...], dealt: bool) -> None:
+def test_rows_go_there_and_back(case: tuple[Any, ...], cyclic: bool) -> None:
     devices, extent, width, axis, dtype = case
-    layout = RowLayout(extent, devices.count, dealt)
+    layout = RowLayout(extent, devices.count, cyclic)
     table = table_of(extent, width, axis, dtype)
     expected = np.take(table, np.minimum(layout.row(np.arange(layout.stored)), extent - 1), axis)
 
@@ -153,29 +153,29 @@ ROWS, WIDTH = 40_001, 16
 
 
 def test_reading_and_placing_take_shares_of_memory() -> None:
-    """With many devices, so that a few shares are far from the whole table."""
+    """With many devices, so that a few shards are far from the whole table."""
     devices = Devices(mesh_of(8), "data")
     layout = RowLayout(ROWS, 8, True)
 
-    def shares(run: Any, rows: int, along: int | None) -> float:
+    def shards(run: Any, rows: int, along: int | None) -> float:
         compiled = run.lower(spread(rows, along)).compile().memory_analysis()
-        return (compiled.temp_size_in_bytes + compiled.output_size_in_bytes) / (layout.share * WIDTH * 4)
+        return (compiled.temp_size_in_bytes + compiled.output_size_in_bytes) / (layout.shard_rows * WIDTH * 4)
 
     def spread(rows: int, along: int | None) -> Any:
         return jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32, sharding=devices.sharding(along))
 
     even = RowLayout(40_000, 8, True)
     found = {
-        "read": shares(layouts._to_ordinary(layout, 0, devices, (ROWS, WIDTH)), layout.stored, 0),
-        "read, even": shares(layouts._to_ordinary(even, 0, devices, (40_000, WIDTH)), even.stored, 0),
-        "place columns": shares(layouts._from_ordinary(layout, 0, devices, 1), ROWS, 1),
-        "place copies": shares(layouts._from_ordinary(layout, 0, devices, None), ROWS, None),
-        "arrange": shares(layouts.arranger(layout, 0, devices), layout.stored, 0),
-        "place, even": shares(layouts._from_ordinary(even, 0, devices, 0), 40_000, 0),
-        "sum in a step": shares(
+        "read": shards(layouts._to_ordinary(layout, 0, devices, (ROWS, WIDTH)), layout.stored, 0),
+        "read, even": shards(layouts._to_ordinary(even, 0, devices, (40_000, WIDTH)), even.stored, 0),
+        "place columns": shards(layouts._from_ordinary(layout, 0, devices, 1), ROWS, 1),
+        "place copies": shards(layouts._from_ordinary(layout, 0, devices, None), ROWS, None),
+        "arrange": shards(layouts.arranger(layout, 0, devices), layout.stored, 0),
+        "place, even": shards(layouts._from_ordinary(even, 0, devices, 0), 40_000, 0),
+        "sum in a step": shards(
             jax.jit(lambda x: jnp.sum(layouts.whole(x, layout, 0, devices) ** 2)), layout.stored, 0
         ),
-        "some rows": shares(jax.jit(lambda x: x[np.arange(9) * 7]), layout.stored, 0),
+        "some rows": shards(jax.jit(lambda x: x[np.arange(9) * 7]), layout.stored, 0),
     }
     assert all(n < 4.1 for n in found.values()), found
     reading = layouts._to_ordinary(layout, 0, devices, (ROWS, WIDTH)).lower(spread(layout.stored, 0))

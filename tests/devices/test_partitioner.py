@@ -391,7 +391,7 @@ def test_a_step_written_for_one_device() -> None:
 
 @pytest.mark.parametrize("strategy", ["ps", {"**": "ps"}, ("ps", "hosts")], ids=str)
 def test_beside_a_table(strategy: Any) -> None:
-    """Rows by themselves, dense parameters in shares, and tables on a host that has several devices."""
+    """Rows by themselves, dense parameters in shards, and tables on a host that has several devices."""
 
     def step(state: Any, batch: Any) -> Any:
         params = state["params"]

@@ -269,7 +269,7 @@ def test_what_every_device_has_whole() -> None:
 
     options: Any = {"mesh": mesh_of(DEVICES), "axis_name": AXIS, "batch_axis": {"ids": None}, "donate": False}
     planned = autopar.parallelize(step, state_argnums=0, **options)
-    with pytest.raises(AssertionError) as failed:  # it relies on the size of its share
+    with pytest.raises(AssertionError) as failed:  # it relies on the size of its shard
         autopar.parallelize(step, **options)(make_state(), make_batch(), jnp.array([1, 2, 3]), rate=0.5)
     assert "state_argnums" in failed.value.__notes__[-1]
     assert autopar.verify(planned, make_state(), make_batch(), jnp.array([1, 2, 3]), rate=0.5).ok
@@ -390,8 +390,8 @@ def test_words_of_a_key_are_followed_or_asked_for(make: Any, axis: Any) -> None:
         with pytest.raises(autopar.ArgumentsError, match=r"key is uint32.*batch_axis=\{'key': None\} for a key"):
             autopar.parallelize(step, **options)(jnp.ones((24, 4)), ids, key)
     _, loss = autopar.parallelize(step, batch_axis=axis, **options)(jnp.ones((24, 4)), ids, key)
-    shares, along = (key.reshape(2, 1), 0) if axis == {"key": 0} else (key, None)
-    plain = jax.vmap(step, (None, 0, along), axis_name=AXIS)(jnp.ones((24, 4)), ids.reshape(2, -1), shares)[1]
+    shards, along = (key.reshape(2, 1), 0) if axis == {"key": 0} else (key, None)
+    plain = jax.vmap(step, (None, 0, along), axis_name=AXIS)(jnp.ones((24, 4)), ids.reshape(2, -1), shards)[1]
     np.testing.assert_allclose(loss, plain[0], rtol=1e-6)
 
 

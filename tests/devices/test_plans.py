@@ -23,7 +23,7 @@ from tests.support.row_steps import ids_in, same
 
 ROWS, WIDTH = 400, 8
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(0.1))
-#: Ids that all are on the first device's share, if rows lie as they are.
+#: Ids that all are on the first device's shard, if rows lie as they are.
 BATCH = ids_in(0, 60, length=20)
 
 
@@ -70,7 +70,7 @@ def test_a_step_by_a_plan_is_the_step_that_the_plan_is_of(method: str, emit: Any
 
 def test_leaves_in_shares_stay_so() -> None:
     made = autopar.plan(by({"params/w": "ps", "**": "allreduce"}), make_state(), BATCH)
-    assert [leaf.path for leaf in made.dense if leaf.shared] == ["opt/1/0/sum_of_squares/w", "params/w"]
+    assert [leaf.path for leaf in made.dense if leaf.sharded] == ["opt/1/0/sum_of_squares/w", "params/w"]
     planned = autopar.parallelize(step, plan=made, mesh=mesh_of(4))
     assert not made.diff(autopar.plan(planned, make_state(), BATCH))
     state, _ = planned(make_state(), BATCH)
@@ -91,7 +91,7 @@ def test_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_measured_capacity_holds_until_a_batch_exceeds_it() -> None:
     made = autopar.plan(by("ps"), make_state(), BATCH)
     (table,) = made.tables
-    assert table.tight and table.dealt and table.capacity is not None
+    assert table.tight and table.cyclic and table.capacity is not None
     planned, plain = autopar.parallelize(step, plan=made, mesh=mesh_of(4)), jax.jit(step)
     one_owner = {"ids": np.int32(4 * np.arange(160).reshape(8, 20) % ROWS)}
     planned.entry(make_state(), one_owner)
@@ -106,7 +106,7 @@ def test_a_measured_capacity_holds_until_a_batch_exceeds_it() -> None:
     assert f"capacities grow from {table.capacity} to {2 * table.capacity}" in str(told[0].message)
     with pytest.warns(autopar.RecompileWarning):
         (family,) = planned.entry(make_state(), ids_in(0, 400, length=10)).compiled.bound.families
-    assert family.layout is not None and family.layout.dealt and family.table.ids == 80, "another batch: measured anew"
+    assert family.layout is not None and family.layout.cyclic and family.table.ids == 80, "another batch: measured anew"
 
 
 def test_what_does_not_fit_is_named() -> None:

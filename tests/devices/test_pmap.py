@@ -18,7 +18,7 @@ from tests.zoo import MODELS, OPTIMIZERS
 
 AXES = {
     "devices": ("2", "4", "3"),
-    "method": ("ps", "allgather", "allreduce_rows", "allreduce", "shares"),
+    "method": ("ps", "allgather", "allreduce_rows", "allreduce", "shards"),
     "model": tuple(MODELS),
     "optimizer": ("clipped", "scheduled"),
 }
@@ -27,7 +27,7 @@ AXES = {
 @pytest.mark.parametrize("row", pairwise(AXES)[::2], ids=lambda r: "-".join(r.values()))
 def test_contract(row: dict[str, str]) -> None:
     case = MODELS[row["model"]].make(OPTIMIZERS[row["optimizer"]].make())
-    strategy = {"**": "ps"} if row["method"] == "shares" else row["method"]
+    strategy = {"**": "ps"} if row["method"] == "shards" else row["method"]
     mesh = mesh_of(int(row["devices"]))
     step = autopar.parallelize(case.step, strategy=strategy, mesh=mesh, donate=False, emit="pmap")
     entry = step.entry(case.state, case.batches(0))

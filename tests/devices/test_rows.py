@@ -29,13 +29,13 @@ def test_steps_on_sharded_rows(rows: int) -> None:
 
 
 def test_frequent_rows_are_dealt_out() -> None:
-    """All ids of the example are on the first device's share if rows lie as they are."""
+    """All ids of the example are on the first device's shard if rows lie as they are."""
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     new, _ = planned(make_state(400), ids_in(0, 60, length=20))
     assert isinstance(new["params"]["emb"], autopar.Table)
     assert planned.plan is not None
     (family,) = planned.latest.compiled.bound.families
-    assert family.layout is not None and family.layout.dealt and family.bounds.tight
+    assert family.layout is not None and family.layout.cyclic and family.bounds.tight
     assert family.bounds.capacity is not None and family.bounds.capacity <= 16
     assert family.bounds.imbalance is not None and 1 <= family.bounds.imbalance < 1.6, (
         "nearly 4 if rows lay as they are"
@@ -62,7 +62,7 @@ def test_tables_read_like_arrays() -> None:
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -> None:
-    """Planned on ids that all owners share; then all ids are one owner's."""
+    """Planned on ids that all owners shard; then all ids are one owner's."""
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4), donate=donate)
     plain = jax.jit(step)
     mine, theirs = make_state(400), make_state(400)

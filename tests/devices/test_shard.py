@@ -15,10 +15,10 @@ from tests.support.meshes import mesh_of
 from tests.support.row_steps import make_state, same, step
 
 
-def source(sizes: list[int], asked: list[int] | None = None) -> Iterator[dict[str, Any]]:
+def source(sizes: list[int], requested: list[int] | None = None) -> Iterator[dict[str, Any]]:
     for k, size in enumerate(sizes):
-        if asked is not None:
-            asked.append(k)
+        if requested is not None:
+            requested.append(k)
         yield {"ids": np.full((size, 2), k, np.int32), "rate": np.float32(k)}
 
 
@@ -30,12 +30,12 @@ def test_batches_are_spread_over_the_devices() -> None:
 
 
 def test_one_batch_is_placed_ahead() -> None:
-    asked: list[int] = []
-    batches = autopar.shard(source([8] * 5, asked), mesh=mesh_of(4))
+    requested: list[int] = []
+    batches = autopar.shard(source([8] * 5, requested), mesh=mesh_of(4))
     next(batches)
-    assert asked == [0, 1]
+    assert requested == [0, 1]
     next(batches)
-    assert asked == [0, 1, 2]
+    assert requested == [0, 1, 2]
 
 
 def test_a_smaller_batch_is_an_error_or_dropped_or_padded() -> None:

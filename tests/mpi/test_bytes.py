@@ -43,7 +43,7 @@ def run(
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def asked_rows(sizes: Sizes, seed: int, count: int) -> np.ndarray:
+def requested_rows(sizes: Sizes, seed: int, count: int) -> np.ndarray:
     """[ranks, owners]: how many different rows of each owner are among each rank's part of the ids."""
     parts = np.array_split(sizes.ids(seed), count)
     return np.array([np.bincount(np.unique(part) % count, minlength=count) for part in parts])
@@ -51,16 +51,16 @@ def asked_rows(sizes: Sizes, seed: int, count: int) -> np.ndarray:
 
 def expected(sizes: Sizes, seed: int, count: int, rank: int) -> dict[str, int]:
     """What a rank hands to MPI for others in a step, but for 'reduce'."""
-    asked = asked_rows(sizes, seed, count)
-    np.fill_diagonal(asked, 0)
+    requested = requested_rows(sizes, seed, count)
+    np.fill_diagonal(requested, 0)
     width = sizes.dim * FLOAT
     return {
         # To each owner the number of rows, and their ids.
-        "ids": ID * int(count - 1 + asked[rank].sum()),
+        "ids": ID * int(count - 1 + requested[rank].sum()),
         # As an owner, the table's rows, once; the slots stay where they are.
-        "rows": width * int(asked[:, rank].sum()),
+        "rows": width * int(requested[:, rank].sum()),
         # Summed over the rank's duplicates before.
-        "gradients": width * int(asked[rank].sum()),
+        "gradients": width * int(requested[rank].sum()),
     }
 
 
@@ -132,14 +132,15 @@ def check_crossing(found: list[Any], sizes: Sizes, each: int) -> None:
     """What crosses machines, exactly: the rows that a machine's ranks want together, once."""
     count, width = len(found), sizes.dim * FLOAT
     for name, seed in (("step", COUNTED), ("fetch", 0), ("deliver", 0)):
-        asked = machine_rows(sizes, seed, count, each)
-        by_ranks = asked_rows(sizes, seed, count)
+        requested = machine_rows(sizes, seed, count, each)
+        by_ranks = requested_rows(sizes, seed, count)
         for k, first in enumerate(range(0, count, each)):
             own = slice(first, first + each)
-            asks = asked[k].sum() - asked[k, own].sum()
-            answers = asked[:, own].sum() - asked[k, own].sum()
+            asks = requested[k].sum() - requested[k, own].sum()
+            answers = requested[:, own].sum() - requested[k, own].sum()
             expected = {
-                # Each owner on another machine has one relay here, which tells it the number of rows, and their ids.
+                # Each owner on another machine has one node leader here, which tells it the number of rows, and their
+                # ids.
                 "ids": ID * int(count - each + asks) if name == "step" else 0,
                 "rows": width * int(answers) if name != "deliver" else 0,
                 "gradients": width * int(asks) if name != "fetch" else 0,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpi.exchange_ranks import DIRECT, RELAYED
+from tests.support.mpi.exchange_ranks import BY_LEADERS, DIRECT
+from tests.support.mpi.leader_cases import MACHINES
 from tests.support.mpi.ranks import ROOT, run_ranks
-from tests.support.mpi.relay_cases import MACHINES
 
 MODULE = "tests.support.mpi.exchange_ranks"
 
@@ -18,7 +18,9 @@ MODULE = "tests.support.mpi.exchange_ranks"
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_exchanges_are_exact(ranks: int, tmp_path: Path) -> None:
     text = run_ranks(ranks, MODULE, output=tmp_path / "output")
-    ways = dict.fromkeys(("blocking", "polling"), DIRECT) | {f"machines {m}": RELAYED for m in MACHINES.get(ranks, ())}
+    ways = dict.fromkeys(("blocking", "polling"), DIRECT) | {
+        f"machines {m}": BY_LEADERS for m in MACHINES.get(ranks, ())
+    }
     assert all(f"{way}: {len(cases)} cases passed" in text for way, cases in ways.items()), text
 
 

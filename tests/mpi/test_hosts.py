@@ -33,6 +33,6 @@ def test_interrupts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_several_machines(devices: int, tmp_path: Path) -> None:
-    """Four ranks as on two machines: rows go by way of relays."""
-    names = ("check_relays", "check_results", "check_growth", "check_contract")
+    """Four ranks as on two machines: rows go by way of node leaders."""
+    names = ("check_leaders", "check_results", "check_growth", "check_contract")
     run_cases("machine_cases", 4, devices, names if devices == 1 else names[:2], tmp_path, timeout_s=400)

@@ -1,1 +1,1 @@
-"""What tests share: programs, steps, settings, comparisons. No test is here."""
+"""What tests shard: programs, steps, settings, comparisons. No test is here."""

@@ -66,7 +66,7 @@ def everything() -> Any:
 def hosted(value: float) -> Any:
     """A small state with each kind of file."""
     rows = np.full((ROWS, WIDTH), value, np.float32)
-    return {"t": HostTable(HostRows.of(rows, 0, RowLayout(ROWS, 1, dealt=True), 0, "t")), "w": jnp.full(3, value)}
+    return {"t": HostTable(HostRows.of(rows, 0, RowLayout(ROWS, 1, cyclic=True), 0, "t")), "w": jnp.full(3, value)}
 
 
 def saved_value(folder: Path) -> float:

@@ -1,4 +1,4 @@
-"""A step whose dense parameters can be in shares."""
+"""A step whose dense parameters can be in shards."""
 
 from __future__ import annotations
 

@@ -39,5 +39,5 @@ def check_initializer(kind: str) -> None:
 
     planned = autopar.parallelize(sgd, strategy="ps", mesh=mesh_of(4))
     table = autopar.init(make, jax.random.key(1), step=planned, batch=np.arange(8))
-    assert isinstance(table, autopar.Table) and table.layout.dealt
+    assert isinstance(table, autopar.Table) and table.layout.cyclic
     bits(table, jax.jit(make)(jax.random.key(1)))

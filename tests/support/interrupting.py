@@ -49,23 +49,23 @@ class Interrupter:
     def __init__(self, within_s: float, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._within_s = within_s
-        self._asked, self._stop = threading.Event(), threading.Event()
-        self.ask = self._asked.set
+        self._requested, self._stop = threading.Event(), threading.Event()
+        self.ask = self._requested.set
         self._thread = threading.Thread(target=self._send, daemon=True)
         self._thread.start()
 
     def _send(self) -> None:
-        self._asked.wait()
+        self._requested.wait()
         while not self._stop.wait(self._random.random() * self._within_s):
-            self._asked.clear()
+            self._requested.clear()
             os.kill(os.getpid(), signal.SIGINT)
-            if not self._asked.wait(20):
+            if not self._requested.wait(20):
                 os.kill(os.getpid(), signal.SIGALRM)  # which fails the test; it would go on for ever
                 return
 
     def close(self) -> None:
         self._stop.set()
-        self._asked.set()
+        self._requested.set()
         self._thread.join()
 
 

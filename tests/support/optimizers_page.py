@@ -33,7 +33,8 @@ itself knows none of them: it reads the step's program, so an optimizer of your 
 
 The last column says which leaves move, what else reads the whole table (*read whole*: once a step, all rows), or why
 the table is dense. A transformation that changes gradients only is followed by a learning rate; wrappers hold Adam. *At
-once*: one multiplication brings scale-only rows (never touched, or long ago) up to date, however many steps they missed;
+once*: one multiplication brings scale-only rows (never touched, or long ago) up to date, however many steps they
+  missed;
 all other rows are replayed step by step ([deferred.md](deferred.md)).
 
 """
@@ -98,7 +99,7 @@ def _leaf(path: str) -> str:
 
 def _at_rest(entry: Entry) -> str:
     flushes = [e for e in entry.compiled.program.block.equations if e.op == "ap.flush"]
-    return "; at once" if all(e.params["replay"].settled is not None for e in flushes) else ""
+    return "; at once" if all(e.params["replay"].scale_only is not None for e in flushes) else ""
 
 
 def page() -> str:

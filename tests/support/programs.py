@@ -139,7 +139,7 @@ def adagrad() -> Program:
 
 
 def scan() -> Program:
-    """A loop with the table closed over, and its backward: the gradient is a carry, the ids stand still outside."""
+    """A loop with the table closed over, and its backward: the gradient is a carry, the ids don't change."""
     b = Builder()
     table, ids = b.input("table", "state", (ROWS, WIDTH)), b.input("ids", "batch", (4, IDS, 1), np.int32)
     start = b(zeros)

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import autopar
-from autopar.backends.host import journal
+from autopar.backends.host import update_log
 from autopar.integrations import nnx as anx
 from autopar.interrupts import SECOND_S, interruptible, uninterrupted
 from autopar.run.hosts import HostRunner
@@ -312,7 +312,7 @@ def test_a_step_that_fails_says_that_its_state_is_lost(strategy: Any) -> None:
 def test_rows_on_hosts_that_are_written_in_part_are_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     make, step = lookup_step(optax.adam(1e-2))
     planned = autopar.parallelize(step, strategy=("ps", "hosts"))
-    monkeypatch.setattr(journal, "_BLOCK_ELEMENTS", 4 * ROWS // 5)
+    monkeypatch.setattr(update_log, "_BLOCK_ELEMENTS", 4 * ROWS // 5)
     mine, theirs = Loop(planned, make()), Loop(planned, make())
     emb, wanted = (loop.run(3)["params"]["emb"] for loop in (mine, theirs))
     fails_at = [1]
@@ -323,8 +323,8 @@ def test_rows_on_hosts_that_are_written_in_part_are_no_state(monkeypatch: pytest
             raise MemoryError("no memory for rows")
         return run(*operands)
 
-    run = emb.waiting.journal.journaling._run
-    monkeypatch.setattr(emb.waiting.journal.journaling, "_run", functools.partial(fails_once, None))
+    run = emb.waiting.log.spec._run
+    monkeypatch.setattr(emb.waiting.log.spec, "_run", functools.partial(fails_once, None))
     with pytest.raises(MemoryError):
         np.asarray(emb)
     np.testing.assert_array_equal(np.asarray(emb), np.asarray(wanted))  # nothing had been written

@@ -317,7 +317,7 @@ def test_a_state_that_is_not_recognised_is_told_of(step: Any, arguments: Any, to
 
 
 def test_lower_is_of_the_program_that_a_call_runs() -> None:
-    """Of ordinary arrays, too, though the step's rows are deferred: the plain program has no journal."""
+    """Of ordinary arrays, too, though the step's rows are deferred: the plain program has no update log."""
     step = autopar.parallelize(decayed, strategy="ps", state_argnums=0)
     text = step.lower(make_table(), IDS).as_text()
     assert "stablehlo.while" in text

@@ -53,8 +53,8 @@ class OtherRows:
         self._run = ranks.compile(rows if is_sweep else reduced, "owner", [], [])
 
     def sweep(self, operands: Sequence[Any]) -> None:
-        """All rows of the rank's share, in place. Operands: leaves, and values of the step."""
-        for start, end, taken in self._blocks(operands, self._layout.share):
+        """All rows of the rank's shard, in place. Operands: leaves, and values of the step."""
+        for start, end, taken in self._blocks(operands, self._layout.shard_rows):
             for leaf, value in zip(operands, self._run(*taken), strict=False):
                 leaf.commit(taken[0].rows, end - start, np.asarray(value))
 
@@ -74,7 +74,7 @@ class OtherRows:
         frontier = [self._ranks.for_owner(x) for x in operands[self._count :]]
         for start in range(0, count, self._size):
             end = min(start + self._size, count)
-            rows = padded(np.arange(start, end), self._size, self._layout.share)
+            rows = padded(np.arange(start, end), self._size, self._layout.shard_rows)
             view = RouteView(rows, np.array([end - 1], np.int32), np.zeros((0,), np.int32))
             pulled = (leaves[k].pull(rows, end - start, end - 1, False) for k in self._pulls)
             yield start, end, (view, *pulled, *frontier)

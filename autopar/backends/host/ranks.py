@@ -27,7 +27,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.stages import Side
 from autopar.launch.progress import mark
 from autopar.mpi.buffers import Buffers
-from autopar.mpi.exchange import Asked, Exchange
+from autopar.mpi.exchange import Exchange, Requested
 
 Array = Any
 T = TypeVar("T")
@@ -45,9 +45,9 @@ class Ranks:
       step: The number of the step, for messages.
     """
 
-    def __init__(self, exchange: Exchange, road: str) -> None:
+    def __init__(self, exchange: Exchange, reduction_backend: str) -> None:
         self.exchange = exchange
-        self.is_global = road == "xla"
+        self.is_global = reduction_backend == "xla"
         mine = jax.local_devices()
         if self.is_global:
             grid = np.array(jax.devices()).reshape(exchange.size, -1)
@@ -64,14 +64,14 @@ class Ranks:
 
     # --- exchanges ---
 
-    def ask(self, places: np.ndarray, share: int) -> Asked:
-        return self._exchanged("asking for rows", self.exchange.ask, places, share)
+    def ask(self, places: np.ndarray, shard_rows: int) -> Requested:
+        return self._exchanged("asking for rows", self.exchange.ask, places, shard_rows)
 
-    def fetch(self, asked: Asked, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._exchanged("fetching rows", self.exchange.fetch, asked, rows, out)
+    def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return self._exchanged("fetching rows", self.exchange.fetch, requested, rows, out)
 
-    def deliver(self, asked: Asked, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._exchanged("delivering gradients", self.exchange.deliver, asked, sums, out)
+    def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
+        return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
 
     def _exchanged(self, what: str, exchange: Callable[..., T], *given: Any) -> T:
         """Marked as a wait for others."""

@@ -32,9 +32,9 @@ class ShapeBucket:
     rows: Rows
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """Rows of all families that this rank may ask for: what a program's work grows with."""
-        return _asked(self.rows)
+        return _requested(self.rows)
 
     def fits(self, needs: Rows) -> bool:
         """Whether a step that needs so much can run in it. `needs` may be of some families only."""
@@ -99,12 +99,12 @@ class ShapeBuckets:
 
     def _smaller(self) -> ShapeBucket | None:
         """Makes a bucket that would have fitted many of the watched steps, where that saves enough."""
-        steps = sorted(self._watched, key=_asked)
+        steps = sorted(self._watched, key=_requested)
         before = sum(self._taken(needs) for needs in steps)
         found: list[tuple[int, ShapeBucket]] = []
         for count in range(_WATCHED // 8, _WATCHED, _WATCHED // 8):
             bucket = self._around(steps[:count])
-            saved = sum(max(self._taken(n) - bucket.asked, 0) for n in steps if bucket.fits(n))
+            saved = sum(max(self._taken(n) - bucket.requested, 0) for n in steps if bucket.fits(n))
             found.append((saved, bucket))
         saved, bucket = max(found, key=lambda pair: pair[0])
         if saved < _GAIN * before:
@@ -116,20 +116,20 @@ class ShapeBuckets:
         """Rows that are computed in a step."""
         bucket = self.best(needs)
         assert bucket is not None, "the step has run"
-        return bucket.asked
+        return bucket.requested
 
     def _around(self, steps: Sequence[Rows]) -> ShapeBucket:
         """A bucket for all these steps; owners' rows have the most that there is: few programs depend on them."""
         rows = dict(self._buckets[-1].rows)
         for family in self._varied:
             n, most = rows[family]
-            asked = max(needs[family][1] for needs in steps)
-            rows[family] = n, min(most, rounded_size(asked, self._limits[family][1]))
+            requested = max(needs[family][1] for needs in steps)
+            rows[family] = n, min(most, rounded_size(requested, self._limits[family][1]))
         return ShapeBucket(rows)
 
     def _add(self, bucket: ShapeBucket) -> None:
-        self._buckets = sorted([*self._buckets, bucket], key=lambda r: r.asked)
+        self._buckets = sorted([*self._buckets, bucket], key=lambda r: r.requested)
 
 
-def _asked(needs: Rows) -> int:
-    return sum(asked for _, asked in needs.values())
+def _requested(needs: Rows) -> int:
+    return sum(requested for _, requested in needs.values())

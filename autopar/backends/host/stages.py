@@ -16,13 +16,13 @@ import numpy as np
 
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
-from autopar.backends.host.journal import HostJournaling
 from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
+from autopar.backends.host.update_log import HostUpdateLogSpec
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import flushes
@@ -31,7 +31,7 @@ from autopar.ir.operations import plain_name, split
 from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
-from autopar.mpi.exchange import Asked
+from autopar.mpi.exchange import Requested
 from autopar.mpi.rows import distinct, number_dtype
 
 #: Exchanges that read values of device programs, all of them.
@@ -52,7 +52,7 @@ class OtherBucket(Exception):
 class HostRoute:
     """The rows of a family in one step."""
 
-    asked: Asked
+    requested: Requested
     places: np.ndarray
     view: RouteView
     rows: np.ndarray
@@ -61,7 +61,7 @@ class HostRoute:
     @property
     def count(self) -> int:
         """Rows of this owner that are asked for."""
-        return len(self.asked.rows)
+        return len(self.requested.rows)
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class RunningStep:
     """
 
     values: dict[Atom, Any]
-    routes: dict[int, tuple[Asked, np.ndarray]] = field(default_factory=dict)
+    routes: dict[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
     reduced: dict[tuple[int, str], Sequence[Any]] = field(default_factory=dict)
     has_written: bool = False
@@ -100,7 +100,7 @@ class StagedProgram:
         buckets: ShapeBuckets,
         bucket: ShapeBucket,
         donated: frozenset[int],
-        journalings: Sequence[HostJournaling] = (),
+        log_specs: Sequence[HostUpdateLogSpec] = (),
     ) -> None:
         """
         Args:
@@ -108,9 +108,9 @@ class StagedProgram:
           plan: Whose sizes it was made for: those of the bucket.
           buckets: All of the step's; `bucket` is among them.
           donated: Inputs whose buffers may be used for their new values.
-          journalings: How deferred rows are brought up to date, in the order of the journals.
+          log_specs: How deferred rows are brought up to date, in the order of the update logs.
         """
-        self._journalings = dict(zip(flushes(program.block), journalings, strict=True))
+        self._log_specs = dict(zip(flushes(program.block), log_specs, strict=True))
         self._ranks = ranks
         self._plan = plan
         self._buckets, self._bucket = buckets, bucket
@@ -129,8 +129,8 @@ class StagedProgram:
         self._whole = self._needed_whole(items)
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeStage) and item.op == "ap.route"]
-        settled = max(routes, default=-1)  # from there on the run isn't begun again
-        self._actions = [self._action(item, may_donate=k > settled) for k, item in enumerate(items)]
+        last_route = max(routes, default=-1)  # from there on the run isn't begun again
+        self._actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
 
     def run(self, inputs: Sequence[Any], step: RunningStep) -> list[Any]:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
@@ -205,15 +205,15 @@ class StagedProgram:
                 layout = self._layouts[family]
                 ids = [self._ranks.own_ids(self._value(step, a)) for a in equation.inputs]
                 places = _places(ids, layout)
-                asked = self._ranks.ask(places, layout.share)
-                step.routes[family] = asked, places
-                step.needs[family] = self._ranks.agree((len(asked.rows) + 1, places.size))
+                requested = self._ranks.ask(places, layout.shard_rows)
+                step.routes[family] = requested, places
+                step.needs[family] = self._ranks.agree((len(requested.rows) + 1, places.size))
         if self._buckets.best(step.needs) is not self._bucket:
             raise OtherBucket(step.needs)
         for equation, family in zip(equations, families, strict=True):
-            asked, places = step.routes[family]
-            rows, asked_rows = self._bucket.rows[family]
-            route = _route(asked, places, self._layouts[family], rows, asked_rows, self._ranks)
+            requested, places = step.routes[family]
+            rows, requested_rows = self._bucket.rows[family]
+            route = _route(requested, places, self._layouts[family], rows, requested_rows, self._ranks)
             step.values[equation.outputs[0]] = route
 
     def _reduce(self, equations: Sequence[Equation], step: RunningStep, level: int) -> None:
@@ -234,12 +234,12 @@ class StagedProgram:
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute) -> Sequence[Any]:
-        axis, count = equation.params["axis"], len(route.view.asked)
+        axis, count = equation.params["axis"], len(route.view.requested)
         first = rows_first(np.asarray(rows), axis)[: route.count]
         shape = count, *first.shape[1:]
         is_awaited = equation in self._awaited
         out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
-        fetched = self._ranks.fetch(route.asked, np.ascontiguousarray(first), out)
+        fetched = self._ranks.fetch(route.requested, np.ascontiguousarray(first), out)
         out[len(fetched) :] = 0
         return [self._ranks.spread(rows_back(out, axis), axis)]
 
@@ -247,7 +247,7 @@ class StagedProgram:
         axis = equation.params["axis"]
         own = rows_first(self._ranks.own_part(sums, axis), axis)[: route.places.size]
         out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
-        total = self._ranks.deliver(route.asked, np.ascontiguousarray(own), out)
+        total = self._ranks.deliver(route.requested, np.ascontiguousarray(own), out)
         out[len(total) :] = 0
         rows = rows_back(out, axis)
         return [rows + np.asarray(base[0]) if base else rows]
@@ -295,16 +295,16 @@ class StagedProgram:
         return self._commit(equation, step, leaf, rows, route)
 
     def _flush(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
-        """Deferred rows, where the journal is full."""
-        journaling = self._journalings[equation]
+        """Deferred rows, where the update log is full."""
+        spec = self._log_specs[equation]
         given = split(equation.op, equation.params, operands)
         leaves, (stamps,), entries = (given[name] for name in ("leaves", "stamps", "entries"))
         entries = [np.asarray(self._ranks.own(x)) for x in entries]
-        ends = [*entries[:2], *entries[2 + len(journaling.replay.records) :]]
-        if int(entries[0]) >= journaling.replay.length:
+        ends = [*entries[:2], *entries[2 + len(spec.replay.records) :]]
+        if int(entries[0]) >= spec.replay.length:
             step.has_written = True
-            ends = journaling.flush(leaves, stamps, entries, full=False)
-        return [*leaves[: journaling.replay.changed], stamps, *ends]
+            ends = spec.flush(leaves, stamps, entries, full=False)
+        return [*leaves[: spec.replay.changed], stamps, *ends]
 
     def _sweep(self, equation: Equation, step: RunningStep, needed: Any, *operands: Any) -> Sequence[Any]:
         if np.any(needed):
@@ -338,11 +338,15 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     return distinct(layout.place(flat))
 
 
-def _route(asked: Asked, places: np.ndarray, layout: RowLayout, rows: int, asked_rows: int, ranks: Ranks) -> HostRoute:
-    found = asked.rows
+def _route(
+    requested: Requested, places: np.ndarray, layout: RowLayout, rows: int, requested_rows: int, ranks: Ranks
+) -> HostRoute:
+    found = requested.rows
     # The first row that the step doesn't touch; some row if it touches all.
     gaps = np.flatnonzero(found != np.arange(found.size, dtype=found.dtype))
-    spare = int(gaps[0]) if gaps.size else found.size if found.size < layout.share else 0
-    numbers = padded(found, rows, layout.share)
-    view = RouteView(numbers, np.array([spare], np.int32), ranks.spread(padded(places, asked_rows, layout.stored), 0))
-    return HostRoute(asked, places, view, numbers, spare)
+    spare = int(gaps[0]) if gaps.size else found.size if found.size < layout.shard_rows else 0
+    numbers = padded(found, rows, layout.shard_rows)
+    view = RouteView(
+        numbers, np.array([spare], np.int32), ranks.spread(padded(places, requested_rows, layout.stored), 0)
+    )
+    return HostRoute(requested, places, view, numbers, spare)

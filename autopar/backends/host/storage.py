@@ -1,7 +1,7 @@
-"""A rank's share of a table (or of a slot) in host memory.
+"""A rank's shard of a table (or of a slot) in host memory.
 
-Rows are stored first axis first, dealt out over the ranks (`ir.layout.RowLayout`), and updated in place. A storage has
-one current generation: a state that was given to a step is gone, as a donated array is.
+Rows are stored first axis first, distributed cyclically over the ranks (`ir.layout.RowLayout`), and updated in place. A
+storage has one current generation: a state that was given to a step is gone, as a donated array is.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from autopar.ir.layout import RowLayout
 from autopar.mpi.buffers import allocate_table
 
 
-class Settling(Protocol):
-    """What the rows of a family still miss (`journal.HostJournal`)."""
+class Updatable(Protocol):
+    """What the rows of a family still miss (`log.HostUpdateLog`)."""
 
-    def settle(self) -> None: ...
+    def bring_up_to_date(self) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
 class HostRows:
-    """A share.
+    """A shard.
 
     Attributes:
-      rows: [share, ...], spare rows at the end included.
+      rows: [shard, ...], spare rows at the end included.
       layout: Which row is where; `layout.devices` is the number of ranks.
       rank: Whose share it is.
       axis: The row axis of the table.
       path: Of the leaf, for messages.
       generation: How often the rows were handed on.
-      journal: What some rows still miss, if they are deferred.
+      log: What some rows still miss, if they are deferred.
     """
 
     rows: np.ndarray
@@ -43,51 +43,51 @@ class HostRows:
     axis: int
     path: str
     generation: int = 0
-    journal: Settling | None = None
+    log: Updatable | None = None
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
-        """Memory for a share of a table of this shape.
+        """Memory for a shard of a table of this shape.
 
         Raises:
           HostMemoryError: there isn't enough.
         """
         others = (*shape[:axis], *shape[axis + 1 :])
-        return HostRows(allocate_table((layout.share, *others), dtype, path), layout, rank, axis, path)
+        return HostRows(allocate_table((layout.shard_rows, *others), dtype, path), layout, rank, axis, path)
 
     @staticmethod
     def of(table: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
-        """The share of a whole table: an array of any kind."""
+        """The shard of a whole table: an array of any kind."""
         found = HostRows.empty(table.shape, table.dtype, axis, layout, rank, path)
         found.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
         return found
 
     def fill(self, read: Callable[[np.ndarray], np.ndarray], block: int = 1 << 16) -> None:
         """Set all rows from a function of their numbers in the table; spare ones are copies of the last row."""
-        for start in range(0, self.layout.share, block):
-            numbers = self.numbers(start, min(start + block, self.layout.share))
+        for start in range(0, self.layout.shard_rows, block):
+            numbers = self.numbers(start, min(start + block, self.layout.shard_rows))
             self.rows[start : start + numbers.size] = read(numbers)
 
     def numbers(self, start: int, end: int) -> np.ndarray:
-        """Which rows of the table are stored in a part of the share; the last one for spare rows."""
-        places = np.arange(start, end) + self.rank * self.layout.share
+        """Which rows of the table are stored in a part of the shard; the last one for spare rows."""
+        places = np.arange(start, end) + self.rank * self.layout.shard_rows
         return np.minimum(self.layout.row(places), self.layout.extent - 1)
 
-    def settle(self) -> None:
+    def bring_up_to_date(self) -> None:
         """Bring all rows up to date, those of the whole family."""
-        if self.journal is not None:
-            self.journal.settle()
+        if self.log is not None:
+            self.log.bring_up_to_date()
 
     def copy(self) -> HostRows:
         """Another storage with the same rows, all up to date."""
-        self.settle()
+        self.bring_up_to_date()
         rows = allocate_table(self.rows.shape, self.rows.dtype, self.path)
         found = HostRows(rows, self.layout, self.rank, self.axis, self.path)
         np.copyto(found.rows, self.rows)
         return found
 
     def pull(self, rows: np.ndarray, count: int, spare: int, state: bool) -> np.ndarray:
-        """The rows with these numbers in the share, and padding; the row axis where the table has it.
+        """The rows with these numbers in the shard, and padding; the row axis where the table has it.
 
         Args:
           rows: int32[U], `count` numbers and then padding.

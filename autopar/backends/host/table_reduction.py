@@ -43,7 +43,7 @@ class TableReduction:
         for start in range(0, max(count, 1), size):  # one block, too, where a rank has no row
             end = min(start + size, count)
             numbers = np.full((size,), -1, np.int32)
-            numbers[: end - start] = layout.row(np.arange(start, end) + rank * layout.share)
+            numbers[: end - start] = layout.row(np.arange(start, end) + rank * layout.shard_rows)
             blocks = [_stored(table, start, end, size) for table in stored]
             pairs = zip(touched, p["touched"], strict=True)
             blocks += [_touched(self._own(rows), route, axis, start, end, size) for (rows, route), (axis, _) in pairs]

@@ -24,14 +24,14 @@ class RouteView:
     """What a compiled program is given of a route.
 
     Attributes:
-      rows: int32[U], the owner's rows in its share; the share's size for padding.
+      rows: int32[U], the owner's rows in its shard; the shard's size for padding.
       spare: int32[1], a row of the share that the step doesn't touch.
-      asked: int32[F], sorted places of the rows that this rank asked for; one past the last for padding.
+      requested: int32[F], sorted places of the rows that this rank asked for; one past the last for padding.
     """
 
     rows: Array
     spare: Array
-    asked: Array
+    requested: Array
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class RankRows(ShardedRows):
 
     def fetch(self, params: Params, rows: Array, route: Any) -> Array:
         assert self._devices.count == 1, "rows are fetched between programs"
-        return _resized(rows, route.asked.shape[0], params["axis"])
+        return _resized(rows, route.requested.shape[0], params["axis"])
 
     def deliver(self, params: Params, sums: Array, route: Any, base: Array | None = None) -> Array:
         assert self._devices.count == 1, "sums are delivered between programs"

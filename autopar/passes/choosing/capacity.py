@@ -16,7 +16,8 @@ from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
 from autopar.ir.rowspace import RowSpace
 
-#: Contiguous shares are kept where the busiest message is at most this much longer than with rows dealt out.
+#: Contiguous shards are kept where the busiest message is at most this much longer than with rows distributed
+#: cyclically.
 _IMBALANCE = 1.25
 #: Capacities are multiples of this.
 _STEP = 8
@@ -24,20 +25,20 @@ _STEP = 8
 
 def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bounds:
     """Those that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
-    asked = max(1, min(space.extent, ids.count_on(devices)))
+    requested = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
         travels = devices > 1 and method == "allgather" and any(ids.batched)
-        return Bounds(min(space.extent, ids.count) + 1, devices * asked if travels else None)
-    layout = RowLayout(space.extent, devices, dealt=space.extent % devices != 0)
-    return _with_capacity(Bounds(0, devices * asked, 0, layout), min(asked, layout.share), tight=False)
+        return Bounds(min(space.extent, ids.count) + 1, devices * requested if travels else None)
+    layout = RowLayout(space.extent, devices, cyclic=space.extent % devices != 0)
+    return _with_capacity(Bounds(0, devices * requested, 0, layout), min(requested, layout.shard_rows), tight=False)
 
 
 def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
     """The same of a family on hosts. Messages have the length that they need, so there is no capacity."""
-    asked = max(1, min(space.extent, ids.count_on(ranks)))
-    layout = RowLayout(space.extent, ranks, dealt=ranks > 1)
-    owned = min(layout.share, ranks * asked) + 1
-    return Bounds(ranks * owned, ranks * asked, layout=layout)
+    requested = max(1, min(space.extent, ids.count_on(ranks)))
+    layout = RowLayout(space.extent, ranks, cyclic=ranks > 1)
+    owned = min(layout.shard_rows, ranks * requested) + 1
+    return Bounds(ranks * owned, ranks * requested, layout=layout)
 
 
 def layout_of(bounds: Bounds) -> RowLayout:
@@ -48,7 +49,7 @@ def layout_of(bounds: Bounds) -> RowLayout:
 
 def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
     layout = layout_of(bounds)
-    owned = min(layout.share, layout.devices * capacity) + 1
+    owned = min(layout.shard_rows, layout.devices * capacity) + 1
     return dataclasses.replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
 
@@ -69,42 +70,42 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
     return found
 
 
-def _busiest(asked: Sequence[np.ndarray], layout: RowLayout) -> int:
+def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
     """Rows in the longest message from one device to one owner."""
-    loads = [np.bincount(layout.place(rows) // layout.share, minlength=1).max() for rows in asked if rows.size]
+    loads = [np.bincount(layout.place(rows) // layout.shard_rows, minlength=1).max() for rows in requested if rows.size]
     return int(max(loads, default=0))
 
 
-def most_asked(asked: Sequence[np.ndarray], bounds: Bounds) -> int:
+def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Rows that all devices together ask the busiest owner for."""
     layout = layout_of(bounds)
-    return int(np.bincount(layout.place(np.concatenate(asked)) // layout.share, minlength=1).max())
+    return int(np.bincount(layout.place(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
 
 
-def imbalance(asked: Sequence[np.ndarray], layout: RowLayout) -> float:
+def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
     """Rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
-    average = sum(rows.size for rows in asked) / layout.devices**2
-    return _busiest(asked, layout) / average if average else 1.0
+    average = sum(rows.size for rows in requested) / layout.devices**2
+    return _busiest(requested, layout) / average if average else 1.0
 
 
-def with_layout(bounds: Bounds, asked: Sequence[np.ndarray]) -> Bounds:
-    """The bounds with rows dealt out, if their owners would be too unequal otherwise."""
+def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
+    """The bounds with rows distributed cyclically, if their owners would be too unequal otherwise."""
     layout = layout_of(bounds)
-    dealt = dataclasses.replace(layout, dealt=True)
-    if layout.dealt or _busiest(asked, layout) <= _IMBALANCE * max(_busiest(asked, dealt), _STEP):
+    cyclic = dataclasses.replace(layout, cyclic=True)
+    if layout.cyclic or _busiest(requested, layout) <= _IMBALANCE * max(_busiest(requested, cyclic), _STEP):
         return bounds
-    return dataclasses.replace(bounds, layout=dealt)
+    return dataclasses.replace(bounds, layout=cyclic)
 
 
-def tightened(bounds: Bounds, asked: Sequence[np.ndarray], headroom: float) -> Bounds:
+def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
     """The bounds with the example's load and some headroom as its capacity, where that saves anything."""
-    return limited(bounds, headroom * _busiest(asked, layout_of(bounds)))
+    return limited(bounds, headroom * _busiest(requested, layout_of(bounds)))
 
 
 def limitless(bounds: Bounds) -> Bounds:
     """Bounds on hosts with the capacity that no batch would exceed on devices."""
     layout = layout_of(bounds)
-    return dataclasses.replace(bounds, capacity=min((bounds.asked or 0) // layout.devices, layout.share))
+    return dataclasses.replace(bounds, capacity=min((bounds.requested or 0) // layout.devices, layout.shard_rows))
 
 
 def limited(bounds: Bounds, rows: float) -> Bounds:

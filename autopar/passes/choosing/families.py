@@ -13,7 +13,7 @@ import numpy as np
 from autopar.analysis.row_ids import RowIds
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.measurements import Measurements
-from autopar.cost.model import journal_steps, lifting_pays
+from autopar.cost.model import lifting_pays, log_steps
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
@@ -31,7 +31,7 @@ from autopar.passes.choosing.capacity import (
     layout_of,
     limited,
     limitless,
-    most_asked,
+    most_requested,
     tightened,
     with_layout,
 )
@@ -72,7 +72,7 @@ class Choices:
         if not space.deferred:
             return 0
         told = self.told(space)
-        return (told.journal if told is not None else self.options.journal_steps) or journal_steps(space.extent)
+        return (told.log_steps if told is not None else self.options.log_steps) or log_steps(space.extent)
 
     def told(self, space: RowSpace) -> TablePlan | None:
         """What an earlier plan decides about a family."""
@@ -92,8 +92,8 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
       StrategyError: a method is named for a table that can't be lifted.
     """
     paths = [program.inputs[k].path for k in space.tables]
-    asked = [choices.methods[k] for k in space.tables]
-    method = _method(asked)
+    requested = [choices.methods[k] for k in space.tables]
+    method = _method(requested)
     source = _line(space)
 
     def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[TablePlan]]:
@@ -104,7 +104,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     hosted = any(k in choices.hosts for k in space.tables)
     space = dataclasses.replace(space, refusal=_refusal(program, space, choices))
     if space.refusal is not None:
-        named = "hosts" if hosted else next((m for m, by_name in asked if by_name and m in ROW_METHODS[1:]), None)
+        named = "hosts" if hosted else next((m for m, by_name in requested if by_name and m in ROW_METHODS[1:]), None)
         if named is not None:
             what = "be on hosts" if hosted else f"be trained with {named!r}"
             remedy = f" To change it: {space.refusal.remedy}." if space.refusal.remedy else ""
@@ -166,9 +166,9 @@ def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
     return not is_stored and _refusal(program, space, choices) is None
 
 
-def _method(asked: Sequence[tuple[str, bool]]) -> str:
+def _method(requested: Sequence[tuple[str, bool]]) -> str:
     """The first that is named for any table of a family."""
-    return next((m for m, _ in asked if m != "auto"), "auto")
+    return next((m for m, _ in requested if m != "auto"), "auto")
 
 
 def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | None:
@@ -192,7 +192,7 @@ def _lifted(
     program: Program,
     space: RowSpace,
     line: str,
-    journal: int,
+    log_steps: int,
     bounds: Bounds,
     method: str,
     where: Where = "devices",
@@ -202,13 +202,13 @@ def _lifted(
     """The plans of the tables of a lifted family."""
     most = min(space.extent, program.ids[space.family].count)
     reason = f"at most {most} of {space.extent} rows a step{_told(bounds, where)}"
-    if journal:
-        reason += f"; the others move, too: they wait for up to {journal} steps, until they are read"
+    if log_steps:
+        reason += f"; the others move, too: they wait for up to {log_steps} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
     if where == "hosts" and space.is_read_whole:
         reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
-    told |= {"capacity": bounds.capacity, "tight": bounds.tight, "journal": journal}
-    told |= {"dealt": bounds.layout is not None and bounds.layout.dealt, "reason": reason, "line": line}
+    told |= {"capacity": bounds.capacity, "tight": bounds.tight, "log_steps": log_steps}
+    told |= {"cyclic": bounds.layout is not None and bounds.layout.cyclic, "reason": reason, "line": line}
     return _plans(program, space, method=method, where=where, lifted=True, **told)
 
 
@@ -235,8 +235,8 @@ def _told(bounds: Bounds, where: Where) -> str:
         return ""
     if where == "hosts":
         ranks = f"{bounds.layout.devices} ranks" if bounds.layout.devices > 1 else "this process"
-        return f"; rows in the memory of the hosts, dealt out over {ranks}"
-    order = ", dealt out over the devices" if bounds.layout.dealt else ", in shares of adjacent rows"
+        return f"; rows in the memory of the hosts, distributed cyclically over {ranks}"
+    order = ", distributed cyclically over the devices" if bounds.layout.cyclic else ", in shards of adjacent rows"
     measured = "measured, with headroom" if bounds.tight else "a bound"
     told = f"{order}; a device asks another one for {bounds.capacity} of them at most ({measured})"
     if bounds.imbalance is None:
@@ -259,7 +259,7 @@ def _sharded(
         bounds = dataclasses.replace(bounds, layout=stored)
     elif told is not None:
         layout = layout_of(bounds)
-        layout = dataclasses.replace(layout, dealt=told.dealt or layout.dealt)
+        layout = dataclasses.replace(layout, cyclic=told.cyclic or layout.cyclic)
         bounds = dataclasses.replace(bounds, layout=layout)
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
@@ -277,8 +277,8 @@ def _sharded(
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> Sizes:
     """What a step does with the family, in numbers, given its bounds by `ps`."""
-    layout, asked, capacity = layout_of(sharded), sharded.asked, sharded.capacity
-    assert asked is not None and capacity is not None, "sharded rows have bounds"
+    layout, requested, capacity = layout_of(sharded), sharded.requested, sharded.capacity
+    assert requested is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
     return Sizes(
         devices=layout.devices,
@@ -286,7 +286,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> S
         row_bytes=sum(inputs[k].type.nbytes for k in space.tables) // space.extent,
         family_bytes=sum(inputs[k].type.nbytes for k in space.leaves) // space.extent,
         ids=ids.count_on(layout.devices),
-        asked=asked // layout.devices,
+        requested=requested // layout.devices,
         routed=min(space.extent, ids.count) + 1,
         capacity=capacity,
         owned=sharded.rows // layout.devices,
@@ -298,14 +298,14 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> S
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0))
-    sizes = dataclasses.replace(sizes, owned=sizes.asked)  # as many as a rank asks for, on average
+    sizes = dataclasses.replace(sizes, owned=sizes.requested)  # as many as a rank asks for, on average
     flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     limit = tightened(limitless(bounds), loads, choices.options.headroom).capacity or 0
-    asked = max(rows.size for rows in loads)
-    return dataclasses.replace(sizes, asked=asked, owned=most_asked(loads, bounds), capacity=limit)
+    requested = max(rows.size for rows in loads)
+    return dataclasses.replace(sizes, requested=requested, owned=most_requested(loads, bounds), capacity=limit)
 
 
 def _line(space: RowSpace) -> str:

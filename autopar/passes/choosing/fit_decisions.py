@@ -34,7 +34,7 @@ def check_facts(program: Program, earlier: Plan, devices: int) -> None:
     found = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
     states = {given.path for given in program.inputs}
     wrong = [f"{t.path} is no table of the step" for t in earlier.tables if t.path not in found]
-    wrong += [f"{path} isn't in the step's state" for path in earlier.shared if path not in states]
+    wrong += [f"{path} isn't in the step's state" for path in earlier.sharded if path not in states]
     for path, (space, table) in found.items():
         if path in known:
             wrong += _differences(program, space, table, earlier.table(path))
@@ -66,15 +66,17 @@ def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
     wrong = []
     for space in program.rows.spaces:
         family = made.family(space.family)
-        where, journal = ("devices", 0) if family is None else (family.table.where, family.table.journal)
+        where, log_steps = ("devices", 0) if family is None else (family.table.where, family.table.log_steps)
         for k in space.tables:
             told, now = earlier.table(program.inputs[k].path), tables[program.inputs[k].path]
             then, here = _words(told.lifted, told.method, told.where), _words(now.lifted, now.method, where)
             if then != here:
                 line = f", {now.line}" if now.line else ""
                 wrong.append(f"{told.path}: {then} in the plan, {here} in the step ({now.reason}{line})")
-            elif told.journal != journal:
-                wrong.append(f"{told.path}: rows wait for {told.journal} steps in the plan, for {journal} in the step")
+            elif told.log_steps != log_steps:
+                wrong.append(
+                    f"{told.path}: rows wait for {told.log_steps} steps in the plan, for {log_steps} in the step"
+                )
     _raise(program, earlier, wrong)
 
 

@@ -1,8 +1,9 @@
-"""Read phi off a step: what it does to the rows that it doesn't touch, as a program of one row (see `ir.deferred`).
+"""Read the untouched update off a step: what it does to the rows that it doesn't touch, as a program of one row (see
+`ir.deferred`).
 
-phi is the family's off-row form (`off_rows`), cut in two: what depends on the row's own leaves is phi's body; the rest,
-the same for all rows, is computed in the step, once, and written down. Most of that are scalars that were broadcast
-before they met a row; they are kept as scalars.
+The untouched update is the family's off-row form (`off_rows`), cut in two: what depends on the row's own leaves is the
+untouched update's body; the rest, the same for all rows, is computed in the step, once, and written down. Most of that
+are scalars that were broadcast before they met a row; they are kept as scalars.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax
 from autopar import jax_compat
 from autopar.analysis.fading import find_fading
 from autopar.analysis.primitives import ELEMENTWISE
-from autopar.analysis.settling import find_settled
+from autopar.analysis.scale_only import find_scale_only
 from autopar.ir.deferred import Replay
 from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
@@ -42,8 +43,8 @@ class NotDeferrable(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Phi:
-    """What replays rows, phi's body, the leaves that it only reads, and what the step writes down."""
+class UntouchedUpdate:
+    """What replays rows, the untouched update's body, the leaves that it only reads, and what the step writes down."""
 
     replay: Replay
     body: Block
@@ -51,9 +52,9 @@ class Phi:
     values: tuple[Atom, ...]
 
 
-def read_phi(
+def read_untouched_update(
     scope: Scope, off: OffScope, family: int, changed: Sequence[int], inner: Mapping[int, Var], new: Sequence[Atom]
-) -> Phi:
+) -> UntouchedUpdate:
     """Cut a family's off-row form, made for one row.
 
     Args:
@@ -65,7 +66,7 @@ def read_phi(
       new: New rows.
 
     Raises:
-      NotDeferrable: phi needs more than a row and some values of the step.
+      NotDeferrable: the untouched update needs more than a row and some values of the step.
     """
     space = scope.lifting.spaces[family]
     axes = space.row_axes
@@ -105,21 +106,21 @@ def read_phi(
     types = tuple(v.type for v in values)
     leaves = [scope.block.inputs[k].type for k in (*changed, *read)]
     family_bytes = sum(t.nbytes for t in leaves)
-    settled = find_settled(body, len(changed), len(read))
+    scale_only = find_scale_only(body, len(changed), len(read))
     replay = Replay(
         leaves=(*changed, *read),
         extent=space.extent,
         changed=len(changed),
         axes=tuple(axes[k] for k in (*changed, *read)),
         values=types,
-        settled=settled,
-        fading=None if settled is None else find_fading(body, len(changed), len(read), settled),
-        length=scope.lifting.families[family].table.journal,
+        scale_only=scale_only,
+        fading=None if scale_only is None else find_fading(body, len(changed), len(read), scale_only),
+        length=scope.lifting.families[family].table.log_steps,
     )
     if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
         reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"
         raise NotDeferrable(space.leaves, Refusal(reason))
-    return Phi(replay, body, read, tuple(values))
+    return UntouchedUpdate(replay, body, read, tuple(values))
 
 
 @dataclass(eq=False)
@@ -188,7 +189,7 @@ class _Step:
     def boundary(
         self, equations: Sequence[Equation], results: Sequence[Atom], rows: Sequence[Var], dependent: set[Atom]
     ) -> tuple[Block, list[Atom]]:
-        """phi's body, and the step's values that it takes."""
+        """The untouched update's body, and the step's values that it takes."""
         values: list[Atom] = []
         names: dict[Atom, Var] = {}
         inside: dict[Atom, Atom] = {}

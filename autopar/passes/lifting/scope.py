@@ -164,7 +164,7 @@ class Scope(Writer):
         key = (atom, axis, family, "fetched")
         found = self.rows.get(key)
         if found is None:
-            count = self.lifting.families[family].bounds.asked
+            count = self.lifting.families[family].bounds.requested
             assert count is not None, "only rows that are spread are fetched"
             if isinstance(atom, Var) and atom in self.operands:
                 outer = self.operands[atom]

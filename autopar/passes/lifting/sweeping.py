@@ -241,7 +241,7 @@ class Exact:
         family, planned = value.family, scope.lifting.families[value.family]
         if scope.lifting.lazy:
             return None, None
-        is_deferred = planned.table.journal > 0
+        is_deferred = planned.table.log_steps > 0
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
         form = OffForm.of(scope, family, value.sources, product=value.product)

@@ -1,6 +1,6 @@
 """Values of a program that is written for one device, and how they are brought from one form into another.
 
-See `localize`: of each value a device has all, an equal share, or an addend (`analysis.local`).
+See `localize`: of each value a device has all, an equal shard, or a partial sum (`analysis.local`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.passes.writer import ZeroWriter
 
 
 def joined(states: Iterable[State]) -> State:
-    """What values that must have one form are made: shares along the first one's axis, else partial sums."""
+    """What values that must have one form are made: shards along the first one's axis, else partial sums."""
     kinds = list(states)
     first = next((s for s in kinds if isinstance(s, Spread)), None)
     return first or next((s for s in kinds if s is not None), None)
@@ -110,7 +110,7 @@ class Forms(ZeroWriter, abc.ABC):
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         """All of a value that is spread, on every device."""
         key = new, None
-        if have.owner and self.shared.plan.on_hosts and not self.shared.plan.shares:
+        if have.owner and self.shared.plan.on_hosts and not self.shared.plan.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
         if key not in self.converted:
             if not have.owner and self.shared.inside is None:
@@ -141,21 +141,21 @@ class Forms(ZeroWriter, abc.ABC):
             self.env[atom] = self.whole(atom, source), None
 
     def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
-        """What all devices have, as a share or an addend of it."""
+        """What all devices have, as a shard or a partial sum of it."""
         key = new, wanted
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
         if isinstance(wanted, Partial):
             out = new if self.is_zero(new) else self.emit("ap.once", (new,), new.type)
         elif isinstance(wanted, Spread):
-            out = self._share(new, wanted)
+            out = self._shard(new, wanted)
         else:
             out = new
         if isinstance(new, Var):
             self.converted[key] = out
         return out
 
-    def _share(self, new: Atom, wanted: Spread) -> Var:
+    def _shard(self, new: Atom, wanted: Spread) -> Var:
         """A device's part; a constant is made in that size."""
         type_ = self._local_type(new.type, wanted)
         made = self.producers.get(new)
@@ -164,7 +164,7 @@ class Forms(ZeroWriter, abc.ABC):
             out = Var(type_)
             self.append(dataclasses.replace(made, outputs=(out,), params={**made.params, "shape": type_.shape}))
         else:
-            out = self.emit("ap.share", (new,), type_, {"axis": wanted.axis})
+            out = self.emit("ap.shard", (new,), type_, {"axis": wanted.axis})
         if wanted.owner:
             self.shared.owned.add(out)
         return out

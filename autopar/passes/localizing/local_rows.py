@@ -1,6 +1,6 @@
 """Row-space operations in the program of one device: see `localize`.
 
-Rows of a family by `ps` are an owner's own share; by the other methods every device has all of them. A device has by
+Rows of a family by `ps` are an owner's own shard; by the other methods every device has all of them. A device has by
 itself what it asked for (`fetch`), what its examples look up, and the sums of their gradients (`aggregate`).
 """
 
@@ -34,28 +34,28 @@ def _rows(walk: Forms, equation: Equation) -> State:
     return _owned(_family(walk, equation), equation.params["axis"])
 
 
-def _asked(walk: Forms, equation: Equation) -> State:
+def _requested(walk: Forms, equation: Equation) -> State:
     """What a device has of the rows that all devices asked for."""
-    is_spread = walk.shared.examples and _family(walk, equation).bounds.asked is not None
+    is_spread = walk.shared.examples and _family(walk, equation).bounds.requested is not None
     return Spread(equation.params["axis"]) if is_spread else None
 
 
 def _examples(walk: Forms, axis: int | None) -> State:
-    """What a device has of an index operand, or of updates: a share along the axis that was planned, or all."""
+    """What a device has of an index operand, or of updates: a shard along the axis that was planned, or all."""
     return None if axis is None or not walk.shared.examples else Spread(axis)
 
 
 def _fetched(walk: Forms, equation: Equation) -> State:
     """The rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the table) are
     spread over the examples instead: they are brought together."""
-    return _asked(walk, equation) if _family(walk, equation).layout is not None else None
+    return _requested(walk, equation) if _family(walk, equation).layout is not None else None
 
 
 #: What a device has of an operand or result, by the name that `_each` knows it by.
 _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
     "whole": lambda walk, equation: None,
     "rows": _rows,
-    "asked": _asked,
+    "requested": _requested,
     "fetched": _fetched,
     "index": lambda walk, equation: _examples(walk, equation.params.get("batch")),
     "updates": lambda walk, equation: _examples(walk, equation.params["spread"]),
@@ -207,7 +207,7 @@ def _off_form(
     return inputs, block
 
 
-def _of_journal(walk: Forms, equation: Equation) -> None:
+def _of_log(walk: Forms, equation: Equation) -> None:
     """Each owner by itself, on the leaves' rows and their stamps; what was written down every device has."""
     family, replay = _family(walk, equation), equation.params["replay"]
     states = [_owned(family, axis) for axis in (*replay.axes, 0)]
@@ -262,14 +262,14 @@ ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.row_iota": _row_iota,
     "ap.route": _each("read", "whole"),
     "ap.pull": _each("rows read", "rows"),
-    "ap.fetch": _each("rows read", "asked"),
+    "ap.fetch": _each("rows read", "requested"),
     "ap.padding": _each("rows read", "rows"),
     "ap.lookup": _each("fetched read index", "updates"),
     "ap.lookup_ids": _each("fetched read whole", "whole"),
     "ap.push_ids": _each("rows read whole", "rows"),
     "ap.push": _push,
-    "ap.aggregate": _each("asked read index updates", "asked"),
-    "ap.deliver": _each("asked read rows", "rows"),
+    "ap.aggregate": _each("requested read index updates", "requested"),
+    "ap.deliver": _each("requested read rows", "rows"),
     "ap.reduce_rows": _reduce_rows,
     "ap.reduce_table": _reduce_table,
     "ap.densify": _each("rows read", "rows"),
@@ -277,9 +277,9 @@ ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.changes": _changes,
     "ap.sweep": _sweep,
     "ap.fill": _each("rows rows read", "rows"),
-    "ap.catch_up": _of_journal,
+    "ap.catch_up": _of_log,
     "ap.record": _each("whole", "whole"),
-    "ap.flush": _of_journal,
+    "ap.flush": _of_log,
     "ap.next": _each("whole", "whole"),
     "ap.exceeded": _exceeded,
     "ap.plus": _plus,

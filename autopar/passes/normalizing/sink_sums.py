@@ -1,8 +1,8 @@
-"""Sums over devices' shares of the examples move to where the shares are made.
+"""Sums over devices' shards of the examples move to where the shards are made.
 
 A step that was written for one device of several (`axis_name=`) is traced for all of them: a table's gradient is then
 [N, V, D], of each device by itself, and a sum over the N follows. Here that sum goes through linear equations to the
-scatter-add (or product) that made the shares, which so adds all examples' rows to one [V, D]:
+scatter-add (or product) that made the shards, which so adds all examples' rows to one [V, D]:
 
     reduce_sum(zeros[N, V, D].at[n, ids[n]].add(g[n]), axis=0)  ->  zeros[V, D].at[ids].add(g)
     reduce_sum(einsum("nbi,nbo->nio", x, g), axis=0)            ->  einsum("nbi,nbo->io", x, g)
@@ -32,7 +32,7 @@ _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax"
 
 
 def sink_sums(program: Program) -> tuple[Program, int]:
-    """The program with its sums over shares where they are made, and how many there were."""
+    """The program with its sums over shards where they are made, and how many there were."""
     block, count = _sink(program.block)
     return dataclasses.replace(program, block=block), count
 
@@ -74,7 +74,7 @@ class _Sinking:
         self._made: list[Equation] = []
 
     def sum(self, equation: Equation) -> list[Equation] | None:
-        """The equations in place of a sum that reaches what makes the shares; None where it doesn't."""
+        """The equations in place of a sum that reaches what makes the shards; None where it doesn't."""
         if equation.op != "reduce_sum" or len(equation.params["axes"]) != 1:
             return None
         (operand,), axis = equation.inputs, int(equation.params["axes"][0])
@@ -84,7 +84,7 @@ class _Sinking:
         return self._made
 
     def _reaches(self, atom: Atom, axis: int) -> bool:
-        """Whether a value's shares along an axis are made by scatter-adds or products, linear equations between."""
+        """Whether a value's shards along an axis are made by scatter-adds or products, linear equations between."""
         equation = self._producers.get(atom)
         if equation is None:
             return False
@@ -146,7 +146,7 @@ def _applied(equation: Equation, axis: int, *operands: Any) -> Any:
 
 
 def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
-    """The product that adds up the shares, too."""
+    """The product that adds up the shards, too."""
     contract, batch = equation.params["dimension_numbers"]
     numbers = (
         tuple((*c, b[axis]) for c, b in zip(contract, batch, strict=True)),
@@ -156,7 +156,7 @@ def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
 
 
 def _scattered(equation: Equation, axis: int, indices: Any, updates: Any) -> Any:
-    """The scatter-add of all shares into one."""
+    """The scatter-add of all shards into one."""
     numbers, old = equation.params["dimension_numbers"], equation.outputs[0]
     k = numbers.operand_batching_dims.index(axis)
     shape = [size for d, size in enumerate(old.shape) if d != axis]

@@ -173,7 +173,7 @@ class Body(Writer):
         """Rows of a block."""
         extent = self._like.layout.extent
         widest = max(a.type.size // extent for a in self._cut)
-        return max(1, min(self._like.layout.share, _BLOCK_ELEMENTS // max(widest, 1)))
+        return max(1, min(self._like.layout.shard_rows, _BLOCK_ELEMENTS // max(widest, 1)))
 
     def _type(self, atom: Atom, rows: TableRows) -> ArrayType:
         """The type of a value for a block of rows."""

@@ -48,7 +48,7 @@ class LeafRecord:
       key: The implementation of PRNG keys, None of other leaves.
       axis, layout: Of rows: the row axis, and which row is in which file.
       value: Of a Python number, as text.
-      files: Of rows: one for each share of the layout, in order.
+      files: Of rows: one for each shard of the layout, in order.
     """
 
     path: str

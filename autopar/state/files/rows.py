@@ -28,9 +28,9 @@ FOLDER = "rows"
 BLOCK = 1 << 24
 
 
-def file_name(leaf: str, share: int, shares: int) -> str:
-    """Where a share of a leaf is stored, under the checkpoint's directory."""
-    return f"{FOLDER}/{leaf}.{share:05d}-of-{shares:05d}.npy"
+def file_name(leaf: str, shard: int, shards: int) -> str:
+    """Where a shard of a leaf is stored, under the checkpoint's directory."""
+    return f"{FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}.npy"
 
 
 def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
@@ -39,7 +39,7 @@ def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
 
 
 def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
-    """Write a share, [n, ...] in any order in memory, to a file of this name in a checkpoint, down to the disk."""
+    """Write a shard, [n, ...] in any order in memory, to a file of this name in a checkpoint, down to the disk."""
     path, head = version / name, io.BytesIO()
     stored = rows.dtype if rows.dtype.kind in "biufc" else np.dtype(f"u{rows.dtype.itemsize}")
     descr = np.lib.format.dtype_to_descr(stored)
@@ -69,14 +69,14 @@ class RowFiles:
         self.layout = record.layout
         self.dtype = record.numpy_dtype
         self._others = (*record.shape[: record.axis], *record.shape[record.axis + 1 :])
-        self._shares = [self._open(version, share) for share in range(self.layout.devices)]
+        self._shards = [self._open(version, shard) for shard in range(self.layout.devices)]
 
-    def _open(self, version: Path, share: int) -> np.ndarray:
-        count = int(self.layout.rows_on(np.asarray(share)))
+    def _open(self, version: Path, shard: int) -> np.ndarray:
+        count = int(self.layout.rows_on(np.asarray(shard)))
         shape = (count, *self._others)
         if not math.prod(shape):
             return np.empty(shape, self.dtype)
-        path = version / self.record.files[share].name
+        path = version / self.record.files[shard].name
         try:
             found = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
@@ -93,9 +93,9 @@ class RowFiles:
         go_on("restoring a checkpoint")
         found = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
-        owners, places = places // self.layout.share, places % self.layout.share
-        for share, rows in enumerate(self._shares):
-            (wanted,) = np.nonzero(owners == share)
+        owners, places = places // self.layout.shard_rows, places % self.layout.shard_rows
+        for shard, rows in enumerate(self._shards):
+            (wanted,) = np.nonzero(owners == shard)
             if wanted.size:
                 found[_run(wanted)] = rows[_run(places[wanted])]
         return found

@@ -97,13 +97,13 @@ def count_exchanges(counters: Counters, sizes: Sizes) -> None:
     counters.phase("reduce", lambda: here.reduce([gradients]))
     share = -(-sizes.rows // here.size)
     own = np.array_split(sizes.ids(0), here.size)[here.rank]
-    # Places as the plan deals rows out: row r is on rank r mod N.
+    # Places as the plan distributes rows cyclically: row r is on rank r mod N.
     places = np.unique(own % here.size * share + own // here.size).astype(np.int32)
-    asked = here.ask(places, share)
-    table = np.ones((asked.rows.size, sizes.dim), np.float32)
-    counters.phase("fetch", lambda: here.fetch(asked, table))
+    requested = here.ask(places, share)
+    table = np.ones((requested.rows.size, sizes.dim), np.float32)
+    counters.phase("fetch", lambda: here.fetch(requested, table))
     sums = np.ones((places.size, sizes.dim), np.float32)
-    counters.phase("deliver", lambda: here.deliver(asked, sums))
+    counters.phase("deliver", lambda: here.deliver(requested, sums))
 
 
 def count_step(counters: Counters, sizes: Sizes) -> None:
@@ -119,7 +119,7 @@ def count_step(counters: Counters, sizes: Sizes) -> None:
         assert np.isfinite(float(loss))
 
     counters.phase("step", counted)
-    assert step.plan is not None and step.plan.road == "mpi", step.plan and step.plan.road
+    assert step.plan is not None and step.plan.reduction_backend == "mpi", step.plan and step.plan.reduction_backend
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ranks ask for, get and give back in `test_exchange.py`, directly and by way of relays."""
+"""What ranks ask for, get and give back in `test_exchange.py`, directly and by way of node leaders."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def sums_in_the_order_of_the_ranks(exchange: Exchange) -> None:
     """In each machine, and then of the machines. Large values that cancel: any other order gives another sum."""
     for values in ([1e8, -1e8, 1.0, 3.0], [1.0, 1e8, -1e8, 3.0]):
         floats = np.float32(values)[: exchange.size]
-        asked = exchange.ask(np.arange(exchange.size, dtype=np.int32), 1)
-        got = exchange.deliver(asked, np.full((exchange.size, 2), floats[exchange.rank]))
+        requested = exchange.ask(np.arange(exchange.size, dtype=np.int32), 1)
+        got = exchange.deliver(requested, np.full((exchange.size, 2), floats[exchange.rank]))
         parts = [fold(operator.add, floats[list(ranks)], np.float32(0)) for ranks in machines_of(exchange)]
         expected = fold(operator.add, parts, np.float32(0))
         assert (got == expected).all(), (got, expected)
@@ -95,14 +95,14 @@ def more_ids_than_a_first_message_holds(exchange: Exchange) -> None:
 def shares_beyond_int32(exchange: Exchange) -> None:
     share = (1 << 31) - 5
     mine = np.sort(np.concatenate([o * share + np.array([0, 7 + exchange.rank]) for o in range(exchange.size)]))
-    asked = exchange.ask(mine, share)
-    assert asked.rows.tolist() == [0, *range(7, 7 + exchange.size)] and asked.rows.dtype == np.int32
-    # Places that fit into int32, where the ends of the shares don't.
-    asked = exchange.ask(np.array([5, (1 << 30) * min(exchange.size - 1, 1) + 6], np.int32), 1 << 30)
+    requested = exchange.ask(mine, share)
+    assert requested.rows.tolist() == [0, *range(7, 7 + exchange.size)] and requested.rows.dtype == np.int32
+    # Places that fit into int32, where the ends of the shards don't.
+    requested = exchange.ask(np.array([5, (1 << 30) * min(exchange.size - 1, 1) + 6], np.int32), 1 << 30)
     expected = {0: [5, 6] if exchange.size == 1 else [5], 1: [6]}.get(exchange.rank, [])
-    assert asked.rows.tolist() == expected and len(asked.sources) == exchange.size
-    asked = exchange.ask(np.array([exchange.rank]) + 2 * share * exchange.rank, 2 * share)
-    assert asked.rows.tolist() == [exchange.rank] and asked.rows.dtype == np.int64
+    assert requested.rows.tolist() == expected and len(requested.sources) == exchange.size
+    requested = exchange.ask(np.array([exchange.rank]) + 2 * share * exchange.rank, 2 * share)
+    assert requested.rows.tolist() == [exchange.rank] and requested.rows.dtype == np.int64
 
 
 @case
@@ -126,14 +126,14 @@ def messages_in_pieces(exchange: Exchange) -> None:
 @case
 def sums_that_overflow(exchange: Exchange) -> None:
     """They are infinite, as in JAX, and NumPy has nothing to say about it (warnings are errors here)."""
-    asked = exchange.ask(np.arange(exchange.size, dtype=np.int32), 1)
+    requested = exchange.ask(np.arange(exchange.size, dtype=np.int32), 1)
     for dtype, value in ((np.float16, 6e4), (np.float32, 3e38)):
-        got = exchange.deliver(asked, np.full((exchange.size, 2), value, dtype))
+        got = exchange.deliver(requested, np.full((exchange.size, 2), value, dtype))
         [reduced] = exchange.reduce([np.full(3, value, dtype)])
         infinite = exchange.size > 1
         assert np.isinf(got).all() == infinite and np.isinf(reduced).all() == infinite
     opposite = np.full((exchange.size, 2), np.inf if exchange.rank else -np.inf, np.float32)
-    assert np.isnan(exchange.deliver(asked, opposite)).all() == (exchange.size > 1)
+    assert np.isnan(exchange.deliver(requested, opposite)).all() == (exchange.size > 1)
 
 
 @case
@@ -143,11 +143,15 @@ def results_stay(exchange: Exchange) -> None:
     for k in range(6):
         places = [wanted(k, r, share * exchange.size, 50 + 20 * k) for r in range(exchange.size)]
         mine = places[exchange.rank]
-        asked = exchange.ask(mine, share)
-        rows = random(k, (share, 4), np.dtype(np.float32))[asked.rows]
+        requested = exchange.ask(mine, share)
+        rows = random(k, (share, 4), np.dtype(np.float32))[requested.rows]
         sums = random(k + exchange.rank, (mine.size, 4), np.dtype(np.float32))
-        found = [exchange.fetch(asked, rows), exchange.deliver(asked, sums), *exchange.reduce([sums[:1], sums[:1] > 0])]
-        results.append([(x, x.copy()) for x in (*found, asked.rows, *asked.sources)])
+        found = [
+            exchange.fetch(requested, rows),
+            exchange.deliver(requested, sums),
+            *exchange.reduce([sums[:1], sums[:1] > 0]),
+        ]
+        results.append([(x, x.copy()) for x in (*found, requested.rows, *requested.sources)])
         if exchange.size > 1:
             rows.fill(0)
             sums.fill(0)
@@ -163,10 +167,10 @@ def buffers_that_take_turns(exchange: Exchange) -> None:
         places = [wanted(k, r, share * exchange.size, 20 + 30 * k) for r in range(exchange.size)]
         mine = places[exchange.rank]
         table = random(k, (share * exchange.size, 8), np.dtype(np.float32))
-        asked = exchange.ask(mine, share)
+        requested = exchange.ask(mine, share)
         out = buffers.take("rows", (mine.size, 8), np.float32)
         assert out.ctypes.data % 64 == 0
-        found = exchange.fetch(asked, table[exchange.rank * share :][asked.rows], out)
+        found = exchange.fetch(requested, table[exchange.rank * share :][requested.rows], out)
         assert np.shares_memory(found, out) and np.array_equal(found, table[mine])
         if previous is not None:
             assert np.array_equal(*previous), "the buffer before this one was written"
@@ -189,28 +193,28 @@ def arrays_that_lie_otherwise(exchange: Exchange) -> None:
     places = [wanted(3, r, share * exchange.size, 60) for r in range(exchange.size)]
     mine = places[exchange.rank]
     mine.setflags(write=False)
-    asked = exchange.ask(np.repeat(mine, 2)[::2], share)
-    check_asked(exchange, asked, places, share)
+    requested = exchange.ask(np.repeat(mine, 2)[::2], share)
+    check_asked(exchange, requested, places, share)
     table = random(3, (share * exchange.size, 4), np.dtype(np.float32))
-    rows = np.asfortranarray(table[exchange.rank * share :][asked.rows])
+    rows = np.asfortranarray(table[exchange.rank * share :][requested.rows])
     sums = random(4 + exchange.rank, (mine.size, 8), np.dtype(np.float32))[:, ::2]
-    usual = exchange.fetch(asked, rows.copy(order="C")), exchange.deliver(asked, sums.copy(order="C"))
+    usual = exchange.fetch(requested, rows.copy(order="C")), exchange.deliver(requested, sums.copy(order="C"))
     for array in (rows, sums):
         array.setflags(write=False)
-    assert np.array_equal(exchange.fetch(asked, rows), usual[0]) and np.array_equal(usual[0], table[mine])
-    assert np.array_equal(exchange.deliver(asked, sums), usual[1])
+    assert np.array_equal(exchange.fetch(requested, rows), usual[0]) and np.array_equal(usual[0], table[mine])
+    assert np.array_equal(exchange.deliver(requested, sums), usual[1])
     [reduced] = exchange.reduce([rows[:1].T * 0 + 1])
     assert np.array_equal(reduced, np.full(reduced.shape, exchange.size))
 
 
 @case
 def what_is_refused(exchange: Exchange) -> None:
-    asked = exchange.ask(np.arange(exchange.size, dtype=np.int32), 1)
-    refuses(lambda: exchange.fetch(asked, np.ones((2, 3))), "there must be 1 rows")
-    refuses(lambda: exchange.deliver(asked, np.ones((exchange.size + 1, 3))), f"there must be {exchange.size} rows")
+    requested = exchange.ask(np.arange(exchange.size, dtype=np.int32), 1)
+    refuses(lambda: exchange.fetch(requested, np.ones((2, 3))), "there must be 1 rows")
+    refuses(lambda: exchange.deliver(requested, np.ones((exchange.size + 1, 3))), f"there must be {exchange.size} rows")
     sums = np.ones((exchange.size, 3), np.float32)
     for out in (np.ones((1, 3)), np.ones((1, 2), np.float32), np.ones((0, 3), np.float32), np.ones((6, 3), "f4")[::2]):
-        refuses(lambda out=out: exchange.deliver(asked, sums, out), "out is")
+        refuses(lambda out=out: exchange.deliver(requested, sums, out), "out is")
     refuses(lambda: exchange.reduce([np.ones(3)], "median"), "no reduction 'median'")
     refuses(lambda: exchange.reduce([np.ones(3)], "and"), "no and over ranks of float64")
     refuses(lambda: exchange.reduce([np.ones(3, complex)], "max"), "no max over ranks of complex128")

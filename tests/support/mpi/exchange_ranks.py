@@ -10,16 +10,16 @@ import traceback
 from collections.abc import Mapping
 
 from autopar.mpi.exchange import Exchange
-from autopar.mpi.machines import RelayedExchange
-from tests.support.mpi import exchange_cases, reduction_cases, relay_cases
+from autopar.mpi.machines import LeaderExchange
+from tests.support.mpi import exchange_cases, leader_cases, reduction_cases
 from tests.support.mpi.exchange_truth import Case
 
 DIRECT: Mapping[str, Case] = {**exchange_cases.CASES, **reduction_cases.CASES}
-RELAYED: Mapping[str, Case] = {**exchange_cases.CASES, **relay_cases.CASES}
+BY_LEADERS: Mapping[str, Case] = {**exchange_cases.CASES, **leader_cases.CASES}
 
 
 def main() -> None:
-    """Runs all cases, blocking, polling and by way of relays; the first that fails ends the job."""
+    """Runs all cases, blocking, polling and by way of node leaders; the first that fails ends the job."""
     alone = sys.argv[1:] == ["alone"]
     if alone:
         run({"alone": Exchange(0, 1, None)}, DIRECT)
@@ -33,13 +33,13 @@ def main() -> None:
     direct = {way: Exchange(comm.rank, comm.size, world and comm.Dup(), polling=p) for way, p in ways.items()}
     assert [e.polling for e in direct.values()] == [False, comm.size > 1]
     run(direct, DIRECT)
-    relayed = {
-        f"machines {machines}": RelayedExchange(comm.rank, comm.size, comm.Dup(), machines)
-        for machines in relay_cases.MACHINES.get(comm.size, ())
+    by_leaders = {
+        f"machines {machines}": LeaderExchange(comm.rank, comm.size, comm.Dup(), machines)
+        for machines in leader_cases.MACHINES.get(comm.size, ())
     }
-    for exchange in relayed.values():
+    for exchange in by_leaders.values():
         assert exchange.near.polling == (exchange.polling and exchange.near.size > 1)
-    run(relayed, RELAYED)
+    run(by_leaders, BY_LEADERS)
 
 
 def run(exchanges: Mapping[str, Exchange], cases: Mapping[str, Case]) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from autopar.errors import ArgumentsError
 from autopar.mpi.buffers import aligned
-from autopar.mpi.exchange import Asked, Exchange
-from autopar.mpi.machines import RelayedExchange
+from autopar.mpi.exchange import Exchange, Requested
+from autopar.mpi.machines import LeaderExchange
 
 Case = Callable[[Exchange], None]
 
@@ -36,7 +36,7 @@ def wanted(seed: int, rank: int, extent: int, count: int) -> np.ndarray:
 
 def machines_of(exchange: Exchange) -> Sequence[Sequence[int]]:
     """The ranks of each machine; all on one, where an exchange knows of none."""
-    return exchange.machines if isinstance(exchange, RelayedExchange) else [range(exchange.size)]
+    return exchange.machines if isinstance(exchange, LeaderExchange) else [range(exchange.size)]
 
 
 def truth_of_sums(
@@ -55,23 +55,23 @@ def truth_of_sums(
     return found.astype(dtype)
 
 
-def check_asked(exchange: Exchange, asked: Asked, places: Sequence[np.ndarray], share: int) -> None:
+def check_asked(exchange: Exchange, requested: Requested, places: Sequence[np.ndarray], share: int) -> None:
     low = exchange.rank * share
     owned = [p[(p >= low) & (p < low + share)] - low for p in places]
-    assert np.array_equal(asked.rows, np.unique(np.concatenate(owned))), (asked.rows, owned)
-    assert len(asked.sources) == exchange.size
-    if isinstance(exchange, RelayedExchange):
+    assert np.array_equal(requested.rows, np.unique(np.concatenate(owned))), (requested.rows, owned)
+    assert len(requested.sources) == exchange.size
+    if isinstance(exchange, LeaderExchange):
         for ranks in exchange.machines:  # one of them asked for all
-            [found] = [asked.sources[r] for r in ranks if asked.sources[r].size] or [np.zeros(0, np.intp)]
-            assert np.array_equal(asked.rows[found], np.unique(np.concatenate([owned[r] for r in ranks])))
-            assert exchange.rank not in ranks or not found.size or found is asked.sources[exchange.rank]
+            [found] = [requested.sources[r] for r in ranks if requested.sources[r].size] or [np.zeros(0, np.intp)]
+            assert np.array_equal(requested.rows[found], np.unique(np.concatenate([owned[r] for r in ranks])))
+            assert exchange.rank not in ranks or not found.size or found is requested.sources[exchange.rank]
     else:
-        for rows, back in zip(owned, asked.sources, strict=True):
-            assert np.array_equal(asked.rows[back], rows)
+        for rows, back in zip(owned, requested.sources, strict=True):
+            assert np.array_equal(requested.rows[back], rows)
     mine = places[exchange.rank]
-    assert asked.size == mine.size
-    assert np.array_equal(asked.counts, np.bincount(mine // share, minlength=exchange.size))
-    assert asked.bounds == (0, *np.cumsum(asked.counts).tolist())
+    assert requested.size == mine.size
+    assert np.array_equal(requested.counts, np.bincount(mine // share, minlength=exchange.size))
+    assert requested.bounds == (0, *np.cumsum(requested.counts).tolist())
 
 
 def check_step(
@@ -80,29 +80,29 @@ def check_step(
     """One ask, fetch and deliver, with and without memory of the caller's."""
     rank, total = exchange.rank, exchange.size * share
     mine = places[rank]
-    asked = exchange.ask(mine, share)
-    check_asked(exchange, asked, places, share)
+    requested = exchange.ask(mine, share)
+    check_asked(exchange, requested, places, share)
     table = random(seed, (total, *inner), dtype)
-    owned = table[rank * share : (rank + 1) * share][asked.rows]
+    owned = table[rank * share : (rank + 1) * share][requested.rows]
     kept = owned.copy()
-    fetched = exchange.fetch(asked, owned)
+    fetched = exchange.fetch(requested, owned)
     assert fetched.dtype == dtype and np.array_equal(fetched, table[mine])
     memory = aligned((mine.size + 3, *inner), dtype)
     memory.fill(1)
-    again = exchange.fetch(asked, owned, memory)
+    again = exchange.fetch(requested, owned, memory)
     assert np.shares_memory(again, memory) or not again.size
     assert np.array_equal(again, table[mine]) and (memory[mine.size :] == memory.dtype.type(1)).all()
     assert np.array_equal(owned, kept)
 
     sums = [random(100 + seed + r, (p.size, *inner), dtype) for r, p in enumerate(places)]
     expected = truth_of_sums(total, machines_of(exchange), places, sums)
-    expected = expected[rank * share : (rank + 1) * share][asked.rows]
-    got = exchange.deliver(asked, sums[rank].copy())
+    expected = expected[rank * share : (rank + 1) * share][requested.rows]
+    got = exchange.deliver(requested, sums[rank].copy())
     assert got.dtype == dtype and np.array_equal(got, expected), (got, expected)
-    memory = aligned((asked.rows.size + 3, *inner), dtype)
+    memory = aligned((requested.rows.size + 3, *inner), dtype)
     memory.fill(1)
-    again = exchange.deliver(asked, sums[rank], memory)
-    assert np.array_equal(again, expected) and (memory[asked.rows.size :] == memory.dtype.type(1)).all()
+    again = exchange.deliver(requested, sums[rank], memory)
+    assert np.array_equal(again, expected) and (memory[requested.rows.size :] == memory.dtype.type(1)).all()
     assert np.shares_memory(again, memory) or not again.size
 
 
@@ -118,5 +118,5 @@ def refuses(call: Callable[[], object], words: str) -> None:
 def set_limit(exchange: Exchange, limit: int) -> None:
     """Bytes of one message at most."""
     exchange.limit = limit
-    if isinstance(exchange, RelayedExchange):
+    if isinstance(exchange, LeaderExchange):
         exchange.near.limit = limit

@@ -77,7 +77,7 @@ def raises(kind: type[Exception], match: str, run: Callable[[], Any]) -> None:
 
 
 def check_methods() -> None:
-    """A table that the devices don't divide; under "ps" each device holds its share."""
+    """A table that the devices don't divide; under "ps" each device holds its shard."""
     for method in ("allgather", "allreduce_rows", "allreduce", "auto"):
         planned = autopar.parallelize(step, strategy=method)
         mine = train(planned, PLAIN, make_state(ROWS), [ids_of(ROWS, k) for k in range(3)])
@@ -221,7 +221,7 @@ def check_tables() -> None:
 
 
 def in_parts(table: autopar.Table) -> np.ndarray:
-    """Read five rows of each share at a time, of thirteen."""
+    """Read five rows of each shard at a time, of thirteen."""
     kept, layouts._PART = layouts._PART, 5 * COUNT * 3 * 4
     try:
         return np.asarray(table)

@@ -98,10 +98,10 @@ def check_contract(every: int = 1) -> None:
         entry = step.entry(case.state, case.batches(0))
         plan = entry.compiled.plan
         assert plan.on_hosts and {p.path for p in plan.parameters if p.lifted} == set(case.tables), row
-        road = "" if RANKS == 1 else "xla" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
+        backend = "" if RANKS == 1 else "xla" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
         if RANKS == 3 and row["model"] != "normed":  # a batch of 8 isn't spread
-            road = plan.road
-        assert plan.road == road, (row, plan.road)
+            backend = plan.backend
+        assert plan.backend == backend, (row, plan.backend)
         numbers_agree(entry, case, str(row))
 
 
@@ -122,13 +122,13 @@ def numbers_agree(entry: Any, case: Case, told: str, steps: int = 4) -> None:
 
 
 def check_deferred() -> None:
-    """Rows that move in every step, over many full journals; read in between, and kept where the step can't go on."""
+    """Rows that move in every step, over many full logs; read in between, and kept where the step can't go on."""
     case = net(OPTIMIZERS["adamw"].make(), norm=False)
     plain, step = jax.jit(case.step), autopar.parallelize(case.step, strategy=HOSTS)
-    set_options(step, journal_steps=8)
+    set_options(step, log_steps=8)
     theirs, mine = case.state, jax.tree.map(jnp.copy, case.state)
     for k in range(60):
-        if k == 30:  # another journal, beside tables that wait
+        if k == 30:  # another update log, beside tables that wait
             start = plain(case.state, case.batches(0))[0].opt_state
             theirs, mine = theirs.replace(opt_state=start), mine.replace(opt_state=jax.tree.map(jnp.copy, start))
         theirs, _ = plain(theirs, case.batches(k))
@@ -175,7 +175,7 @@ def check_results() -> None:
 
 
 def check_init() -> None:
-    """Bit for bit what jax.jit makes, in shares."""
+    """Bit for bit what jax.jit makes, in shards."""
 
     def make_state(key: jax.Array) -> dict[str, Any]:
         return {"table": jax.random.normal(key, (1003, 6)), "w": jax.random.uniform(key, (6, 2))}
@@ -311,11 +311,11 @@ def check_shape_buckets() -> None:
 
 
 def check_deferred_growth() -> None:
-    """Adam: a short journal, flushes of all rows, rows that outgrow their bucket, and reads in between."""
-    deferred.VOLUMES = 3
+    """Adam: a short update log, flushes of all rows, rows that outgrow their bucket, and reads in between."""
+    deferred.SEGMENTS = 3
     case = net(optax.adamw(0.1, weight_decay=1e-2), norm=False, batch=48)
     step = autopar.parallelize(case.step, strategy=HOSTS)
-    set_options(step, journal_steps=5)
+    set_options(step, log_steps=5)
     plain = jax.jit(case.step)
     state, wanted = jax.tree.map(jnp.copy, case.state), case.state
     for i in range(24):
@@ -344,7 +344,7 @@ def check_whole_reads() -> None:
         few = ("norm of the new table", "vdot", "mean row", "mask", "masked gradient", "groups of rows")
         return {"t": new}, (loss, {k: host_reads.REDUCED[k](grad, state["t"], new) for k in few})
 
-    for case, road in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "xla")):
+    for case, backend in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "xla")):
         step, plain = autopar.parallelize(case, strategy={"t": HOSTS}), jax.jit(case)
         mine, theirs = host_reads.start(), host_reads.start()
         for i in range(2):
@@ -353,7 +353,7 @@ def check_whole_reads() -> None:
             found = jax.tree_util.tree_leaves_with_path((autopar.materialize(mine), told))
             for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
                 np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=str(path))
-        assert step.plan is not None and step.plan.road == ("" if RANKS == 1 else road), step.plan.road
+        assert step.plan is not None and step.plan.backend == ("" if RANKS == 1 else backend), step.plan.backend
     given = host_reads.start(), host_reads.batch(0)
     for name in ("sort", "norms of rows"):
         form, told = host_reads.REFUSED[name]

@@ -9,17 +9,17 @@ import jax
 import numpy as np
 
 from autopar.mpi import machines
-from autopar.mpi.machines import RelayedExchange
+from autopar.mpi.machines import LeaderExchange
 from autopar.tables.host import exchange
 from tests.support.mpi import host_cases
 from tests.support.mpi.host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make
 
-__all__ = ["check_growth", "check_relays", "check_results"]
+__all__ = ["check_growth", "check_leaders", "check_results"]
 
 machines.machine_name = lambda: f"machine {RANK // 2}"  # asked for when the first step makes its exchange
 
 
-def check_relays() -> None:
+def check_leaders() -> None:
     """Steps of all four ranks against one device; what the ranks of a machine want alike crosses machines once."""
     case = make("averaged", "adagrad")
     step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
@@ -29,7 +29,7 @@ def check_relays() -> None:
         wanted, (their_loss, their_norm) = jax.jit(case.step)(wanted, case.batches(i))
         np.testing.assert_allclose([loss, norm], [their_loss, their_norm], rtol=1e-5)
     ours = exchange()
-    assert isinstance(ours, RelayedExchange) and ours.machines == tuple((r, r + 1) for r in range(0, RANKS, 2))
+    assert isinstance(ours, LeaderExchange) and ours.machines == tuple((r, r + 1) for r in range(0, RANKS, 2))
     before, near = dict(ours.sent_bytes), dict(ours.near_bytes)
     step(state, case.batches(9))
     sent = [ours.sent_bytes[k] - before[k] for k in ("rows", "gradients")]
@@ -48,5 +48,5 @@ def check_relays() -> None:
 
 
 def check_contract() -> None:
-    """Every third row: without relays the ranks run all of them."""
+    """Every third row: without node leaders the ranks run all of them."""
     host_cases.check_contract(every=3)

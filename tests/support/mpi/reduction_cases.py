@@ -87,10 +87,10 @@ def bytes_sent(exchange: Exchange) -> None:
     counts = [[share if o == 0 else 10 + r + 2 * o for o in range(size)] for r in range(size)]
     places = np.concatenate([o * share + np.arange(n) for o, n in enumerate(counts[rank])]).astype(np.int32)
     before, own = dict(exchange.sent_bytes), dict(exchange.own_bytes)
-    asked = exchange.ask(places, share)
-    rows = np.ones((asked.rows.size, 6), np.float32)
-    exchange.fetch(asked, rows)
-    exchange.deliver(asked, np.ones((places.size, 6), np.float32))
+    requested = exchange.ask(places, share)
+    rows = np.ones((requested.rows.size, 6), np.float32)
+    exchange.fetch(requested, rows)
+    exchange.deliver(requested, np.ones((places.size, 6), np.float32))
     values = [np.ones(100, np.float32), np.ones(3), np.ones(16, np.float32), np.ones(4, np.float32)]
     exchange.reduce(values)
     exchange.gather(np.ones((rank + 1, 2)))

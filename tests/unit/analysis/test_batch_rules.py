@@ -27,7 +27,7 @@ def traced(fun: Callable[..., Any], *operands: Any) -> Block:
     return block_of(jax_compat.trace(fun, shapes, {}).jaxpr)
 
 
-def volume(*shape: int) -> np.ndarray:
+def segment(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
@@ -37,46 +37,46 @@ def take(x: jax.Array, ids: jax.Array) -> jax.Array:
 
 #: Function, operand, its batch axis, that of the result (None: there is none).
 FOLLOWED: dict[str, tuple[Callable[..., Any], np.ndarray, int, int | None]] = {
-    "elementwise": (lambda x: jnp.tanh(x) * 2 + jnp.ones((M, N)), volume(M, N), 1, 1),
-    "broadcast": (lambda x: jnp.broadcast_to(x[None, :, None], (3, N, 2)), volume(N), 0, 1),
-    "transpose": (lambda x: x.transpose(2, 0, 1), volume(2, N, M), 1, 2),
-    "squeeze": (lambda x: lax.squeeze(x, (0,)), volume(1, N, M), 1, 0),
-    "sum of others": (lambda x: x.sum((0, 2)), volume(2, N, M), 1, 0),
-    "sum": (lambda x: x.sum(1), volume(2, N, M), 1, None),
-    "argmax": (lambda x: jnp.argmax(x, 0), volume(2, N, M), 1, 0),
-    "dot, left": (lambda x: jnp.tensordot(x, W, [[0], [0]]), volume(M, N, 2), 1, 0),
-    "dot, right": (lambda x: W.T @ x, volume(M, N), 1, 1),
-    "dot, batched": (lambda x: jnp.einsum("anb,anc->nabc", x, x), volume(2, N, 3), 1, 0),
-    "dot, contracted": (lambda x: W @ x, volume(N, M), 0, None),
+    "elementwise": (lambda x: jnp.tanh(x) * 2 + jnp.ones((M, N)), segment(M, N), 1, 1),
+    "broadcast": (lambda x: jnp.broadcast_to(x[None, :, None], (3, N, 2)), segment(N), 0, 1),
+    "transpose": (lambda x: x.transpose(2, 0, 1), segment(2, N, M), 1, 2),
+    "squeeze": (lambda x: lax.squeeze(x, (0,)), segment(1, N, M), 1, 0),
+    "sum of others": (lambda x: x.sum((0, 2)), segment(2, N, M), 1, 0),
+    "sum": (lambda x: x.sum(1), segment(2, N, M), 1, None),
+    "argmax": (lambda x: jnp.argmax(x, 0), segment(2, N, M), 1, 0),
+    "dot, left": (lambda x: jnp.tensordot(x, W, [[0], [0]]), segment(M, N, 2), 1, 0),
+    "dot, right": (lambda x: W.T @ x, segment(M, N), 1, 1),
+    "dot, batched": (lambda x: jnp.einsum("anb,anc->nabc", x, x), segment(2, N, 3), 1, 0),
+    "dot, contracted": (lambda x: W @ x, segment(N, M), 0, None),
     "gather by ids": (lambda x: jnp.asarray(W)[:, x], RNG.integers(0, N, (2, N), np.int32), 1, 2),
-    "gather, window": (lambda x: x[jnp.asarray(IDS)], volume(N, N, 3), 1, 2),
-    "gather of examples": (lambda x: x[jnp.asarray(IDS)], volume(N, M), 0, None),
-    "gather, batched": (lambda x: take(x, jnp.zeros((N, 2), jnp.int32)), volume(N, M), 0, 0),
-    "slice": (lambda x: x[1:3], volume(M, N), 1, 1),
-    "slice of examples": (lambda x: x[:, 1:3], volume(M, N), 1, None),
-    "dynamic slice": (lambda x: lax.dynamic_slice(x, (1, 0), (2, N)), volume(M, N), 1, 1),
-    "update": (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, N)), (2, 0)), volume(M, N), 1, 1),
-    "pad": (lambda x: jnp.pad(x, ((1, 2), (0, 0))), volume(M, N), 1, 1),
-    "concatenate": (lambda x: jnp.concatenate([x, 2 * x]), volume(M, N), 1, 1),
-    "concatenate examples": (lambda x: jnp.concatenate([x, 2 * x], 1), volume(M, N), 1, None),
-    "stack": (lambda x: jnp.stack([x, x + 1], 1), volume(M, N), 1, 2),
-    "split": (lambda x: jnp.split(x, 2)[1], volume(M, N), 1, 1),
-    "split examples": (lambda x: jnp.split(x, 2, 1)[1], volume(M, N), 1, None),
-    "tile": (lambda x: jnp.tile(x, (3, 1)), volume(M, N), 1, 1),
-    "sort": (lambda x: jnp.sort(x, 0), volume(M, N), 1, 1),
-    "sort examples": (lambda x: jnp.sort(x, 1), volume(M, N), 1, None),
-    "cumsum": (lambda x: jnp.cumsum(x, 0), volume(M, N), 1, 1),
-    "rev": (lambda x: x[::-1], volume(M, N), 1, 1),
-    "rev examples": (lambda x: x[:, ::-1], volume(M, N), 1, None),
-    "scan": (lambda x: lax.scan(lambda a, b: (a + b, a * b), x[0], x), volume(M, N), 1, 0),
-    "scan over examples": (lambda x: lax.scan(lambda a, b: (a + b, a * b), x[0], x), volume(N, M), 0, None),
+    "gather, window": (lambda x: x[jnp.asarray(IDS)], segment(N, N, 3), 1, 2),
+    "gather of examples": (lambda x: x[jnp.asarray(IDS)], segment(N, M), 0, None),
+    "gather, batched": (lambda x: take(x, jnp.zeros((N, 2), jnp.int32)), segment(N, M), 0, 0),
+    "slice": (lambda x: x[1:3], segment(M, N), 1, 1),
+    "slice of examples": (lambda x: x[:, 1:3], segment(M, N), 1, None),
+    "dynamic slice": (lambda x: lax.dynamic_slice(x, (1, 0), (2, N)), segment(M, N), 1, 1),
+    "update": (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, N)), (2, 0)), segment(M, N), 1, 1),
+    "pad": (lambda x: jnp.pad(x, ((1, 2), (0, 0))), segment(M, N), 1, 1),
+    "concatenate": (lambda x: jnp.concatenate([x, 2 * x]), segment(M, N), 1, 1),
+    "concatenate examples": (lambda x: jnp.concatenate([x, 2 * x], 1), segment(M, N), 1, None),
+    "stack": (lambda x: jnp.stack([x, x + 1], 1), segment(M, N), 1, 2),
+    "split": (lambda x: jnp.split(x, 2)[1], segment(M, N), 1, 1),
+    "split examples": (lambda x: jnp.split(x, 2, 1)[1], segment(M, N), 1, None),
+    "tile": (lambda x: jnp.tile(x, (3, 1)), segment(M, N), 1, 1),
+    "sort": (lambda x: jnp.sort(x, 0), segment(M, N), 1, 1),
+    "sort examples": (lambda x: jnp.sort(x, 1), segment(M, N), 1, None),
+    "cumsum": (lambda x: jnp.cumsum(x, 0), segment(M, N), 1, 1),
+    "rev": (lambda x: x[::-1], segment(M, N), 1, 1),
+    "rev examples": (lambda x: x[:, ::-1], segment(M, N), 1, None),
+    "scan": (lambda x: lax.scan(lambda a, b: (a + b, a * b), x[0], x), segment(M, N), 1, 0),
+    "scan over examples": (lambda x: lax.scan(lambda a, b: (a + b, a * b), x[0], x), segment(N, M), 0, None),
     "convolution": (
         lambda x: lax.conv_general_dilated(x, jnp.ones((3, 2, 5)), (1,), "SAME", None, None, ("NWC", "WIO", "NWC")),
-        volume(N, M, 2),
+        segment(N, M, 2),
         0,
         0,
     ),
-    "cond": (lambda x: lax.cond(x[0, 0] > 0, lambda x: 2 * x, lambda x: x - 1, x), volume(M, N), 1, 1),
+    "cond": (lambda x: lax.cond(x[0, 0] > 0, lambda x: 2 * x, lambda x: x - 1, x), segment(M, N), 1, 1),
 }
 
 
@@ -121,7 +121,7 @@ CONSTANT: dict[str, tuple[Callable[..., Any], set[int]]] = {
 @pytest.mark.parametrize("name", CONSTANT)
 def test_constant_axes(name: str) -> None:
     fun, expected = CONSTANT[name]
-    x = volume(M, N)
+    x = segment(M, N)
     block = traced(fun, x)
     (out,), value = block.outputs, np.asarray(fun(jnp.asarray(x)))
     found = {d for d in range(value.ndim) if is_uniform(uniform_axes(block), out, d)}

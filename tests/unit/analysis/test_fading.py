@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.analysis.fading import fading_numbers
-from autopar.analysis.settling import factors
+from autopar.analysis.scale_only import factors
 from autopar.backends import fading
 from autopar.backends.deferred import Deferred
 from autopar.backends.emit import deferred_of
@@ -23,7 +23,7 @@ from autopar.ir.deferred import FLOORS, flushes
 from tests.support.deferred import deferring, differ, one_slot, rows_case, two_slots
 from tests.zoo.case import Case
 
-#: Momentum that is lost in rounding (float64) after some 35 steps, well within a journal.
+#: Momentum that is lost in rounding (float64) after some 35 steps, well within an update log.
 FAST, LONG = 0.3, 80
 
 
@@ -112,7 +112,7 @@ def _touched_once(case: Case, row: int = 20, at: int = 7) -> Case:
 @pytest.mark.parametrize("update", [_down_and_up, _second_moment_sinks])
 def test_rows_that_become_small(update: Callable[..., Any]) -> None:
     slots = two_slots if update is _second_moment_sinks else one_slot
-    assert differ(_touched_once(rows_case(update, slots)), steps=LONG, journal=LONG) == []
+    assert differ(_touched_once(rows_case(update, slots)), steps=LONG, log=LONG) == []
 
 
 def _infinite(table: np.ndarray) -> np.ndarray:
@@ -122,28 +122,28 @@ def _infinite(table: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str) -> None:
-    assert differ(CASES[name](), steps=170, journal=LONG) == []
+    assert differ(CASES[name](), steps=170, log=LONG) == []
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_stopping_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(fading, "_NEGLIGIBLE", 1e9)
-    assert differ(CASES[name](), steps=170, journal=LONG)
+    assert differ(CASES[name](), steps=170, log=LONG)
 
 
 @pytest.mark.parametrize(("name", "fades"), [("momentum", True), ("adam", True), ("growing momentum", False)])
 def test_rows_stop(monkeypatch: pytest.MonkeyPatch, name: str, fades: bool) -> None:
     """Replay that goes wrong after 60 steps goes unnoticed if rows have faded by then."""
     steps: list[int] = []
-    phi = Deferred._replayed
+    update = Deferred._replayed
 
     def counted(self: Deferred, *operands: Any) -> Any:
         def told(*rows_and_values: Any) -> Any:
             jax.debug.callback(lambda: steps.append(1))
             return self_phi(*rows_and_values)
 
-        self_phi = self.phi
-        return phi(Deferred(self.replay, self.body, told), *operands)
+        self_phi = self.update
+        return update(Deferred(self.replay, self.body, told), *operands)
 
     monkeypatch.setattr(Deferred, "_replayed", counted)
     case = CASES[name]()
@@ -200,27 +200,27 @@ def _deferred(tx: optax.GradientTransformation) -> Deferred:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_reaches_farther_than_the_bound(name: str) -> None:
-    """phi on random rows and random numbers of a step, beside what `analysis.fading` says of them."""
+    """The untouched update on random rows and random numbers of a step, beside what `analysis.fading` says of them."""
     deferred = _deferred(OPTIMIZERS[name]())
     p, body = deferred.replay, deferred.body
-    assert p.settled is not None and p.fading is not None and p.fading.pairs
+    assert p.scale_only is not None and p.fading is not None and p.fading.pairs
     rng = np.random.default_rng(0)
-    phi = jax.jit(deferred.phi)
+    update = jax.jit(deferred.update)
     for _ in range(200):
         values = [np.asarray(rng.choice([1e-3, 0.5, 1.0, 0.0]) * (t.dtype.kind == "f"), t.dtype) for t in p.values]
         leaves = []
         for k, var in enumerate(body.inputs[: p.changed]):
             leaf = rng.normal(size=var.shape) * 10.0 ** rng.integers(-9, 3, var.shape)
-            leaves.append(np.abs(leaf) if k in p.settled.not_negative else leaf)
-        *rates, holds = factors(body, p.changed, p.read, p.settled, values, np)
-        numbers = fading_numbers(body, p.changed, p.read, p.settled, p.fading, values, np)
+            leaves.append(np.abs(leaf) if k in p.scale_only.not_negative else leaf)
+        *rates, holds = factors(body, p.changed, p.read, p.scale_only, values, np)
+        numbers = fading_numbers(body, p.changed, p.read, p.scale_only, p.fading, values, np)
         if not holds:
             continue
-        new = [np.asarray(x) for x in phi(*leaves, *values)]
-        own, reaches = numbers[: len(p.settled.zero)], numbers[len(p.settled.zero) :]
+        new = [np.asarray(x) for x in update(*leaves, *values)]
+        own, reaches = numbers[: len(p.scale_only.zero)], numbers[len(p.scale_only.zero) :]
         for leaf, by in zip(p.fading.zero, own, strict=True):
             np.testing.assert_allclose(new[leaf], leaves[leaf] * by, rtol=1e-12)
-        for leaf, rate, near_one in zip(p.settled.scaled, rates, p.settled.near_one, strict=True):
+        for leaf, rate, near_one in zip(p.scale_only.scaled, rates, p.scale_only.near_one, strict=True):
             moved = np.abs(new[leaf] - leaves[leaf] * (1 + rate if near_one else rate))
             rounding = 1e-14 * (np.abs(new[leaf]) + np.abs(leaves[leaf]))
             for f, floor in enumerate(FLOORS):

@@ -152,7 +152,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     ),
     "random bits": (lambda a: a + jax.random.bernoulli(jax.random.key(0), 0.5, (A, D)), [E], [x], E),
     "integers": (lambda a: (a > 0).sum(), [E], [x], P),
-    # addends
+    # partial sums
     "scaled": (lambda s: 3 * s / 2, [P], [v], P),
     "times a factor of the step, perhaps infinite": (lambda s, c: s * c, [P, None], [v, v], None),
     "added": (lambda s, t: s + t, [P, P], [v, v], P),
@@ -168,7 +168,7 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "widened integers": (lambda s: s.astype(jnp.int32), [P], [np.array([3, 5, 250], np.uint8)], None),
     "of another sign": (lambda s: s.astype(jnp.uint32), [P], [ints(D)], P),
     "selected by a flag": (lambda s, f: jnp.where(f > 0, s, 0.0), [P, None], [v, v], P),
-    "selected by an addend": (lambda s: jnp.where(s > 0, 1.0, 0.0), [P], [v], None),
+    "selected by a partial sum": (lambda s: jnp.where(s > 0, 1.0, 0.0), [P], [v], None),
     "concatenated": (lambda s, t: jnp.concatenate([s, t, jnp.zeros(2)]), [P, P], [v, v], P),
     "what all have, on top": (lambda s, g: jnp.asarray(s).at[np.array([2, 0])].add(g[:2]), [P, None], [v, v], None),
     "looked up": (lambda s: jnp.take(s, np.array([0, 9]), mode="fill", fill_value=0), [P], [v], P),

@@ -20,8 +20,8 @@ def buckets() -> ShapeBuckets:
     return ShapeBuckets({0: (2, 1), 1: (100, 50)}, LIMITS)
 
 
-def needs(asked: int, owned: int = 300) -> dict[int, tuple[int, int]]:
-    return {0: (owned, asked)}
+def needs(requested: int, owned: int = 300) -> dict[int, tuple[int, int]]:
+    return {0: (owned, requested)}
 
 
 def test_what_does_not_fit_gets_a_larger_bucket() -> None:
@@ -47,10 +47,10 @@ def test_smaller_buckets_are_made_where_most_steps_need_far_fewer_rows() -> None
     made = buckets()
     largest = made.grow(needs(400))
     rng = np.random.default_rng(0)
-    asked = rng.integers(150, 200, 10 * _WATCHED)
-    for k, n in enumerate(asked):
+    requested = rng.integers(150, 200, 10 * _WATCHED)
+    for k, n in enumerate(requested):
         bucket = made.best(needs(int(n)))
-        assert bucket is not None and (bucket is largest) == (k < _WATCHED or n > max(asked[:_WATCHED])), k
+        assert bucket is not None and (bucket is largest) == (k < _WATCHED or n > max(requested[:_WATCHED])), k
         made.ran(needs(int(n)))
     smaller = {made.best(needs(int(n))) for n in range(150, 200)}
     assert 1 < len(smaller) <= 1 + _LOOKS

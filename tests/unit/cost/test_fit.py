@@ -62,7 +62,7 @@ def test_too_few_points(points: list[tuple[float, float]]) -> None:
     [("all_reduce", 2 * 3 / 4, 6), ("all_gather", 3, 3), ("all_to_all", 3, 3)],  # of 4, for each byte of the size
 )
 def test_a_collective_by_hand(collective: str, sent: float, messages: int) -> None:
-    """A link that two of them share: 1 microsecond a message, 1 GB/s."""
+    """A link that two of them shard: 1 microsecond a message, 1 GB/s."""
     points = [(size, messages * 1e-6 + 2 * sent * size / 1e9) for size in SIZES]
     found = fit_collective(collective, 4, points, sharing=2)
     assert (found.latency_s, found.bytes_s) == (pytest.approx(1e-6), pytest.approx(1e9))

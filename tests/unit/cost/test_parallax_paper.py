@@ -16,7 +16,7 @@ SMALL = Cluster("small", 3, 2, Device("chalk", 1.0, 1.0, 1.0), Link(0.0, 1.0), L
 
 
 def test_servers_by_hand() -> None:
-    # Each of a machine's 2 workers gets 2 of 3 shares of 60 bytes from other machines, at 10 bytes a second.
+    # Each of a machine's 2 workers gets 2 of 3 shards of 60 bytes from other machines, at 10 bytes a second.
     assert transfer_s(SMALL, 60, SMALL.between) == pytest.approx(2 * 40 / 10)
     assert transfer_s(SMALL.of(1), 60, SMALL.between) == 0
     assert accumulate_s(4, 5, 0.1) == pytest.approx((1 + 2 + 3 + 4) * 5 * 0.1)

@@ -219,10 +219,10 @@ def test_how_waiting_is_chosen(told: list[tuple[bool | None, bool, str, set[int]
 )
 @pytest.mark.parametrize("wish", [None, True])
 def test_a_bound_rank_yields_for_longer(
-    affinity: set[int], shared: bool, patience_s: float, wish: bool | None, monkeypatch: pytest.MonkeyPatch
+    affinity: set[int], shared: bool, patience_s: float, option: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: affinity)
-    told = [(wish, False, "m", affinity, 1), (wish, shared, "m", {1}, 1)]
+    told = [(option, False, "m", affinity, 1), (option, shared, "m", {1}, 1)]
     assert waiting.choose_waiting(_Ranks(told)).patience_s == patience_s
 
 

@@ -7,14 +7,14 @@ import pytest
 
 from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
-from autopar.passes.choosing.capacity import device_ids, imbalance, limited, most_asked, tightened, with_layout
+from autopar.passes.choosing.capacity import device_ids, imbalance, limited, most_requested, tightened, with_layout
 
 V, N = 1000, 4
 
 
-def family(*, dealt: bool = False) -> Bounds:
-    layout = RowLayout(V, N, dealt)
-    return Bounds(N * (layout.share + 1), 400, 100, layout)
+def family(*, cyclic: bool = False) -> Bounds:
+    layout = RowLayout(V, N, cyclic)
+    return Bounds(N * (layout.shard_rows + 1), 400, 100, layout)
 
 
 def test_each_device_asks_for_its_distinct_rows() -> None:
@@ -28,17 +28,17 @@ def test_rows_that_lie_together_are_distributed_cyclically() -> None:
     together = [np.arange(k, k + 100, dtype=np.int32) for k in range(4)]
     assert imbalance(together, RowLayout(V, N, False)) == pytest.approx(4)
     found = with_layout(family(), together)
-    assert found.layout is not None and found.layout.dealt
+    assert found.layout is not None and found.layout.cyclic
     assert imbalance(together, found.layout) == pytest.approx(1)
     apart = [np.arange(k, V, 10, dtype=np.int32) for k in range(4)]
     assert with_layout(family(), apart) == family()
 
 
 def test_a_measured_capacity_has_headroom_in_steps_of_8() -> None:
-    asked = [np.arange(0, V, 25, dtype=np.int32)] * N  # 10 of each owner
-    found = tightened(family(), asked, 1.25)
+    requested = [np.arange(0, V, 25, dtype=np.int32)] * N  # 10 of each owner
+    found = tightened(family(), requested, 1.25)
     assert (found.capacity, found.tight, found.rows) == (16, True, N * (N * 16 + 1))
-    assert most_asked(asked, family()) == 40
+    assert most_requested(requested, family()) == 40
 
 
 def test_a_capacity_is_no_more_than_what_no_batch_exceeds() -> None:

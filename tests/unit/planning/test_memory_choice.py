@@ -122,7 +122,7 @@ def test_tables_that_do_not_fit_are_sharded() -> None:
 
 
 def test_what_it_would_take_is_told_in_bytes() -> None:
-    """By hand: with `big` on every device the state is all of it, but for the small table's share where that is one."""
+    """By hand: with `big` on every device the state is all of it, but for the small table's shard where that is one."""
     found = methods_of(cluster_with(BYTES["big"] + BYTES["w"]))
     assert found["big"].method == "ps" and "would take 1.1 MiB of 1.0 MiB on each device" in found["big"].reason
 

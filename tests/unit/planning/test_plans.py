@@ -77,14 +77,14 @@ BY_HAND = Plan(
             line="train.py:7",
             capacity=8,
             tight=True,
-            dealt=True,
-            journal=64,
+            cyclic=True,
+            log_steps=64,
             alpha=Alpha(10, 100, 12, True, 5.5),
             sizes=Sizes(2, 100, 16, 80, 6, 6, 13, 8, 17, checks=True),
             terms={"ps": (Term("send ids", 1 / 3, 32, "all-to-all"), Term("route", 1e-7)), "allreduce": ()},
         ),
     ),
-    dense=(DensePlan("step", (), "int32", 4), DensePlan("params/w", (8, 8), "float32", 256, shared=True)),
+    dense=(DensePlan("step", (), "int32", 4), DensePlan("params/w", (8, 8), "float32", 256, sharded=True)),
     state_bytes=4321,
 )
 
@@ -98,7 +98,7 @@ def test_a_file_reads_as_it_was_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     lines = [line.strip() for line in (tmp_path / "plan.json").read_text().splitlines()]
     assert '"reason": "it \\"pays\\" [so far]",' in lines and '"path": "params/wörter",' in lines
-    assert '{"path": "step", "shape": [], "dtype": "int32", "nbytes": 4, "shared": false},' in lines
+    assert '{"path": "step", "shape": [], "dtype": "int32", "nbytes": 4, "sharded": false},' in lines
     assert '{"name": "route", "seconds": 1e-07, "sent": 0, "collective": "", "fixed": false}' in lines
 
 
@@ -152,7 +152,7 @@ def damaged(change: Any) -> str:
         (lambda f: f["plan"]["cluster"].update(machines=0), "plan.cluster: a cluster of 0 machines"),
         (lambda f: f["plan"].update(devices=-4), "plan.json: the plan is damaged: devices is -4. Make it again"),
         (lambda f: f["plan"]["tables"][0].update(method="psx"), "damaged: method of .* is 'psx'"),
-        (lambda f: f["plan"]["tables"][0].update(journal=-1), "damaged: journal of .* is -1"),
+        (lambda f: f["plan"]["tables"][0].update(journal=-1), "damaged: log_steps of .* is -1"),
     ],
 )
 def test_what_is_no_plan_is_told(change: Any, message: str, tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_differences_have_a_line_each() -> None:
         where="hosts",
         lifted=False,
         capacity=None,
-        dealt=False,
-        journal=0,
+        cyclic=False,
+        log_steps=0,
         reason="other words",
     )
     new = dataclasses.replace(
@@ -198,8 +198,8 @@ def test_differences_have_a_line_each() -> None:
         "params/wörter: where devices -> hosts",
         "params/wörter: rows updated touched -> all",
         "params/wörter: capacity 8 (measured) -> none",
-        "params/wörter: rows dealt out -> in shares of adjacent ones",
-        "params/wörter: journal 64 -> 0",
+        "params/wörter: rows cyclic -> in shards of adjacent ones",
+        "params/wörter: update log 64 -> 0",
         "params/wörter: predicted 333.33 ms -> unknown",
         "step: kind dense -> none",
         "params/b: kind none -> table",
@@ -278,14 +278,14 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_rows_that_wait_now_do_not_fit_rows_that_did_not() -> None:
     made = plan_of(ADAM, strategy="ps")
     table = made.table("params/emb")
-    assert table.journal > 0
-    current = dataclasses.replace(made, tables=(dataclasses.replace(table, journal=0),))
-    assert f"rows wait for 0 steps in the plan, for {table.journal}" in misfit(
+    assert table.log_steps > 0
+    current = dataclasses.replace(made, tables=(dataclasses.replace(table, log_steps=0),))
+    assert f"rows wait for 0 steps in the plan, for {table.log_steps}" in misfit(
         current, make_step(ADAM), make_state(ADAM)
     )
-    longer = dataclasses.replace(made, tables=(dataclasses.replace(table, journal=7),))
+    longer = dataclasses.replace(made, tables=(dataclasses.replace(table, log_steps=7),))
     planned = autopar.parallelize(make_step(ADAM), plan=longer)
-    assert [f.table.journal for f in planned.entry(make_state(ADAM), IDS).compiled.bound.families] == [7]
+    assert [f.table.log_steps for f in planned.entry(make_state(ADAM), IDS).compiled.bound.families] == [7]
 
 
 # --- why ---
@@ -319,7 +319,7 @@ def test_bytes_are_told_where_times_are_not_known() -> None:
     assert "times as many bytes; times aren't known" in str(found) and " ms" not in str(found)
     on_hosts = autopar.why(untimed, "params/emb", ("ps", "hosts")).other
     assert on_hosts is not None and on_hosts.name == "ps on hosts"
-    assert on_hosts.sent == 7 * table.sizes.asked * (4 + 16 + 16) // 8, "24 ids over 8: 3 each, rows of 16 bytes"
+    assert on_hosts.sent == 7 * table.sizes.requested * (4 + 16 + 16) // 8, "24 ids over 8: 3 each, rows of 16 bytes"
     hosted = dataclasses.replace(untimed, tables=(dataclasses.replace(table, where="hosts", terms={}, capacity=None),))
     back = autopar.why(hosted, "params/emb", "ps")
     assert back.chosen is not None and back.other is not None

@@ -113,7 +113,7 @@ def test_the_parts_of_a_step_by_hand() -> None:
 
 
 def test_hosts_by_hand() -> None:
-    """Two ranks: a third of the rows that one asks for is the other's share of two."""
+    """Two ranks: a third of the rows that one asks for is the other's shard of two."""
     host = dataclasses.replace(
         NO_TIME,
         all_to_all=Curve(((0.0, 1.0), (100.0, 3.0))),
@@ -171,7 +171,7 @@ def test_tables_on_hosts_are_simulated_there() -> None:
     found = simulate(work, CLUSTER)
     rows = math.ceil(LOAD.rows(1))
     sizes = host_sizes_at(hosted, 32)
-    assert (found.methods, sizes.asked) == ({"emb": HOSTED}, rows) and found.fits
+    assert (found.methods, sizes.requested) == ({"emb": HOSTED}, rows) and found.fits
     assert sizes.owned == math.ceil(rows + expected_maximum(32) * math.sqrt(rows))
     assert found.parts["tables"] == host_terms(sizes, planned_host_rates(CLUSTER))
     assert simulate(work, CLUSTER, methods="ps").methods == {"emb": "ps"}
@@ -199,7 +199,7 @@ def test_dense_gradients_go_as_tables_do() -> None:
 
 
 def test_a_plan_with_tables_on_hosts() -> None:
-    """A rank for each device: who reduces, what a step takes, and what the roads not taken would."""
+    """A rank for each device: who reduces, what a step takes, and what the alternatives would."""
 
     def step(state: Any, batch: Any) -> Any:
         def loss_fn(p: Any) -> jax.Array:
@@ -213,10 +213,10 @@ def test_a_plan_with_tables_on_hosts() -> None:
     parallel = autopar.parallelize(step, strategy={"emb": ("ps", "hosts")})
     made = autopar.plan(parallel, *given, cluster=CLUSTER)
     (table,) = made.tables
-    assert (table.where, table.taken, made.road) == ("hosts", HOSTED, "mpi")
-    asked = [np.unique(part) for part in np.split(ids, 32)]
-    assert table.sizes is not None and table.sizes.asked == max(map(len, asked))
-    assert table.sizes.owned == np.bincount(np.concatenate(asked) % 32).max()
+    assert (table.where, table.taken, made.reduction_backend) == ("hosts", HOSTED, "mpi")
+    requested = [np.unique(part) for part in np.split(ids, 32)]
+    assert table.sizes is not None and table.sizes.requested == max(map(len, requested))
+    assert table.sizes.owned == np.bincount(np.concatenate(requested) % 32).max()
     assert set(table.terms) == {HOSTED, "ps", "allgather", "allreduce_rows", "allreduce"}
     assert made.parts["tables"] == table.terms[HOSTED] and table.seconds[HOSTED] > 0
     for method in ("ps", "allgather", "allreduce_rows", "allreduce"):
@@ -266,7 +266,7 @@ def test_sizes_are_those_that_are_planned() -> None:
     wanted, (load,) = at(16).tables[0].sizes, workload(at(4)).tables
     found = sizes_at(load, 16)
     assert wanted is not None
-    exact = ("devices", "extent", "row_bytes", "family_bytes", "ids", "asked", "routed", "checks", "spread")
+    exact = ("devices", "extent", "row_bytes", "family_bytes", "ids", "requested", "routed", "checks", "spread")
     assert [getattr(found, name) for name in exact] == [getattr(wanted, name) for name in exact]
     assert found.capacity == pytest.approx(wanted.capacity, rel=0.2)
     assert found.owned == pytest.approx(wanted.owned, rel=0.2)

@@ -95,10 +95,10 @@ def test_bytes_by_hand(items: TablePlan) -> None:
 def test_tables_on_hosts_by_hand(items: TablePlan) -> None:
     """Messages are as long as they must be: ids, rows and gradients of the distinct rows that a rank asks for."""
     hosted = dataclasses.replace(items, where="hosts")
-    asked = math.ceil(alpha_at(items, 640) * 200_000)
+    requested = math.ceil(alpha_at(items, 640) * 200_000)
     sent = sent_at(hosted, 10)
-    assert sent["ps on hosts"] == sum(9 * asked * size // 10 for size in (4, 128, 128))
-    assert sent["allgather"] == 9 * asked * (4 + 128)
+    assert sent["ps on hosts"] == sum(9 * requested * size // 10 for size in (4, 128, 128))
+    assert sent["allgather"] == 9 * requested * (4 + 128)
 
 
 @pytest.mark.parametrize("real", [True, False], ids=["ids", "shapes"])

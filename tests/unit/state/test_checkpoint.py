@@ -73,7 +73,7 @@ def test_a_training_goes_on_where_its_tables_are_or_elsewhere(
 
 def test_a_template_says_where_leaves_go(tmp_path: Path) -> None:
     values = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(WIDTH, ROWS)
-    layout = RowLayout(ROWS, 1, dealt=True)
+    layout = RowLayout(ROWS, 1, cyclic=True)
     table = HostTable(HostRows.of(values, 1, layout, 0, "t"))
     for saved in ({"t": table}, {"t": jnp.asarray(values)}):
         autopar.save(tmp_path, saved)
@@ -82,22 +82,22 @@ def test_a_template_says_where_leaves_go(tmp_path: Path) -> None:
             kind = jax.Array if isinstance(like, jax.ShapeDtypeStruct) else type(like)
             assert isinstance(found, kind)
             np.testing.assert_array_equal(np.asarray(found), values)
-    other_axis = HostTable(HostRows.of(values, 0, RowLayout(WIDTH, 1, dealt=True), 0, "t"))
+    other_axis = HostTable(HostRows.of(values, 0, RowLayout(WIDTH, 1, cyclic=True), 0, "t"))
     autopar.save(tmp_path, {"t": table})
     found = autopar.restore(tmp_path, {"t": other_axis}).state["t"]
     np.testing.assert_array_equal(np.asarray(found), values)
     assert found.axis == 0
 
 
-@pytest.mark.parametrize("dealt", [True, False])
+@pytest.mark.parametrize("cyclic", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("extent", [1, 3, 10, 37])
 def test_rows_of_any_number_of_ranks_are_read_by_any_other(
-    dealt: bool, dtype: str, extent: int, tmp_path: Path
+    cyclic: bool, dtype: str, extent: int, tmp_path: Path
 ) -> None:
     table = np.arange(extent * 2).reshape(extent, 2).astype(dtype)
     for ranks in (1, 2, 3, 4):
-        layout = RowLayout(extent, ranks, dealt)
+        layout = RowLayout(extent, ranks, cyclic)
         files = []
         for rank in range(ranks):
             rows = HostRows.of(table, 0, layout, rank, "t").rows[: int(layout.rows_on(np.asarray(rank)))]

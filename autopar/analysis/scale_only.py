@@ -1,11 +1,12 @@
-"""Whether phi only scales a row's leaves, some of them being zero; and by how much: see `ir.deferred`.
+"""Whether the untouched update only scales a row's leaves, some of them being zero; and by how much: see `ir.deferred`.
 
-An abstract interpretation of phi's body. A value is zero; a leaf times a number, which is held as `unit + rest` so that
-1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not negative; or anything.
-The rules compute with the step's numbers, so that the same walk, on arrays, gives the step's factors. What they take
-for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
+An abstract interpretation of the untouched update's body. A value is zero; a leaf times a number, which is held as
+`unit + rest` so that 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not
+negative; or anything. The rules compute with the step's numbers, so that the same walk, on arrays, gives the step's
+factors. What they take for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
 
-It is no `Interpreter`: phi has no loops, its values are numbers of the step where it is run on arrays, and what a
+It is no `Interpreter`: the untouched update has no loops, its values are numbers of the step where it is run on arrays,
+  and what a
 branch takes for granted must hold only where that branch is taken.
 """
 
@@ -20,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.settling_rules import RULES, Granted, Number, Scaled, Value, Zero, is_scalar, one_of, scalar_of
-from autopar.ir.deferred import Settled
+from autopar.analysis.scale_only_rules import RULES, Granted, Number, Scaled, Value, Zero, is_scalar, one_of, scalar_of
+from autopar.ir.deferred import ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
 
 
 @dataclass(eq=False)
-class SettlingWalk(Granted):
+class ScaleOnlyWalk(Granted):
     """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
 
     def run(self, body: Block, inputs: Sequence[Any]) -> list[Any]:
@@ -84,21 +85,21 @@ class SettlingWalk(Granted):
         return [self.choose(index, cases) for cases in zip(*branches, strict=True)]
 
 
-def find_settled(body: Block, changed: int, read: int) -> Settled | None:
+def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
     """The fewest leaves that must be zero for the others to be scaled only; None if there are no such."""
     dtypes = [v.dtype for v in body.inputs[:changed]]
     if not all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in dtypes):
         return None  # a product of the factors would miss what short floats round away in each step
     for size in range(changed + 1):
         for zero in itertools.combinations(range(changed), size):
-            found = _settled(body, changed, read, zero)
+            found = _scale_only(body, changed, read, zero)
             if found is not None:
                 return found
     return None
 
 
-def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Settled | None:
-    walk = SettlingWalk(np)
+def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> ScaleOnly | None:
+    walk = ScaleOnlyWalk(np)
     numbers: list[Value] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
         outputs = walk.run(body, [*leaves_of(body, changed, read, zero), *numbers])
@@ -109,16 +110,16 @@ def _settled(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> Set
         return None
     near_one = tuple(isinstance(v := outputs[k], Scaled) and v.unit == 1 for k in scaled)
     dtypes = tuple(body.inputs[k].dtype for k in scaled)
-    return Settled(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
+    return ScaleOnly(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
 
 
-def factors(body: Block, changed: int, read: int, settled: Settled, values: Sequence[Any], xp: Any) -> list[Any]:
-    """A step's factors (less one where they are near it), in the order of `settled.scaled`, and whether they hold."""
-    walk = SettlingWalk(xp)
+def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any) -> list[Any]:
+    """A step's factors (less one where they are near it), in the order of `ScaleOnly.scaled`, and whether they hold."""
+    walk = ScaleOnlyWalk(xp)
     numbers: list[Value] = [Number(v) for v in values]
-    outputs = walk.run(body, [*leaves_of(body, changed, read, settled.zero), *numbers])
+    outputs = walk.run(body, [*leaves_of(body, changed, read, scale_only.zero), *numbers])
     found = []
-    for k, dtype, near_one in zip(settled.scaled, settled.dtypes, settled.near_one, strict=True):
+    for k, dtype, near_one in zip(scale_only.scaled, scale_only.dtypes, scale_only.near_one, strict=True):
         value = outputs[k]
         assert isinstance(value, Scaled) and value.leaf == k and value.unit == near_one, "as it was when it was planned"
         rest = xp.asarray(value.rest, dtype).reshape(())

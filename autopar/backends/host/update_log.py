@@ -1,6 +1,6 @@
 """Deferred rows in host memory: what the steps wrote down, and flushing it (`ir.deferred`).
 
-Each rank flushes its own share, block by block; nothing travels.
+Each rank flushes its own shard, block by block; nothing travels.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from autopar.ir.program import Equation
 _BLOCK_ELEMENTS = 1 << 19
 
 
-class HostJournaling:
+class HostUpdateLogSpec:
     """How a family's rows are brought up to date.
 
     Args:
-      flush: The equation of the planned step that flushes the family's journal.
+      flush: The equation of the planned step that flushes the family's update log.
       device: A device of this process that shares the host's memory; None: the default one.
     """
 
@@ -41,41 +41,41 @@ class HostJournaling:
         m = len(self.replay.leaves)
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            rows, stamps, volume = operands[:m], operands[m], operands[m + 1]
+            rows, stamps, segment = operands[:m], operands[m], operands[m + 1]
             new = deferred.catch_up(rows, stamps, Entries.of(self.replay, operands[m + 2 :]))
-            return *new, deferred.stamps(new, volume)
+            return *new, deferred.stamps(new, segment)
 
         def close(*flat: Any) -> tuple[Any, ...]:
-            takes_all, volume, volumes = deferred.close(Entries.of(self.replay, flat))
-            return takes_all, volume, *volumes
+            takes_all, segment, segments = deferred.close(Entries.of(self.replay, flat))
+            return takes_all, segment, *segments
 
         self._run = jax.jit(run)
         self._close = jax.jit(close)
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
 
-    def begin(self, leaves: Sequence[HostRows], layout: RowLayout, rank: int) -> HostJournal:
-        """An empty journal for leaves whose rows are up to date."""
+    def begin(self, leaves: Sequence[HostRows], layout: RowLayout, rank: int) -> HostUpdateLog:
+        """An empty update log for leaves whose rows are up to date."""
         stamps = HostRows.empty((layout.extent,), np.dtype(np.int32), 0, layout, rank, "stamps of deferred rows")
         changed = leaves[: self.replay.changed]
-        for start in range(0, layout.share, self._rows(leaves)):
+        for start in range(0, layout.shard_rows, self._rows(leaves)):
             some = slice(start, start + self._rows(leaves))
             with jax.default_device(self._device):
                 found = self._stamps(*(rows_back(leaf.rows[some], leaf.axis) for leaf in changed))
             stamps.rows[some] = np.asarray(found)
         records = [np.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
-        volumes = [np.zeros(t.shape, t.dtype) for t in self.replay.volumes]
+        segments = [np.zeros(t.shape, t.dtype) for t in self.replay.segments]
         none = np.zeros((), np.int32)
-        return HostJournal(self, list(leaves), stamps, [none, none, *records, *volumes])
+        return HostUpdateLog(self, list(leaves), stamps, [none, none, *records, *segments])
 
     def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], *, full: bool) -> list[Any]:
-        """Bring rows (settled ones, too, if `full`) up to date, in place; now, volume and volumes after it.
+        """Bring rows (scale-only ones, too, if `full`) up to date, in place; now, segment and segments after it.
 
-        `entries`: now, volume, records, volumes.
+        `entries`: now, segment, records, segments.
         """
         with jax.default_device(self._device):
-            takes_all, volume, *volumes = map(np.asarray, self._close(*entries))
+            takes_all, segment, *segments = map(np.asarray, self._close(*entries))
         if full or bool(takes_all):
-            taken, volume = np.arange(len(stamps.rows)), np.zeros((), np.int32)
+            taken, segment = np.arange(len(stamps.rows)), np.zeros((), np.int32)
         else:
             taken = np.flatnonzero(stamps.rows >= 0)
         taken = taken[np.argsort(stamps.rows[taken], kind="stable")]
@@ -87,18 +87,18 @@ class HostJournaling:
                 padded = np.concatenate([some, np.repeat(some[-1:], count - some.size)])  # one program for all
                 rows = [rows_back(leaf.rows[padded], leaf.axis) for leaf in leaves]
                 with jax.default_device(self._device):
-                    *new, ends = map(np.asarray, self._run(*rows, stamps.rows[padded], volume, *entries))
+                    *new, ends = map(np.asarray, self._run(*rows, stamps.rows[padded], segment, *entries))
                 has_begun = True
                 for leaf, x in zip(leaves, new, strict=False):
                     leaf.rows[some] = rows_first(x, leaf.axis)[: some.size]
                 stamps.rows[some] = ends[: some.size]
         except BaseException as error:
-            if has_begun:  # the journal's steps would be replayed a second time on these rows
+            if has_begun:  # the update log's steps would be replayed a second time on these rows
                 for leaf in leaves:
                     leaf.generation += 1
                 note_lost_rows(error)
             raise
-        return [np.zeros((), np.int32), volume, *volumes]
+        return [np.zeros((), np.int32), segment, *segments]
 
     def _rows(self, leaves: Sequence[HostRows]) -> int:
         """Rows that are brought up to date at a time."""
@@ -107,51 +107,52 @@ class HostJournaling:
 
 
 @dataclass(eq=False, repr=False)
-class HostJournal:
-    """A family's shares, some rows lagging behind, and what they missed.
+class HostUpdateLog:
+    """A family's shards, some rows lagging behind, and what they missed.
 
     Attributes:
       leaves: Changed ones, then those that are only read.
       stamps: By row the step up to which it has moved.
-      entries: now, volume, records, volumes.
+      entries: now, segment, records, segments.
     """
 
-    journaling: HostJournaling
+    spec: HostUpdateLogSpec
     leaves: Sequence[HostRows]
     stamps: HostRows
     entries: list[Any]
-    _is_settled: bool = True
+    _is_up_to_date: bool = True
 
     def __post_init__(self) -> None:
-        for leaf in self.leaves:  # those that phi only reads as well: nobody is to change them before it did
-            leaf.journal = self
+        # Those that are only read as well: nobody is to change them before the update was replayed.
+        for leaf in self.leaves:
+            leaf.log = self
 
     @uninterrupted
-    def settle(self) -> None:
+    def bring_up_to_date(self) -> None:
         """Bring all rows up to date."""
-        if not self._is_settled:
-            now, volume, *_ = self.journaling.flush(self.leaves, self.stamps, self.entries, full=True)
-            self.entries[:2] = [now, volume]  # there are no volumes then
-            self._is_settled = True
+        if not self._is_up_to_date:
+            now, segment, *_ = self.spec.flush(self.leaves, self.stamps, self.entries, full=True)
+            self.entries[:2] = [now, segment]  # there are no segments then
+            self._is_up_to_date = True
 
     def wrote(self, entries: Sequence[Any]) -> None:
         """A step was written down."""
         self.entries = list(map(np.asarray, entries))
-        self._is_settled = False
+        self._is_up_to_date = False
 
-    def belongs_to(self, journaling: HostJournaling, leaves: Sequence[HostRows]) -> bool:
+    def belongs_to(self, spec: HostUpdateLogSpec, leaves: Sequence[HostRows]) -> bool:
         """Whether a step can go on with it: these are its leaves, and it is kept in the same way."""
-        if self.journaling is not journaling and self.journaling.signature != journaling.signature:
+        if self.spec is not spec and self.spec.signature != spec.signature:
             return False
         return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
 
 
-def common_journal(leaves: Sequence[HostRows], journaling: HostJournaling) -> HostJournal | None:
-    """The journal that a step on these leaves can go on with. Others are settled, and given up."""
-    first = leaves[0].journal
-    if isinstance(first, HostJournal) and first.belongs_to(journaling, leaves):
+def common_log(leaves: Sequence[HostRows], spec: HostUpdateLogSpec) -> HostUpdateLog | None:
+    """The update log that a step on these leaves can go on with. Others are brought up to date, and given up."""
+    first = leaves[0].log
+    if isinstance(first, HostUpdateLog) and first.belongs_to(spec, leaves):
         return first
     for leaf in leaves:
-        leaf.settle()
-        leaf.journal = None
+        leaf.bring_up_to_date()
+        leaf.log = None
     return None

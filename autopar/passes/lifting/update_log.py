@@ -1,6 +1,6 @@
-"""A family's journal in the step that is rewritten: rows brought up to date at their pull, and what is written down.
+"""A family's update log in the step that is rewritten: rows brought up to date at their pull, and what is written down.
 
-    stamps, now, volume, records, volumes -> catch_up (before anything reads the rows) ... commit -> record -> flush
+    stamps, now, segment, records, segments -> catch_up (before anything reads the rows) ... commit -> record -> flush
 
 What each is, `backends.deferred` says. See docs/deferred.md.
 """
@@ -17,19 +17,19 @@ import numpy as np
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Equation, Input, Var
 from autopar.ir.slicing import clone
-from autopar.passes.lifting.deferral import Phi
+from autopar.passes.lifting.deferral import UntouchedUpdate
 from autopar.passes.lifting.scope import Scope
 
 _INT = np.dtype(np.int32)
 
 
 @dataclass(eq=False)
-class StepJournal:
+class StepUpdateLog:
     """One family's.
 
     Attributes:
       layout: How stamps are stored, with their rows; None where every device has all.
-      old, new: The step's inputs and outputs that the journal is: stamps, now, volume, records, volumes.
+      old, new: The step's inputs and outputs that the update log is: stamps, now, segment, records, segments.
       stamped: The stamps of the rows that the step touches.
       committed: Leaf -> the leaf with the rows that the step touched.
       rows: Those rows.
@@ -48,10 +48,10 @@ class StepJournal:
     rows: list[Atom] = field(default_factory=list)
 
     @staticmethod
-    def begin(scope: Scope, family: int, changed: Sequence[int]) -> StepJournal:
+    def begin(scope: Scope, family: int, changed: Sequence[int]) -> StepUpdateLog:
         """Pull rows and their stamps, and name the rows as they will be once they are up to date.
 
-        `changed`: leaves that phi changes.
+        `changed`: leaves that the untouched update changes.
         """
         space = scope.lifting.spaces[family]
         axes = space.row_axes
@@ -65,23 +65,23 @@ class StepJournal:
         scope.append(waiting)
         for k, var in caught.items():
             scope.rows[scope.block.inputs[k], axes[k], family] = var
-        return StepJournal(family, layout, caught, waiting, stamps, stamped, now)
+        return StepUpdateLog(family, layout, caught, waiting, stamps, stamped, now)
 
-    def end(self, scope: Scope, phi: Phi, exceeded: Atom | None) -> dict[int, Atom]:
-        """Write down the step, and flush the journal if it is full; the leaves after that.
+    def end(self, scope: Scope, update: UntouchedUpdate, exceeded: Atom | None) -> dict[int, Atom]:
+        """Write down the step, and flush the update log if it is full; the leaves after that.
 
         Args:
-          phi: What the step does to rows that it doesn't touch.
+          update: What the step does to rows that it doesn't touch.
           exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
         """
-        replay = phi.replay
-        read = {k: scope.lifting.inputs[k] for k in phi.read}
-        volume = Var(ArrayType((), _INT))
+        replay = update.replay
+        read = {k: scope.lifting.inputs[k] for k in update.read}
+        segment = Var(ArrayType((), _INT))
         records = [Var(dataclasses.replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
-        volumes = [Var(t) for t in replay.volumes]
-        self.old = [self.stamps, self.now, volume, *records, *volumes]
+        segments = [Var(t) for t in replay.segments]
+        self.old = [self.stamps, self.now, segment, *records, *segments]
         params = {"replay": replay, "family": self.family}
-        self._complete(scope, phi, read)
+        self._complete(scope, update, read)
         route = scope.route(self.family)
         after = scope.emit("ap.next", (self.now,), self.now.type)
         # No stamp is larger. But what is written waits for what was read, or XLA copies all stamps in every step.
@@ -95,36 +95,36 @@ class StepJournal:
         # Not before the rows themselves: a step that fails between the two would leave rows that count as moved.
         stamps = scope.emit("ap.commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
-        body, _ = clone(phi.body)
+        body, _ = clone(update.body)
         scope.append(
-            Equation("ap.record", (self.now, *records, *phi.values, *guard), written, params, (body,)),
+            Equation("ap.record", (self.now, *records, *update.values, *guard), written, params, (body,)),
         )
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
-        ends = tuple(Var(v.type) for v in (self.stamps, self.now, volume, *volumes))
-        operands = (*self.committed.values(), *read.values(), stamps, after, volume, *written, *volumes)
-        body, _ = clone(phi.body)
+        ends = tuple(Var(v.type) for v in (self.stamps, self.now, segment, *segments))
+        operands = (*self.committed.values(), *read.values(), stamps, after, segment, *written, *segments)
+        body, _ = clone(update.body)
         scope.append(Equation("ap.flush", operands, (*flushed, *ends), params, (body,)))
         self.new = [*ends[:3], *written, *ends[3:]]
         assert list(self.committed) == list(self.caught), "leaves keep their order"
         return dict(zip(self.caught, flushed, strict=True))
 
-    def _complete(self, scope: Scope, phi: Phi, read: Mapping[int, Var]) -> None:
-        """The equation that brings rows up to date, now that phi is known."""
+    def _complete(self, scope: Scope, update: UntouchedUpdate, read: Mapping[int, Var]) -> None:
+        """The equation that brings rows up to date, now that the untouched update is known."""
         place = scope.equations.index(self.waiting)
         *raw, stamped = self.waiting.inputs
         axes = scope.lifting.spaces[self.family].row_axes
         end = len(scope.equations)
         also = [scope.pull(leaf, axes[k], self.family) for k, leaf in read.items()]
         pulls, scope.equations[end:] = scope.equations[end:], []
-        body, _ = clone(phi.body)
+        body, _ = clone(update.body)
         inputs = (*raw, *also, stamped, *self.old[1:])
-        params = {"replay": phi.replay, "family": self.family}
+        params = {"replay": update.replay, "family": self.family}
         done = dataclasses.replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
         scope.equations[place : place + 1] = [*pulls, done]
 
     def inputs(self) -> list[Input]:
-        """Paths and layouts of the journal's inputs."""
-        lead = f"journal {self.family}"
-        stamps = Input(f"{lead}/stamps", "journal", None if self.layout is None else (self.layout, 0))
-        rest = ("now", "volume", *(f"entry {k}" for k in range(len(self.old) - 3)))
-        return [stamps, *(Input(f"{lead}/{name}", "journal") for name in rest)]
+        """Paths and layouts of the update log's inputs."""
+        lead = f"update log {self.family}"
+        stamps = Input(f"{lead}/stamps", "log", None if self.layout is None else (self.layout, 0))
+        rest = ("now", "segment", *(f"entry {k}" for k in range(len(self.old) - 3)))
+        return [stamps, *(Input(f"{lead}/{name}", "log") for name in rest)]

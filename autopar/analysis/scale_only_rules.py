@@ -1,4 +1,4 @@
-"""The values and rules of `analysis.settling`: what equations make of zeros, of scaled leaves, and of numbers."""
+"""The values and rules of `analysis.scale_only`: what equations make of zeros, of scaled leaves, and of numbers."""
 
 from __future__ import annotations
 

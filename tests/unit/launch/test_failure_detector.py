@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopar.launch.failure_detector import Seen, judge
+from autopar.launch.failure_detector import Seen, detect
 
 #: Rank 0 to 3, all at work in step 7, heard of just now.
 WORKING = [Seen(r, f"rank {r}", 7, "computing", "computes", 0.1, 0.1, 10.0) for r in range(4)]
@@ -51,6 +51,6 @@ STUCK = {"age_s": 11.0}
     ],
 )
 def test_judge(seen: list[Seen], culprits: tuple[int, ...] | None, words: str) -> None:
-    verdict = judge(seen)
+    verdict = detect(seen)
     assert (verdict.culprits if verdict else None) == culprits
     assert words in (verdict.message if verdict else "")

@@ -1,4 +1,4 @@
-"""Dense parameters in shares: which leaves a strategy's `ps` spreads over the devices, and along which axis.
+"""Dense parameters in shards: which leaves a strategy's `ps` spreads over the devices, and along which axis.
 
 Parallax's BASE keeps dense parameters on servers: each is gathered for use, and its gradient is reduced to its owner.
 Its slots go with it: the leaves that its update reads element by element.
@@ -17,14 +17,14 @@ from autopar.ir.plan import DensePlan
 from autopar.ir.program import Atom, Program, Var
 
 
-def share_dense(
-    program: Program, asked: Mapping[int, str], dense: frozenset[int], devices: int
+def shard_dense(
+    program: Program, patterns: Mapping[int, str], dense: frozenset[int], devices: int
 ) -> tuple[dict[int, int], list[DensePlan]]:
     """Leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern names.
 
     Args:
       program: An analysed program.
-      asked: Leaf -> the pattern that gives it to "ps".
+      patterns: Leaf -> the pattern that gives it to "ps".
       dense: Leaves that no lifted family has.
       devices: N.
 
@@ -34,7 +34,7 @@ def share_dense(
     axes: dict[int, int] = {}
     told: dict[int, DensePlan] = {}
     tables = {k for k, _ in program.tables}
-    for leaf, pattern in asked.items():
+    for leaf, pattern in patterns.items():
         if leaf not in dense or leaf in axes or devices == 1:
             continue
         type_, path = program.block.inputs[leaf].type, program.inputs[leaf].path
@@ -46,23 +46,23 @@ def share_dense(
                     "Leave it to 'auto'"
                 )
             continue
-        shares = _with_slots(program, leaf) & dense
-        named = min(shares, key=lambda k: (len(program.inputs[k].path), k))  # the parameter rather than a slot
-        axes.update(dict.fromkeys(shares, axis))
-        slots = f", {len(shares) - 1} slots with it" if len(shares) > 1 else ""
-        use = "looked up at its owners" if shares & tables else "gathered for use"
-        reason = f"a share of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
+        shards = _with_slots(program, leaf) & dense
+        named = min(shards, key=lambda k: (len(program.inputs[k].path), k))  # the parameter rather than a slot
+        axes.update(dict.fromkeys(shards, axis))
+        slots = f", {len(shards) - 1} slots with it" if len(shards) > 1 else ""
+        use = "looked up at its owners" if shards & tables else "gathered for use"
+        reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
         once = (devices - 1) * type_.nbytes // devices
         sent = {"ps": 2 * once, "allreduce": 2 * once}
-        told[named] = dataclasses.replace(dense_plan(program, named, shared=True), reason=reason, sent=sent)
+        told[named] = dataclasses.replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
     return axes, list(told.values())
 
 
-def dense_plan(program: Program, k: int, *, shared: bool) -> DensePlan:
+def dense_plan(program: Program, k: int, *, sharded: bool) -> DensePlan:
     """The plan of a leaf that isn't looked up by rows."""
     type_ = program.block.inputs[k].type
     size = getattr(type_, "nbytes", 0)
-    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, shared)
+    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, sharded)
 
 
 #: NumPy takes a while to say what a dtype is called, and a state has thousands of leaves of few dtypes.
