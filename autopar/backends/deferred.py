@@ -136,8 +136,8 @@ class Deferred:
     def flush(
         self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, due: Array | bool, full: bool
     ) -> tuple[Array, ...]:
-        """Changed leaves, stamps, now, segment and segments after rows were brought up to date (`full`: scale-only ones,
-        too), if that is `due`. In place where the leaves are donated: a loop of no round leaves them alone."""
+        """Changed leaves, stamps, now, segment and segments after rows were brought up to date (`full`: scale-only
+        ones, too), if that is `due`. In place where the leaves are donated: a loop of no round leaves them alone."""
         changed, read = self._parts(leaves)
         n, extent = len(changed), stamps.shape[0]
         size = min(extent, max(1, _FLUSH_ELEMENTS // _row_elements(changed, extent)))

@@ -20,6 +20,8 @@ from autopar.state.files.structure import Node
 #: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone.
 FORMAT = 2
 NAME = "manifest.json"
+#: What `RowLayout.cyclic` is called in files.
+_CYCLIC = "dealt"
 
 #: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere, having no elements.
 Kind = Literal["dense", "rows", "value", "empty"]
@@ -103,7 +105,11 @@ class Manifest:
 
     def write(self, version: Path) -> int:
         """To a version's directory, down to the disk; returns its checksum."""
-        data = (json.dumps(dataclasses.asdict(self), indent=1) + "\n").encode()
+        found = dataclasses.asdict(self)
+        for leaf in found["leaves"]:
+            if leaf["layout"] is not None:
+                leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
+        data = (json.dumps(found, indent=1) + "\n").encode()
         write_file(version / NAME, data)
         return zlib.crc32(data)
 
@@ -136,6 +142,8 @@ class Manifest:
 
 def _leaf(read: dict[str, Any]) -> LeafRecord:
     layout = read.pop("layout")
+    if layout is not None:
+        layout["cyclic"] = layout.pop(_CYCLIC)
     files = tuple(FileRecord(**file) for file in read.pop("files"))
     shape = tuple(read.pop("shape"))
     found = LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))

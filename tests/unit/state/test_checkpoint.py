@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import errno
+import json
 import os
 import re
 import shutil
@@ -87,6 +88,15 @@ def test_a_template_says_where_leaves_go(tmp_path: Path) -> None:
     found = autopar.restore(tmp_path, {"t": other_axis}).state["t"]
     np.testing.assert_array_equal(np.asarray(found), values)
     assert found.axis == 0
+
+
+def test_a_manifest_names_its_layout_as_it_always_did(tmp_path: Path) -> None:
+    """A checkpoint of any version: names in files outlive those in the code."""
+    autopar.save(
+        tmp_path, {"t": HostTable(HostRows.of(np.zeros((ROWS, 2)), 0, RowLayout(ROWS, 1, cyclic=True), 0, "t"))}
+    )
+    (leaf,) = json.loads((tmp_path / "version-000001" / "manifest.json").read_text())["leaves"]
+    assert leaf["layout"] == {"extent": ROWS, "devices": 1, "dealt": True}
 
 
 @pytest.mark.parametrize("cyclic", [True, False])
