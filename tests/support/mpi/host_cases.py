@@ -100,8 +100,8 @@ def check_contract(every: int = 1) -> None:
         assert plan.on_hosts and {p.path for p in plan.parameters if p.lifted} == set(case.tables), row
         backend = "" if RANKS == 1 else "xla" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
         if RANKS == 3 and row["model"] != "normed":  # a batch of 8 isn't spread
-            backend = plan.backend
-        assert plan.backend == backend, (row, plan.backend)
+            backend = plan.reduction_backend
+        assert plan.reduction_backend == backend, (row, plan.reduction_backend)
         numbers_agree(entry, case, str(row))
 
 
@@ -353,7 +353,9 @@ def check_whole_reads() -> None:
             found = jax.tree_util.tree_leaves_with_path((autopar.materialize(mine), told))
             for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
                 np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=str(path))
-        assert step.plan is not None and step.plan.backend == ("" if RANKS == 1 else backend), step.plan.backend
+        assert step.plan is not None and step.plan.reduction_backend == ("" if RANKS == 1 else backend), (
+            step.plan.reduction_backend
+        )
     given = host_reads.start(), host_reads.batch(0)
     for name in ("sort", "norms of rows"):
         form, told = host_reads.REFUSED[name]
