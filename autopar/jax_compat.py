@@ -24,7 +24,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax import slicing as _slicing
 from jax.extend import core as jex_core
 
-Literal = jex_core.Literal
+JaxLiteral = jex_core.Literal
 transpose_p = _lax.transpose_p
 clamp_p = _lax.clamp_p
 slice_p = _slicing.slice_p

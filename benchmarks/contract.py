@@ -8,7 +8,7 @@ import itertools
 import jax
 
 import autopar
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support.deferred_optimizers import DEFERRED, check
 from tests.zoo import MODELS, OPTIMIZERS
 
@@ -23,7 +23,7 @@ def product(steps: int = 20) -> None:
         entry = step.entry(case.state, case.batches(0))
         lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
         expected = set(case.tables) if chosen.lifts else set()
-        found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)])
+        found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)])
         ok = found.ok and lifted == expected
         print(f"{'ok   ' if ok else 'WRONG'} {model} x {optimizer}: {len(lifted)} tables lifted", flush=True)
         if not ok:

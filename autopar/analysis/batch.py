@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.batch_rules import SUMMED, partners, place
+from autopar.analysis.batch_rules import SUMMED, partners, place_axes
 from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.uniform import is_uniform
 from autopar.ir.program import Atom, Equation, Var
@@ -90,7 +90,7 @@ class _Batch(Interpreter[_Found]):
         given = {k: axis for k, (axis, _) in enumerate(operands) if axis is not None}
         if not given or not equation.outputs:  # a print or the like says nothing
             return _NOTHING
-        places = {k: place(equation, k, axis, self.devices) for k, axis in given.items()}
+        places = {k: place_axes(equation, k, axis, self.devices) for k, axis in given.items()}
         bases = {k: operands[k][1] for k in given}
         kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
         if any(bases.values()) and not self._make_sense(equation, given, places, bases):

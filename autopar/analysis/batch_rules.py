@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Equation
-from autopar.ir.reductions import PRIMITIVES
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 #: The place of an axis that is reduced or contracted away.
 SUMMED = -1
@@ -19,7 +19,7 @@ _WORKS_ALONG = frozenset({"concatenate", "sort"})
 _ALONGSIDE = ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
 
 
-def place(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
+def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
     """Where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed.
 
     `devices`: over how many of them it is to be spread.
@@ -166,7 +166,7 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "unstack": lambda e, k, axis: _without([e.params["axis"]], axis),
     **{op: _windowed for op in _WINDOWED},
     "fft": lambda e, k, axis: axis if axis < len(e.inputs[0].shape) - len(e.params["fft_lengths"]) else None,
-    **dict.fromkeys(PRIMITIVES, _reduce),
+    **dict.fromkeys(REDUCTION_PRIMITIVES, _reduce),
     **{op: _reduce for op in ("argmax", "argmin")},
     **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},
     **{op: _kept for op in ("slice", "dynamic_slice", "dynamic_update_slice", "pad", *_WORKS_ALONG)},

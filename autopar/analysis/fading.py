@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.scale_only import ScaleOnlyWalk, leaves_of
-from autopar.analysis.scale_only_rules import Number, Scaled, Sign, Value, Zero, keeps_order
+from autopar.analysis.scale_only_rules import Number, ScaledLeaf, ScaleValue, Sign, Zero, keeps_order
 from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
 from autopar.ir.program import Block, Equation
 from autopar.ir.slicing import eliminate_dead
@@ -37,7 +37,7 @@ class Near:
       least: No element is smaller, by floor; of values that no such leaf enters.
     """
 
-    value: Value
+    value: ScaleValue
     reach: Mapping[int, Any] | None
     least: Any = 0.0
 
@@ -57,13 +57,13 @@ class FadingWalk(ScaleOnlyWalk):
 
     floors: Mapping[int, Any] = field(default_factory=dict)
 
-    def of(self, value: Value) -> Near:
+    def of(self, value: ScaleValue) -> Near:
         return Near(value, {})
 
     def unknown(self) -> Near:
         return Near(None, None)
 
-    def known(self, kept: Near) -> Value:
+    def known(self, kept: Near) -> ScaleValue:
         return kept.value
 
     def apply(self, equation: Equation, values: Sequence[Near]) -> Near:
@@ -89,7 +89,7 @@ class FadingWalk(ScaleOnlyWalk):
 def _least_of(walk: FadingWalk, near: Near) -> Any:
     if isinstance(near.value, Number):
         return walk.xp.min(near.value.value)
-    if isinstance(near.value, Scaled) and near.value.leaf in walk.floors:
+    if isinstance(near.value, ScaledLeaf) and near.value.leaf in walk.floors:
         return walk.floors[near.value.leaf] * walk.xp.maximum(near.value.unit + near.value.rest, 0)
     return near.least
 
@@ -220,7 +220,7 @@ def _near(
     leaves = [
         Near(Zero(), {k: np.ones((), v.dtype)})
         if k in scale_only.zero
-        else Near(Scaled(k, 1, np.zeros((), v.dtype)), {})
+        else Near(ScaledLeaf(k, 1, np.zeros((), v.dtype)), {})
         for k, v in enumerate(body.inputs[:changed])
     ]
     walk = FadingWalk(xp, floors={k: np.asarray(FLOORS, body.inputs[k].dtype) for k in floors})
@@ -240,8 +240,8 @@ def _own(
     found = []
     for k, value in zip(scale_only.zero, outputs, strict=True):
         if isinstance(value, Zero):
-            value = Scaled(k, 0, np.zeros((), body.inputs[k].dtype))
-        if not isinstance(value, Scaled) or value.leaf != k:
+            value = ScaledLeaf(k, 0, np.zeros((), body.inputs[k].dtype))
+        if not isinstance(value, ScaledLeaf) or value.leaf != k:
             return None
         found.append(xp.where(good, value.unit + value.rest, np.nan))
     return found

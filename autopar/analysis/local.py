@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED, partners, place
+from autopar.analysis.batch_rules import SUMMED, partners, place_axes
 from autopar.analysis.primitives import PRIMITIVES, Linear, those_that
 from autopar.analysis.rules import ALIGNED, RESIZE
 from autopar.ir import reductions
@@ -146,7 +146,7 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
     needed: dict[int, int] = {}
     places: set[int] = set()
     for k, axis in spread.items():
-        at = place(equation, k, axis, devices)
+        at = place_axes(equation, k, axis, devices)
         if at is None:
             raise NotLocal(f"{op} works along the examples", equation.source)
         places.add(at)
@@ -202,7 +202,7 @@ def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], devices: 
     """Whether shards along the groups of a convolution aren't whole groups."""
     p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
     groups = max(p["feature_group_count"], p["batch_group_count"])
-    return groups % devices != 0 and any(place(equation, k, axis) == out for k, axis in spread.items())
+    return groups % devices != 0 and any(place_axes(equation, k, axis) == out for k, axis in spread.items())
 
 
 def _scatter(equation: Equation, spread: Mapping[int, int]) -> Placed:
@@ -282,7 +282,7 @@ def _widens(equation: Equation) -> bool:
 
 
 #: How shards of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
-REDUCES: Mapping[str, str] = {**reductions.PRIMITIVES} | {
+REDUCES: Mapping[str, str] = {**reductions.REDUCTION_PRIMITIVES} | {
     "dot_general": "sum",
     "conv_general_dilated": "sum",
     "scatter-add": "sum",

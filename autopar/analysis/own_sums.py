@@ -16,7 +16,7 @@ from autopar.analysis.batch import follow_batch
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import MOVES, Linear, those_that
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
-from autopar.ir.reductions import PRIMITIVES
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 
 class SumKind(enum.IntEnum):
@@ -29,7 +29,7 @@ class SumKind(enum.IntEnum):
     EXAMPLES = 2
 
 
-_REDUCES = frozenset(PRIMITIVES) | {"dot_general", "scatter-add", "argmax"}
+_REDUCES = frozenset(REDUCTION_PRIMITIVES) | {"dot_general", "scatter-add", "argmax"}
 _LINEAR = those_that(lambda p: p.linear in (Linear.TOGETHER, Linear.FIRST)) | {"optimization_barrier"}
 _BILINEAR = those_that(lambda p: p.linear is Linear.EACH)
 _REDUCES_DEVICES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "reduce_scatter")

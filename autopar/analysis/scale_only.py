@@ -21,7 +21,17 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.scale_only_rules import RULES, Granted, Number, Scaled, Value, Zero, is_scalar, one_of, scalar_of
+from autopar.analysis.scale_only_rules import (
+    SCALE_RULES,
+    Granted,
+    Number,
+    ScaledLeaf,
+    ScaleValue,
+    Zero,
+    is_scalar,
+    one_of,
+    scalar_of,
+)
 from autopar.ir.deferred import ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
 
@@ -47,7 +57,7 @@ class ScaleOnlyWalk(Granted):
                 env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
         return [read(a) for a in body.outputs]
 
-    def of(self, value: Value) -> Any:
+    def of(self, value: ScaleValue) -> Any:
         """What is kept of a value that no leaf entered."""
         return value
 
@@ -55,13 +65,13 @@ class ScaleOnlyWalk(Granted):
         """What is kept of a value that may be anything."""
         return None
 
-    def known(self, kept: Any) -> Value:
+    def known(self, kept: Any) -> ScaleValue:
         """The value in what is kept."""
         return kept
 
     def apply(self, equation: Equation, values: Sequence[Any]) -> Any:
         """The result of an equation."""
-        rule = RULES.get(equation.op)
+        rule = SCALE_RULES.get(equation.op)
         if rule is None or len(equation.outputs) != 1 or equation.bodies:
             return None
         return rule(self, equation, values)
@@ -100,15 +110,15 @@ def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
 
 def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> ScaleOnly | None:
     walk = ScaleOnlyWalk(np)
-    numbers: list[Value] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
+    numbers: list[ScaleValue] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
         outputs = walk.run(body, [*leaves_of(body, changed, read, zero), *numbers])
     scaled = tuple(k for k in range(changed) if k not in zero)
     if not all(isinstance(outputs[k], Zero) for k in zero):
         return None
-    if not all(isinstance(v := outputs[k], Scaled) and v.leaf == k and v.unit in (0, 1) for k in scaled):
+    if not all(isinstance(v := outputs[k], ScaledLeaf) and v.leaf == k and v.unit in (0, 1) for k in scaled):
         return None
-    near_one = tuple(isinstance(v := outputs[k], Scaled) and v.unit == 1 for k in scaled)
+    near_one = tuple(isinstance(v := outputs[k], ScaledLeaf) and v.unit == 1 for k in scaled)
     dtypes = tuple(body.inputs[k].dtype for k in scaled)
     return ScaleOnly(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
 
@@ -116,20 +126,22 @@ def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> 
 def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any) -> list[Any]:
     """A step's factors (less one where they are near it), in the order of `ScaleOnly.scaled`, and whether they hold."""
     walk = ScaleOnlyWalk(xp)
-    numbers: list[Value] = [Number(v) for v in values]
+    numbers: list[ScaleValue] = [Number(v) for v in values]
     outputs = walk.run(body, [*leaves_of(body, changed, read, scale_only.zero), *numbers])
     found = []
     for k, dtype, near_one in zip(scale_only.scaled, scale_only.dtypes, scale_only.near_one, strict=True):
         value = outputs[k]
-        assert isinstance(value, Scaled) and value.leaf == k and value.unit == near_one, "as it was when it was planned"
+        assert isinstance(value, ScaledLeaf) and value.leaf == k and value.unit == near_one, (
+            "as it was when it was planned"
+        )
         rest = xp.asarray(value.rest, dtype).reshape(())
         walk.assume(xp.isfinite(rest) & (rest > -1 if near_one else True))
         found.append(rest)
     return [*found, walk.holds()]
 
 
-def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[Value]:
+def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[ScaleValue]:
     """Leaves that are only read may hold anything: nobody looks whether they are finite."""
     types = [v.dtype for v in body.inputs[:changed]]
-    mine = [Zero() if k in zero else Scaled(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
+    mine = [Zero() if k in zero else ScaledLeaf(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
     return [*mine, *[None] * read]

@@ -20,7 +20,7 @@ class Zero:
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class ScaledLeaf:
     """A leaf times (unit + rest), the same for all elements."""
 
     leaf: int
@@ -47,7 +47,7 @@ class Sign:
     bounded: bool = False
 
 
-Value = Zero | Scaled | Number | Sign | None
+ScaleValue = Zero | ScaledLeaf | Number | Sign | None
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Granted:
             self.assume(self.xp.isfinite(number.value))
 
 
-Rule = Callable[[Granted, Equation, Sequence[Value]], Value]
+ScaleRule = Callable[[Granted, Equation, Sequence[ScaleValue]], ScaleValue]
 
 
 def is_scalar(number: Number) -> bool:
@@ -89,7 +89,7 @@ def scalar_of(walk: Granted, number: Number) -> Any:
     return walk.xp.asarray(number.value).reshape(())
 
 
-def _add(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _add(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if equation.op == "sub":
         b = _neg(walk, equation, [b])
@@ -101,19 +101,19 @@ def _add(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
         return b
     if isinstance(b, Zero):
         return a
-    if isinstance(a, Scaled) and isinstance(b, Scaled) and a.leaf == b.leaf:
-        return Scaled(a.leaf, a.unit + b.unit, a.rest + b.rest)
+    if isinstance(a, ScaledLeaf) and isinstance(b, ScaledLeaf) and a.leaf == b.leaf:
+        return ScaledLeaf(a.leaf, a.unit + b.unit, a.rest + b.rest)
     if isinstance(a, Sign) and isinstance(b, Sign):
         return Sign(a.positive or b.positive)
     return None
 
 
-def _plus_number(walk: Granted, value: Value, number: Number) -> Value:
+def _plus_number(walk: Granted, value: ScaleValue, number: Number) -> ScaleValue:
     if _is_positive(number):
-        if isinstance(value, Scaled):
+        if isinstance(value, ScaledLeaf):
             value = _root(walk, value)
         return Sign(positive=True) if isinstance(value, (Zero, Sign)) else None
-    if isinstance(value, (Zero, Scaled)):
+    if isinstance(value, (Zero, ScaledLeaf)):
         walk.assume(number.value == 0)
         return value
     if isinstance(value, Sign) and not number.literal:  # a divisor's epsilon, most likely
@@ -136,16 +136,16 @@ def _is_positive(number: Number) -> bool:
     return number.literal and bool(np.all(number.value >= _tiny(number)))
 
 
-def _neg(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _neg(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
-    if isinstance(a, Scaled):
-        return Scaled(a.leaf, -a.unit, -a.rest)
+    if isinstance(a, ScaledLeaf):
+        return ScaledLeaf(a.leaf, -a.unit, -a.rest)
     if isinstance(a, Number):
         return Number(-a.value, a.literal)
     return a if isinstance(a, Zero) else None
 
 
-def _mul(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _mul(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if isinstance(a, Number) and isinstance(b, Number):
         return Number(a.value * b.value, a.literal and b.literal)
@@ -157,8 +157,8 @@ def _mul(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
         if isinstance(a, Zero):
             walk.finite(b)
             return a
-        if isinstance(a, Scaled) and is_scalar(b):
-            return Scaled(a.leaf, 0, (a.unit + a.rest) * scalar_of(walk, b))
+        if isinstance(a, ScaledLeaf) and is_scalar(b):
+            return ScaledLeaf(a.leaf, 0, (a.unit + a.rest) * scalar_of(walk, b))
         if isinstance(a, Sign):
             walk.assume(b.value > 0)
             walk.finite(b)
@@ -169,7 +169,7 @@ def _mul(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     return None
 
 
-def _div(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _div(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if isinstance(b, Number):
         if not (b.literal and np.all(b.value != 0)):
@@ -179,8 +179,8 @@ def _div(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
         if isinstance(a, Zero):
             walk.assume(~walk.xp.isnan(b.value))
             return a
-        if isinstance(a, Scaled) and is_scalar(b):
-            return Scaled(a.leaf, 0, (a.unit + a.rest) / scalar_of(walk, b))
+        if isinstance(a, ScaledLeaf) and is_scalar(b):
+            return ScaledLeaf(a.leaf, 0, (a.unit + a.rest) / scalar_of(walk, b))
         if isinstance(a, Sign):
             walk.assume(b.value > 0)
             walk.finite(b)
@@ -190,14 +190,14 @@ def _div(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     return None
 
 
-def _square(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _square(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(a.value * a.value, a.literal)
-    return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, (Scaled, Sign)) else None
+    return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, (ScaledLeaf, Sign)) else None
 
 
-def _integer_pow(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _integer_pow(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,), y = values, equation.params["y"]
     if y == 1:
         return a
@@ -208,37 +208,37 @@ def _integer_pow(walk: Granted, equation: Equation, values: Sequence[Value]) -> 
     return a if isinstance(a, Zero) and y > 0 else None
 
 
-def _sqrt(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _sqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(walk.xp.sqrt(a.value), a.literal)
-    if isinstance(a, Scaled):
+    if isinstance(a, ScaledLeaf):
         return _root(walk, a)
     return Sign(a.positive) if isinstance(a, Sign) else a if isinstance(a, Zero) else None
 
 
-def _root(walk: Granted, scaled: Scaled) -> Sign:
+def _root(walk: Granted, scaled: ScaledLeaf) -> Sign:
     """A leaf that is to be nowhere negative, or its root."""
     walk.not_negative.add(scaled.leaf)
     walk.assume(scaled.unit + scaled.rest >= 0)
     return Sign(positive=False)
 
 
-def _rsqrt(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _rsqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(1 / walk.xp.sqrt(a.value), a.literal)
     return Sign(positive=False, bounded=True) if isinstance(a, Sign) and a.positive else None
 
 
-def _abs(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _abs(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(walk.xp.abs(a.value), a.literal)
-    return a if isinstance(a, (Zero, Sign)) else Sign(positive=False) if isinstance(a, Scaled) else None
+    return a if isinstance(a, (Zero, Sign)) else Sign(positive=False) if isinstance(a, ScaledLeaf) else None
 
 
-def _max(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _max(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if isinstance(a, Zero) and isinstance(b, Zero):
         return a
@@ -252,12 +252,12 @@ def _max(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
     return Sign(positive=False) if any(isinstance(v, (Sign, Zero)) for v in values) else None
 
 
-def _moved(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _moved(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     """The same elements in another shape; a leaf's must stay where they are."""
     a = values[0]
     if isinstance(a, Number):
         return _full(walk, equation, values) if is_scalar(a) else None
-    return a if not isinstance(a, Scaled) or keeps_order(equation) else None
+    return a if not isinstance(a, ScaledLeaf) or keeps_order(equation) else None
 
 
 def keeps_order(equation: Equation) -> bool:
@@ -267,7 +267,7 @@ def keeps_order(equation: Equation) -> bool:
     return old == new and equation.op != "transpose" and list(dims) == sorted(dims)
 
 
-def _convert(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _convert(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,), old, new = values, equation.inputs[0].dtype, equation.outputs[0].dtype
     if isinstance(a, Number) and not jax_compat.is_key(new):
         return Number(walk.xp.asarray(a.value).astype(new), a.literal)
@@ -277,12 +277,12 @@ def _convert(walk: Granted, equation: Equation, values: Sequence[Value]) -> Valu
     return a if widens else None
 
 
-def _sum(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _sum(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a = values[0]
     return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, Sign) else None
 
 
-def _select(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _select(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     which, *cases = values
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
@@ -295,7 +295,7 @@ def _select(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value
     return one_of(walk, scalar_of(walk, which), cases)
 
 
-def one_of(walk: Granted, index: Any, cases: Sequence[Value]) -> Value:
+def one_of(walk: Granted, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue:
     """One of several, which a number of the step chooses."""
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
@@ -303,12 +303,12 @@ def one_of(walk: Granted, index: Any, cases: Sequence[Value]) -> Value:
         return Sign(all(c.positive for c in cases if isinstance(c, Sign)))
     if all(isinstance(c, Number) for c in cases):
         return Number(_chosen(walk, index, [c.value for c in cases if isinstance(c, Number)]))
-    leaves = {c.leaf for c in cases if isinstance(c, Scaled)}
-    if len(leaves) != 1 or not all(isinstance(c, (Zero, Scaled)) for c in cases):
+    leaves = {c.leaf for c in cases if isinstance(c, ScaledLeaf)}
+    if len(leaves) != 1 or not all(isinstance(c, (Zero, ScaledLeaf)) for c in cases):
         return None
-    scaled = [c if isinstance(c, Scaled) else Scaled(min(leaves), 0, 0.0) for c in cases]
+    scaled = [c if isinstance(c, ScaledLeaf) else ScaledLeaf(min(leaves), 0, 0.0) for c in cases]
     unit = min(c.unit for c in scaled)
-    return Scaled(scaled[0].leaf, unit, _chosen(walk, index, [c.rest + (c.unit - unit) for c in scaled]))
+    return ScaledLeaf(scaled[0].leaf, unit, _chosen(walk, index, [c.rest + (c.unit - unit) for c in scaled]))
 
 
 def _chosen(walk: Granted, index: Any, numbers: Sequence[Any]) -> Any:
@@ -318,13 +318,13 @@ def _chosen(walk: Granted, index: Any, numbers: Sequence[Any]) -> Any:
     return found
 
 
-def _full(walk: Granted, equation: Equation, values: Sequence[Value]) -> Value:
+def _full(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     zero = isinstance(a, Number) and a.literal and not np.any(a.value) and equation.outputs[0].shape != ()
     return Zero() if zero else a
 
 
-RULES: Mapping[str, Rule] = {
+SCALE_RULES: Mapping[str, ScaleRule] = {
     **dict.fromkeys(
         those_that(lambda p: p.elementwise and p.keeps_zero),
         lambda walk, e, values: values[0] if isinstance(values[0], Zero) else None,

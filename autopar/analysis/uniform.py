@@ -9,11 +9,11 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 
-from autopar.analysis.batch_rules import SUMMED, place
+from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
-from autopar.ir.reductions import PRIMITIVES
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 #: Of one operand, constant along what is constant in it.
 _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice", "split", "unstack"})
@@ -78,12 +78,12 @@ def _axes(equation: Equation, given: Sequence[int]) -> int:
         return _placed(equation, given, 0) | _placed(equation, given, 1)
     if op == "reshape" and given[0] == _all(equation.inputs[0]):
         return _all(out)
-    return _placed(equation, given, 0) if op in _SHAPED or op in PRIMITIVES else 0
+    return _placed(equation, given, 0) if op in _SHAPED or op in REDUCTION_PRIMITIVES else 0
 
 
 def _placed(equation: Equation, given: Sequence[int], k: int) -> int:
     """Where an operand's axes go that keep their size."""
     operand, out = equation.inputs[k], equation.outputs[0]
     axes = [axis for axis in range(len(operand.shape)) if given[k] >> axis & 1]
-    places = [(place(equation, k, axis), operand.shape[axis]) for axis in axes]
+    places = [(place_axes(equation, k, axis), operand.shape[axis]) for axis in axes]
     return union(1 << at for at, size in places if at is not None and at != SUMMED and out.shape[at] == size)

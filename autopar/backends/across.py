@@ -27,13 +27,13 @@ def is_global(value: Any) -> bool:
     return isinstance(value, jax.Array) and not jax_compat.is_tracer(value) and not value.is_fully_addressable
 
 
-def place(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
+def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
     """`jax.device_put` to where a process may have some of the devices only. `own`: the result shares no memory with a
     plain value."""
     if sharding.is_fully_addressable or is_global(value):
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
-        data = place(jax.random.key_data(value), sharding, own=own)
+        data = place_array(jax.random.key_data(value), sharding, own=own)
         return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(value)), sharding)
     host = np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.backends.across import place
+from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.batches.agreed import agreed
@@ -266,15 +266,15 @@ class Batches(Iterator[Any]):
         weights = np.concatenate([np.arange(each) < real for real in part.reals]).astype(np.float32)
         whole = {**batch, mask: weights}
         axis = jax.tree.unflatten(jax.tree.structure(whole), axes_of(whole, self._options.batch_axis))[mask]
-        return {**batch, mask: place(weights, devices.sharding(None if part.total % devices.count else axis))}
+        return {**batch, mask: place_array(weights, devices.sharding(None if part.total % devices.count else axis))}
 
 
 def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array:
     if axis is None or leaf.shape[axis] != part.size:
-        return place(leaf, devices.sharding(None))
+        return place_array(leaf, devices.sharding(None))
     sharding = devices.sharding(None if part.total % devices.count else axis)
     if part.held.runs == ((0, part.total),):
-        return place(leaf, sharding)
+        return place_array(leaf, sharding)
     shape = (*leaf.shape[:axis], part.total, *leaf.shape[axis + 1 :])
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
 

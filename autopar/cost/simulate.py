@@ -93,7 +93,7 @@ class StepTime:
         return max(parts, key=lambda part: parts[part])
 
 
-def simulate(
+def simulate_step(
     work: Workload,
     cluster: ClusterSpec,
     *,
@@ -143,7 +143,7 @@ def simulate(
 def scaling(work: Workload, cluster: ClusterSpec, counts: Iterable[int], **options: object) -> list[StepTime]:
     """The same for several numbers of the cluster's devices: machines are filled one after the other."""
     shapes = ((math.ceil(n / cluster.devices), min(n, cluster.devices)) for n in counts)
-    return [simulate(work, cluster.of(*shape), **options) for shape in shapes]  # type: ignore[arg-type]
+    return [simulate_step(work, cluster.of(*shape), **options) for shape in shapes]  # type: ignore[arg-type]
 
 
 def crossovers(times: Sequence[StepTime]) -> list[str]:

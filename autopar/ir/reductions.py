@@ -90,7 +90,7 @@ REDUCERS: Mapping[str, Reducer] = {
 }
 
 #: JAX's primitive -> the reduction's name.
-PRIMITIVES: Mapping[str, str] = {f"reduce_{name}": name for name in REDUCERS}
+REDUCTION_PRIMITIVES: Mapping[str, str] = {f"reduce_{name}": name for name in REDUCERS}
 
 
 def neutral(name: str, dtype: Any) -> np.ndarray:

@@ -76,7 +76,7 @@ def _run(
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(atom: Any) -> Atom:
-        if isinstance(atom, jax_compat.Literal):
+        if isinstance(atom, jax_compat.JaxLiteral):
             return Literal(atom.val, type_of(atom.aval))
         return env[atom]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.launch.progress import Kind, describe
+from autopar.launch.progress import MarkKind, describe_mark
 
 #: For this long a rank waits in a later step for one that has left before that is a fault.
 LATE_S = 1.0
@@ -19,7 +19,7 @@ LATE_S = 1.0
 #: The same where all that are left wait in the step in which it left: its last messages may be on their way.
 LAST_S = 10.0
 
-REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks more time; None (off) any"
+FAULT_REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks more time; None (off) any"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Seen:
     name: str
     step: int
     what: str
-    kind: Kind
+    kind: MarkKind
     age_s: float
     silent_s: float
     allowance_s: float | None
@@ -55,7 +55,7 @@ class Seen:
 
     @property
     def where(self) -> str:
-        return describe(self.step, self.what)
+        return describe_mark(self.step, self.what)
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _left(left: Sequence[Seen], waiting: Sequence[Seen]) -> Verdict:
 
 
 def _verdict(culprits: Sequence[Seen], told: Sequence[str]) -> Verdict:
-    return Verdict(tuple(r.rank for r in culprits), " ".join([*told, f"All ranks end ({REMEDY})."]))
+    return Verdict(tuple(r.rank for r in culprits), " ".join([*told, f"All ranks end ({FAULT_REMEDY})."]))
 
 
 def _code(r: Seen) -> str:

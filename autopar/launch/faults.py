@@ -38,7 +38,7 @@ INTERRUPTED = 130
 
 def abort(world: World, message: str, code: int = 1) -> NoReturn:
     """Print a message (`report`) and end all ranks, with this exit code of the job. Doesn't return."""
-    report(message)
+    report_fault(message)
     PROGRESS.flag(REPORTED)
     time.sleep(SPEAKING_S)
     try:
@@ -51,7 +51,7 @@ def abort(world: World, message: str, code: int = 1) -> NoReturn:
     raise AssertionError("a process survived its own SIGKILL")
 
 
-def report(message: str) -> None:
+def report_fault(message: str) -> None:
     """Print a message of autopar's in one piece, after all that was printed before."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):

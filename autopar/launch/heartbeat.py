@@ -25,7 +25,7 @@ import numpy as np
 
 from autopar.errors import ArgumentsError
 from autopar.launch.failure_detector import Seen, detect
-from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report
+from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report_fault
 from autopar.launch.progress import KINDS, PROGRESS, TEXT_BYTES
 from autopar.mpi.messages import as_bytes
 from autopar.mpi.world import World
@@ -198,7 +198,7 @@ class Heartbeat:
         if self._detected_s is None:
             self._detected_s = now_s
             if rank in verdict.culprits and not self._left:
-                report(f"{self._names[rank]} is at\n{_main_stack()}")
+                report_fault(f"{self._names[rank]} is at\n{_main_stack()}")
         others = [r for r in range(self._world.size) if r not in verdict.culprits]
         order = [*others, *verdict.culprits]
         if now_s - self._detected_s >= self._beat_s() + 0.5 + 2 * order.index(rank):

@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 #: What a process does: it computes (or runs the user's code), it waits for other ranks, or it compiles a program,
 #: for which no time can be foreseen.
-Kind = Literal["computes", "waits", "compiles"]
-KINDS: tuple[Kind, ...] = ("computes", "waits", "compiles")
+MarkKind = Literal["computes", "waits", "compiles"]
+KINDS: tuple[MarkKind, ...] = ("computes", "waits", "compiles")
 
 #: The number of the file descriptor of the page that is shared with the supervisor.
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
@@ -48,14 +48,14 @@ class Mark:
 
     step: int
     what: str
-    kind: Kind
+    kind: MarkKind
     time_s: float
 
     def __str__(self) -> str:
-        return describe(self.step, self.what)
+        return describe_mark(self.step, self.what)
 
 
-def describe(step: int, what: str) -> str:
+def describe_mark(step: int, what: str) -> str:
     """Where a rank is, in words: "in step 17 (row exchange)", "before the first step"."""
     return f"in step {step} ({what})" if step >= 0 else what
 
@@ -67,14 +67,14 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int, str, Kind, float] = (-1, "before the first step", "computes", time.monotonic())
+        self._last: tuple[int, str, MarkKind, float] = (-1, "before the first step", "computes", time.monotonic())
         self._page: mmap.mmap | None = None
         self._flags = 0
         self._result: Callable[[], Any] | None = None
         #: Whether there is a watchdog, which asks what is `seen`.
         self.watched = False
 
-    def mark(self, step: int, what: str, kind: Kind = "computes") -> None:
+    def mark(self, step: int, what: str, kind: MarkKind = "computes") -> None:
         """Say where this process is.
 
         Args:
@@ -90,7 +90,7 @@ class Progress:
             self._page[PAGE.size : PAGE.size + len(text)] = text
 
     @contextlib.contextmanager
-    def during(self, what: str, kind: Kind = "computes") -> Iterator[None]:
+    def during(self, what: str, kind: MarkKind = "computes") -> Iterator[None]:
         """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`.
 
         At its end that of before is made again; not after an exception, which is told where it was raised.

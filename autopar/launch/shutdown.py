@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-from autopar.launch.faults import INTERRUPTED, abort, exit_code, name_rank, report
+from autopar.launch.faults import INTERRUPTED, abort, exit_code, name_rank, report_fault
 from autopar.launch.heartbeat import Heartbeat
 from autopar.launch.progress import LEFT, PROGRESS
 from autopar.mpi.world import World
@@ -115,7 +115,7 @@ def _await_others(world: World, heartbeat: Heartbeat, code: int | None) -> None:
             abort(world, message, code)
         if not noticed and waited_s > NOTICE_S and others:
             noticed = True
-            report(
+            report_fault(
                 f"{name_rank(world.rank)} has come to its end, last {PROGRESS.last}; it waits for those that go on: "
                 f"rank {others}."
             )

@@ -17,7 +17,7 @@ import jax
 from autopar import jax_compat
 from autopar.errors import LaunchError
 from autopar.launch.coordinator import choose_coordinator
-from autopar.launch.faults import Hooks, report
+from autopar.launch.faults import Hooks, report_fault
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
 from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.launch.sameness import check_same
@@ -58,7 +58,7 @@ def start() -> None:
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:  # the user, or an old library, may have started it otherwise
         heartbeat.start()
     elif here.rank == 0:
-        report("warning: MPI was started for calls from one thread only, so there is no watchdog")
+        report_fault("warning: MPI was started for calls from one thread only, so there is no watchdog")
 
 
 def watchdog(seconds: float | None) -> None:
@@ -138,7 +138,7 @@ def _check_host_name(here: World, coordinator: str) -> None:
     except OSError as error:
         found = str(error)
     if found.startswith("127.") or not found[:1].isdigit():
-        report(
+        report_fault(
             f"warning: the name of the host of rank {here.rank}, {name}, leads to {found}, where other hosts can't "
             "reach it. JAX's collectives on CPUs need it: give its network address in its /etc/hosts"
         )

@@ -25,7 +25,7 @@ from autopar.passes.choosing.capacity import device_ids
 from autopar.tables.kinds import materialize
 
 
-def measure_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
+def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
     """alpha of one family: of all devices together (the union), and of one. `leaves`: as of `example_ids`."""
     ids: RowIds = program.ids[space.family]
     found = example_ids(program, ids, leaves)
@@ -55,10 +55,10 @@ def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> Growt
     if len(requested) < 2:
         return None
     sizes = sorted({*(1 << k for k in range(len(requested).bit_length())), len(requested)})
-    return fit_growth(extent, ids, [(n, together(requested, n)) for n in sizes])
+    return fit_growth(extent, ids, [(n, rows_together(requested, n)) for n in sizes])
 
 
-def together(requested: Sequence[np.ndarray], n: int) -> float:
+def rows_together(requested: Sequence[np.ndarray], n: int) -> float:
     """Rows that n of the workers touch together, on average over groups of neighbours."""
     groups = [requested[k : k + n] for k in range(0, len(requested) - n + 1, n)]
     return float(np.mean([np.unique(np.concatenate(group)).size for group in groups]))

@@ -65,11 +65,11 @@ def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
             shown = devices.processes.rank == 0
             # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
             with measuring(what, why, PARTS, str(file), shown=shown) as advance, ThreadPoolExecutor(1) as thread:
-                measured = thread.submit(calibrate, devices, plan, advance).result()
+                measured = thread.submit(calibrate_rates, devices, plan, advance).result()
             found = _first_rates(devices, measured)
             assert found is not None, "the first process has measured, too"
             if devices.processes.rank == 0:
-                write_file(file, json.dumps(found.as_dict()))
+                write_cache(file, json.dumps(found.as_dict()))
         _known[devices] = found
     return _known[devices]
 
@@ -105,7 +105,7 @@ def cache_file(devices: Devices, name: str = "rates-{}.json") -> Path:
     return Path(home) / "autopar" / name.format(key)
 
 
-def write_file(file: Path, text: str) -> None:
+def write_cache(file: Path, text: str) -> None:
     """All or nothing; where nothing can be written, the next process measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True)
             yield lambda part: bar.update(task, advance=1, description=part)
 
 
-def calibrate(devices: Devices, plan: StepPlanner, advance: Advance = lambda part: None) -> Rates:
+def calibrate_rates(devices: Devices, plan: StepPlanner, advance: Advance = lambda part: None) -> Rates:
     """Measure now; arguments as for `rates_of`. `advance` is told what is measured next, `PARTS` times."""
     count = devices.count
 

@@ -18,7 +18,7 @@ from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
-from autopar.measure.calibrate import cache_file, measuring, write_file
+from autopar.measure.calibrate import cache_file, measuring, write_cache
 from autopar.measure.links import measure_links, measure_ranks
 from autopar.measure.loops import of_first, product_seconds, walk_seconds
 from autopar.measure.machine import memory_of
@@ -174,7 +174,7 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
         measured |= measure_ranks(world())
     cluster = _of_first(devices, _with_links(cluster, measured))
     if devices.processes.rank == 0:
-        write_file(file, format_toml(cluster.as_dict()))
+        write_cache(file, format_toml(cluster.as_dict()))
     return cluster
 
 
@@ -185,7 +185,7 @@ def require_cluster(given: Any) -> ClusterSpec:
     return given
 
 
-def arrange(machines: Sequence[str]) -> list[list[int]]:
+def arrange_machines(machines: Sequence[str]) -> list[list[int]]:
     """Numbers of the devices of each machine, machines in the order of their first ones; an ArgumentsError if they have
     different numbers of devices. `machines`: by device."""
     groups: dict[str, list[int]] = {}
@@ -208,7 +208,7 @@ def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
     names = devices.processes.gather(machine_name().encode(), "machines of the devices")
     by_process = dict(zip(devices.processes.members, names, strict=True))
     flat = list(devices.mesh.devices.flat)
-    groups = arrange([by_process[d.process_index].decode() for d in flat])
+    groups = arrange_machines([by_process[d.process_index].decode() for d in flat])
     line = np.array([flat[k] for group in groups for k in group])
     return Devices(Mesh(line, ("data",), axis_types=(AxisType.Auto,)), "data"), len(groups)
 
@@ -229,7 +229,7 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
         source=f"memory: {whence}; flops_s (float32) and memory_bytes_s: measured here, with all devices at work",
     )
     inside, between = assumed_links(first.platform, first.device_kind)
-    there = alike(first.platform, first.device_kind)
+    there = are_alike(first.platform, first.device_kind)
     bytes_s, to_host = there.host_bytes_s, _assumed(there.to_host)
     source = f"host_bytes: asked for; host_bytes_s: assumed, as in {there.name}"
     if is_cpu:
@@ -242,10 +242,10 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
     """Inside and between, where nothing was measured: those of known devices, else a copy in memory or PCIe; Ethernet.
     `platform` and `kind`: of the devices, as JAX calls them."""
-    return _assumed(alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
+    return _assumed(are_alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
 
 
-def alike(platform: str, kind: str) -> Cluster:
+def are_alike(platform: str, kind: str) -> Cluster:
     """The known cluster of such devices, else one of CPUs, or of GPUs on PCIe."""
     known = (c for c in NAMED.values() if c.device.name.removesuffix(" SXM") in kind and "PCIe" not in kind)
     return next(known, NAMED["hosts-10gbe" if platform == "cpu" else "parallax-8x6"])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import place
+from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 
 Array = Any
@@ -87,7 +87,7 @@ def loop_seconds(
 
     given = (None, 0, *(0 for _ in constant))
     run = jax.jit(lambda turns, x, *constant: devices.local(looped, given, 0, turns, x, *constant))
-    operands = [place(x, devices.sharding(0)) for x in (start, *constant)]
+    operands = [place_array(x, devices.sharding(0)) for x in (start, *constant)]
 
     def seconds(turns: int) -> float:
         begin = time.perf_counter()

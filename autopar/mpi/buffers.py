@@ -77,23 +77,23 @@ def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> n
     """
     dtype = np.dtype(dtype)
     wanted = math.prod(shape) * dtype.itemsize
-    require_memory(wanted, path, f"{shape} of {dtype}")
+    require_pages(wanted, path, f"{shape} of {dtype}")
     try:
         table = aligned(shape, dtype)
     except MemoryError:
-        raise refusal(path, f"{shape} of {dtype}", wanted, available_bytes()) from None
+        raise memory_refusal(path, f"{shape} of {dtype}", wanted, available_bytes()) from None
     table.reshape(-1).view(np.uint8).fill(0)
     return table
 
 
-def require_memory(wanted: int, path: str, what: str) -> None:
+def require_pages(wanted: int, path: str, what: str) -> None:
     """Raises `HostMemoryError` where `wanted` bytes aren't to be had on this machine now."""
     available = available_bytes() - RESERVE
     if wanted > _PAGE and wanted > available:
-        raise refusal(path, what, wanted, max(available, 0))
+        raise memory_refusal(path, what, wanted, max(available, 0))
 
 
-def refusal(path: str, what: str, wanted: int, available: int, where: str = "here") -> HostMemoryError:
+def memory_refusal(path: str, what: str, wanted: int, available: int, where: str = "here") -> HostMemoryError:
     return HostMemoryError(
         f"{path}: {what} takes {wanted / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are available "
         f"{where} ({RESERVE / 1e9:.2f} GB left to everything else). Spread the table over more machines (ranks on one "

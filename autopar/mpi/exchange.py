@@ -29,7 +29,7 @@ from autopar.errors import ArgumentsError
 from autopar.mpi.buffers import Buffers, aligned
 from autopar.mpi.messages import LIMIT, swap
 from autopar.mpi.packing import pack, packing, unpack
-from autopar.mpi.rows import as_lines, copied, first_of, number_dtype, require_rows, take_lines, union
+from autopar.mpi.rows import as_lines, copied_rows, first_of, number_dtype, require_rows, take_lines, union_rows
 from autopar.mpi.waiting import Waiting, choose_waiting
 
 #: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
@@ -123,7 +123,7 @@ class Exchange:
         bounds = self._bounds(places, shard_rows)
         wanted = self._swap_ids(places, bounds, shard_rows, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes
-        rows, sources = union(wanted)
+        rows, sources = union_rows(wanted)
         return Requested(rows, bounds, sources)
 
     def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -139,7 +139,7 @@ class Exchange:
         require_rows(rows, len(requested.rows), "rows")
         n = requested.size
         if self.size == 1:
-            return rows if out is None else copied(rows, out)
+            return rows if out is None else copied_rows(rows, out)
         result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else first_of(out, n, rows)
         source, target = as_lines(rows), as_lines(result)
         slices, total = self._in_one_buffer(requested.sources)
@@ -170,7 +170,7 @@ class Exchange:
         require_rows(sums, requested.size, "sums")
         u = len(requested.rows)
         if self.size == 1:
-            return sums if out is None else copied(sums, out)
+            return sums if out is None else copied_rows(sums, out)
         result = aligned((u, *sums.shape[1:]), sums.dtype) if out is None else first_of(out, u, sums)
         sums = np.ascontiguousarray(sums)
         lines = as_lines(sums)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from autopar.mpi.buffers import RESERVE, refusal
+from autopar.mpi.buffers import RESERVE, memory_refusal
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import memory_levels
 
@@ -43,4 +43,4 @@ def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...
             what = "it"
             if len(sums) > 1:
                 what = f"with {len(sums) - 1} more (it alone {sums[largest] / 1e9:.2f} GB)"
-            raise refusal(largest, what, total, max(available, 0), where)
+            raise memory_refusal(largest, what, total, max(available, 0), where)

@@ -16,7 +16,7 @@ def number_dtype(count: int) -> np.dtype:
     return np.dtype(np.int32 if count <= _INT32_MAX else np.int64)
 
 
-def distinct(values: np.ndarray) -> np.ndarray:
+def distinct_rows(values: np.ndarray) -> np.ndarray:
     """Sorted, each once; sorts `values` in place."""
     values.sort()
     new = np.empty(values.size, bool)
@@ -25,9 +25,9 @@ def distinct(values: np.ndarray) -> np.ndarray:
     return values[new]
 
 
-def union(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+def union_rows(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
     """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
-    rows = distinct(np.concatenate(wanted))
+    rows = distinct_rows(np.concatenate(wanted))
     return rows, tuple(rows.searchsorted(part) for part in wanted)
 
 
@@ -52,7 +52,7 @@ def first_of(out: np.ndarray, count: int, like: np.ndarray) -> np.ndarray:
     return out[:count]
 
 
-def copied(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+def copied_rows(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
     result = first_of(out, len(rows), rows)
     result[...] = rows
     return result

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.analysis.batch_rules import SUMMED, place
+from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
@@ -197,7 +197,7 @@ def _moved(equation: Equation, k: int, axis: int) -> int | None:
         return None
     if op == "gather" and axis in equation.params["dimension_numbers"].operand_batching_dims:
         return None
-    to = place(equation, k, axis)
+    to = place_axes(equation, k, axis)
     if to is None or to == SUMMED or equation.outputs[0].shape[to] != operand.shape[axis]:
         return None
     return to

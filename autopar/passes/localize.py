@@ -32,7 +32,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localizing.local_forms import Forms, Shared, joined
-from autopar.passes.localizing.local_rows import ROW_OPS
+from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
 
 
 def localize(program: Program, plan: BoundPlan, *, examples: bool = True) -> tuple[Program, str]:
@@ -104,8 +104,8 @@ class Localizer(Forms):
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
         states = [self.state(a) for a in equation.inputs]
-        if equation.op in ROW_OPS:
-            ROW_OPS[equation.op](self, equation)
+        if equation.op in LOCAL_ROW_OPS:
+            LOCAL_ROW_OPS[equation.op](self, equation)
         elif not any(states) and not _has_rows(equation):
             self.copy(equation)
         elif equation.effects:
@@ -341,4 +341,4 @@ class Localizer(Forms):
 
 def _has_rows(equation: Equation) -> bool:
     """Whether there are row-space operations in a loop or branch: what they make may be an owner's."""
-    return any(e.op in ROW_OPS for body in equation.bodies for e in body.walk())
+    return any(e.op in LOCAL_ROW_OPS for body in equation.bodies for e in body.walk())

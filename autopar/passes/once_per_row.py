@@ -120,7 +120,7 @@ class _Rewrite(EntrySums):
             return True
         if not forms or len(equation.outputs) != 1 or equation.effects or equation.bodies:
             return False
-        if equation.op in row_places.ELEMENTWISE:
+        if equation.op in row_places.PLACED_ELEMENTWISE:
             return self._elementwise(equation, next(iter(forms.values())))
         if equation.op == "dot_general":
             return any(self._product(equation, k, f) or self._contracted(equation, k, f) for k, f in forms.items())
@@ -196,7 +196,7 @@ class _Rewrite(EntrySums):
     def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:
         """By which ids, and where, the sums of a value over some axes lead back through a product."""
         for ids in self.every.values():
-            for place in row_places.places_of(ids.lookups, atom.shape):
+            for place in row_places.lookup_places(ids.lookups, atom.shape):
                 form = Form(ids, place, atom)
                 if place.within(axes) and self.has_product(form):
                     return form

@@ -22,7 +22,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.reducing.table_body import REMEDY, Body, RowSource, TableRows, Tables, refusal
+from autopar.passes.reducing.table_body import READ_REMEDY, Body, RowSource, TableRows, Tables, read_refusal
 
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
@@ -83,8 +83,8 @@ class _Walk(Tables):
             source = self.sources.get(atom)
             what = self._reads_whole(atom, output)
             if what:
-                remedy = REMEDY if output.state is None else ""
-                refused.append(refusal(self.rows[atom], what, nearest_line(block, atom), remedy))
+                remedy = READ_REMEDY if output.state is None else ""
+                refused.append(read_refusal(self.rows[atom], what, nearest_line(block, atom), remedy))
             found.append(atom if source is None else source.atoms[0])
         if refused:
             first = refused[0]
@@ -128,7 +128,7 @@ class _Walk(Tables):
         for atom in equation.inputs:
             source = self.sources.get(atom)
             if atom in self.rows and (source is None or source.leaf is None):
-                raise refusal(self.rows[atom], "its update needs them", equation)
+                raise read_refusal(self.rows[atom], "its update needs them", equation)
         self.append(equation)
 
     def _watch(self, equation: Equation) -> None:
@@ -211,26 +211,26 @@ class _Walk(Tables):
         some = next(iter(found.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:
             where = "in a loop or branch" if equation.bodies else f"by {plain_name(equation.op)}"
-            remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else REMEDY
-            raise refusal(some, where, equation, remedy)
+            remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else READ_REMEDY
+            raise read_refusal(some, where, equation, remedy)
         if len({r.layout for r in found.values()}) > 1:
-            raise refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
+            raise read_refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
         spread = {k: rows.axis for k, rows in found.items()}
         try:
             placed = place_spread(equation, spread, 1)
         except NotLocal:
-            raise refusal(some, f"by {plain_name(equation.op)}", equation) from None
+            raise read_refusal(some, f"by {plain_name(equation.op)}", equation) from None
         by_rows = {**placed.needed, **spread}
         if placed.axis != SUMMED:
             rows = some.at(placed.axis, equation.outputs[0].shape[placed.axis])
             if rows is None:
-                raise refusal(some, f"{equation.op} lets them run into each other", equation)
+                raise read_refusal(some, f"{equation.op} lets them run into each other", equation)
             self.rows.update(dict.fromkeys(equation.outputs, rows))
             self.waiting[equation] = by_rows
         elif equation.op in REDUCES:
             self._reduce(equation, by_rows, some)
         else:
-            raise refusal(some, f"by {plain_name(equation.op)}", equation)
+            raise read_refusal(some, f"by {plain_name(equation.op)}", equation)
 
     # --- reductions ---
 
@@ -254,4 +254,4 @@ class _Walk(Tables):
             if source.is_old and source.leaf in self.written:
                 what = f"{equation.op} needs them as they were before the update, and the update as well"
                 remedy = "Tables are updated in place: reduce the old and the new one by themselves, or the gradient"
-                raise refusal(self.rows[source.atoms[0]], what, equation, remedy)
+                raise read_refusal(self.rows[source.atoms[0]], what, equation, remedy)

@@ -17,7 +17,7 @@ from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.figures import Growth
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
-from autopar.measure.alpha import growth_of, id_reader, together
+from autopar.measure.alpha import growth_of, id_reader, rows_together
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.elsewhere import on_devices
 from autopar.run.entry import Entry
@@ -159,8 +159,8 @@ class _Measured:
         growth = growth_of(self.requested, self.extent, float(np.mean(self.ids)))
         assert growth is not None, "there are two workers at least"
         count = len(self.requested)
-        machine = together(self.requested, per_machine) if per_machine <= count else growth.rows(per_machine)
-        rows = (together(self.requested, 1), machine, together(self.requested, count))
+        machine = rows_together(self.requested, per_machine) if per_machine <= count else growth.rows(per_machine)
+        rows = (rows_together(self.requested, 1), machine, rows_together(self.requested, count))
         return TableAlpha(self.path, growth, count, per_machine, *rows)
 
 

@@ -123,10 +123,10 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
         )
     untimed = dataclasses.replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
-    return compare(made, read_collectives(runner.lower().compile().as_text()))
+    return compare_collectives(made, read_collectives(runner.lower().compile().as_text()))
 
 
-def compare(plan: Plan, found: Sequence[Collective]) -> Check:
+def compare_collectives(plan: Plan, found: Sequence[Collective]) -> Check:
     """A plan and the collectives of a program that was compiled by it."""
     if plan.devices == 1:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in found]

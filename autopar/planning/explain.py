@@ -26,7 +26,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.examples import example_axes
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.rowspace import RowSpace
-from autopar.measure.alpha import Alpha, measure_alpha
+from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.elsewhere import elsewhere
@@ -335,7 +335,7 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
     size = nbytes + sum(program.block.inputs[leaf].type.nbytes for leaf in slots)
     is_read = program.inputs[k].role == "table"
     dense = size if is_read else touched_bytes(table_bytes=nbytes, family_bytes=size)
-    alpha = measure_alpha(program, space, leaves, devices) if space.accesses else None
+    alpha = batch_alpha(program, space, leaves, devices) if space.accesses else None
     action, planned, deferred = "all rows", dense, ""
     if table.lifted:
         action = "touched rows, lazy" if bound.plan.sparse == "lazy" else "touched rows"

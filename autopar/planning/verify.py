@@ -97,7 +97,7 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         raise ArgumentsError("verify runs the step: give it arrays, not shapes (jax.ShapeDtypeStruct)")
     entry = pure.entry(*arrays, **named)
     _check_pure(pure, entry, arrays, named)
-    found = compare(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
+    found = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
     if not found.ok:
         wrong = "\n".join(str(leaf) for leaf in found.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")
@@ -131,7 +131,7 @@ def _text(block: Block) -> list[str]:
     return [*format_block(block), *literals]
 
 
-def compare(
+def compare_runs(
     entry: Entry,
     batches: Sequence[Sequence[Any]],
     *,

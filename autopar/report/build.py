@@ -16,7 +16,7 @@ from autopar.planning.simulate import Simulation, simulate
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
-    Row,
+    TableRow,
     Timing,
     crossing_rows,
     largest,
@@ -42,7 +42,7 @@ class _Parts:
     def __init__(self) -> None:
         self.figures: dict[str, Figure] = {}
         self.captions: dict[str, str] = {}
-        self.tables: dict[str, Sequence[Row]] = {}
+        self.tables: dict[str, Sequence[TableRow]] = {}
         self.notes: list[str] = []
 
     def draw(self, name: str, caption: str, figure: Figure) -> None:

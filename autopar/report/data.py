@@ -14,7 +14,7 @@ from autopar.planning.simulate import Simulation
 from autopar.report.curves import Curves, local_alpha, own_bytes
 
 #: A row of a table: column -> value.
-Row = Mapping[str, str | int | float]
+TableRow = Mapping[str, str | int | float]
 #: What was measured: label -> (predicted, measured), or (label, predicted, measured); in seconds.
 Measured = Mapping[str, tuple[float, float]] | Iterable[tuple[str, float, float]]
 #: How far a prediction may be off to be counted as near.
@@ -71,9 +71,9 @@ def table_bytes(table: TablePlan) -> int:
     return 0 if table.sizes is None else table.sizes.extent * table.sizes.row_bytes
 
 
-def parameter_rows(plan: Plan) -> list[Row]:
+def parameter_rows(plan: Plan) -> list[TableRow]:
     """The state, by parameter."""
-    rows: list[Row] = [
+    rows: list[TableRow] = [
         {
             "parameter": t.path,
             "kind": "table",
@@ -102,9 +102,9 @@ def parameter_rows(plan: Plan) -> list[Row]:
     return rows
 
 
-def method_rows(plan: Plan) -> list[Row]:
+def method_rows(plan: Plan) -> list[TableRow]:
     """What each method would send and take in a step of the plan, by table."""
-    rows: list[Row] = []
+    rows: list[TableRow] = []
     for table in plan.families:
         if table.sizes is None:
             continue
@@ -124,7 +124,7 @@ def method_rows(plan: Plan) -> list[Row]:
     return rows
 
 
-def crossing_rows(curves: Mapping[str, Curves]) -> list[Row]:
+def crossing_rows(curves: Mapping[str, Curves]) -> list[TableRow]:
     """Where another method sends the least; `curves` by what they are drawn against."""
     return [
         {"table": c.path, "against": axis, "from": x.x, "least is sent by": x.new, "before": x.old, "bytes": x.sent}
@@ -133,7 +133,7 @@ def crossing_rows(curves: Mapping[str, Curves]) -> list[Row]:
     ]
 
 
-def part_rows(plan: Plan) -> list[Row]:
+def part_rows(plan: Plan) -> list[TableRow]:
     """All that a step does, by part, as predicted."""
     return [
         {"part": part, "what": t.name, "predicted ms": 1e3 * t.seconds, "bytes a device sends": t.sent}
@@ -142,7 +142,7 @@ def part_rows(plan: Plan) -> list[Row]:
     ]
 
 
-def scaling_rows(found: Simulation) -> list[Row]:
+def scaling_rows(found: Simulation) -> list[TableRow]:
     """Steps by number of devices."""
     return [
         {
@@ -156,7 +156,7 @@ def scaling_rows(found: Simulation) -> list[Row]:
     ]
 
 
-def timing_rows(found: Sequence[Timing]) -> list[Row]:
+def timing_rows(found: Sequence[Timing]) -> list[TableRow]:
     """Predicted and measured times."""
     return [
         {

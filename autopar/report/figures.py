@@ -19,7 +19,7 @@ from autopar.report.style import (
     GREY,
     HEIGHT,
     INK,
-    METHODS,
+    METHOD_STYLES,
     ORANGE,
     PALE,
     PURPLE,
@@ -54,9 +54,9 @@ def bytes_figure(curves: Curves, axis: str) -> Figure:
     log_axes(axes, "share" if axis == "alpha" else "count", "bytes", most=4)
     _mark_crossings(axes, curves, format_share if axis == "alpha" else format_count)
     if curves.own_sent:
-        axes.plot(curves.own, curves.own_sent, "o", color=METHODS[curves.method][0], markersize=5, zorder=5)
+        axes.plot(curves.own, curves.own_sent, "o", color=METHOD_STYLES[curves.method][0], markersize=5, zorder=5)
         _note(axes, "this plan", curves.own, curves.own_sent, bold=True)
-    label_ends(axes, [(sent[-1], method, METHODS[method][0]) for method, sent in curves.sent.items() if sent[-1]])
+    label_ends(axes, [(sent[-1], method, METHOD_STYLES[method][0]) for method, sent in curves.sent.items() if sent[-1]])
     x = "rows that a device touches (alpha)" if axis == "alpha" else "devices (N)"
     name_axes(axes, x, _SENT, title=curves.path)
     return fit_size(figure)
@@ -82,7 +82,7 @@ def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Figur
     for axes, (method, told) in zip(panels, theirs.items(), strict=True):
         log_axes(axes, "count", "bytes", most=3)
         at = 2 * len(ours.x) // 3
-        pair = {"sent": (ours.sent[method][at], METHODS[method][0]), "table 3": (told[at], GREY)}
+        pair = {"sent": (ours.sent[method][at], METHOD_STYLES[method][0]), "table 3": (told[at], GREY)}
         highest = max(pair, key=lambda name: pair[name][0])
         for name, (y, colour) in pair.items():
             if name == highest:
@@ -190,7 +190,7 @@ def _across(axes: Axes, x: float) -> float:
 
 
 def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) -> None:
-    colour, dashes = METHODS[method]
+    colour, dashes = METHOD_STYLES[method]
     pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # nothing has no place on a log axis
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)
 

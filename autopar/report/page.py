@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentsError
-from autopar.report.data import Row
+from autopar.report.data import TableRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ class Report:
     title: str
     figures: Mapping[str, Figure]
     captions: Mapping[str, str]
-    tables: Mapping[str, Sequence[Row]]
+    tables: Mapping[str, Sequence[TableRow]]
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ def _figure(figure: Figure, caption: str) -> str:
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _table(name: str, rows: Sequence[Row]) -> str:
+def _table(name: str, rows: Sequence[TableRow]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
     body = "\n".join(f"<tr>{''.join(_cell(value) for value in row.values())}</tr>" for row in rows)
     return f"<h3>{escape(name.replace('_', ' '))}</h3>\n<table>\n<tr>{head}</tr>\n{body}\n</table>"

@@ -20,7 +20,7 @@ WIDTH, HEIGHT, FONT = 3.5, 2.5, 8.0
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 INK, GREY, PALE = "#333333", "#777777", "#BBBBBB"
 #: Of methods: colour, and dashes, which a print in grey keeps.
-METHODS = {
+METHOD_STYLES = {
     "ps": (BLUE, "-"),
     "ps on hosts": (BLUE, "-"),
     "allgather": (ORANGE, "--"),
@@ -113,15 +113,15 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     scale = axes.transScale + axes.transLimits
     x = axes.get_xlim()[1]
     placed = sorted((float(scale.transform((x, y))[1]), text, colour) for y, text, colour in ends)
-    heights = spread([height for height, _, _ in placed], gap, 1.0)
+    heights = spread_labels([height for height, _, _ in placed], gap, 1.0)
     for at, (_, text, colour) in zip(heights, placed, strict=True):
         axes.text(1.03, at, text, transform=axes.transAxes, color=colour, fontsize=FONT, va="center")
 
 
-def spread(heights: Sequence[float], gap: float, top: float) -> list[float]:
+def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[float]:
     """Ascending heights, moved as little as one pass up and one down do, so that neighbours are `gap` apart.
 
-    >>> spread([10, 12, 98], 25, 100)
+    >>> spread_labels([10, 12, 98], 25, 100)
     [10, 35, 98]
     """
     found: list[float] = []

@@ -177,12 +177,12 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
     else:
         remedy = f"take it out of {name!r} before the step is called"
     shapes = [shape_of(x, f"{name}/{path}".rstrip("/"), remedy) for path, (_, x) in zip(paths, leaves, strict=True)]
-    types = tuple(map(type_of, shapes))
+    types = tuple(map(type_of_shape, shapes))
     layouts = tuple(layout_of(leaf) for _, leaf in leaves)
     return Argument(name, position, treedef, types, paths, layouts), jax.tree.unflatten(treedef, shapes)
 
 
-def type_of(shape: Any) -> ArrayType:
+def type_of_shape(shape: Any) -> ArrayType:
     """The type of a shape."""
     return ArrayType(tuple(shape.shape), shape.dtype, bool(getattr(shape, "weak_type", False)))
 
@@ -242,7 +242,7 @@ def find_states(
     """
     leaves, treedef = jax.tree.flatten(outputs)
     nodes = list(_nodes(treedef, 0))
-    types = [type_of(leaf) for leaf in leaves]
+    types = [type_of_shape(leaf) for leaf in leaves]
     claimed: list[tuple[int, int]] = []
     found: dict[int, int] = {}
     for k, argument in enumerate(call.arguments):
@@ -285,10 +285,10 @@ def _find(
             yield start
 
 
-def places_of(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
+def result_places(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
     """First leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
-    return list(_find(argument, list(_nodes(treedef, 0)), [type_of(leaf) for leaf in leaves], claimed))
+    return list(_find(argument, list(_nodes(treedef, 0)), [type_of_shape(leaf) for leaf in leaves], claimed))
 
 
 def alike(a: ArrayType, b: ArrayType) -> bool:
@@ -347,7 +347,7 @@ def _check_lone(call: Call, found: Mapping[int, int], treedef: Any, state_argnum
         )
 
 
-def describe(
+def describe_leaves(
     call: Call, states: States, outputs: Any, devices: int = 1
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
     """Paths and roles of all leaves. With one state its paths stand alone, with several the argument's name leads.
@@ -378,7 +378,7 @@ def read_layout(layout: Layout | None, devices: int) -> Layout | None:
     return layout if layout is not None and layout[0].devices == devices else None
 
 
-def difference(old: Call, new: Call) -> str | None:
+def call_difference(old: Call, new: Call) -> str | None:
     """The first leaf whose shape or dtype changed; None if only weak types did."""
     for a, b in zip(old.arguments, new.arguments, strict=True):
         if a.treedef != b.treedef:

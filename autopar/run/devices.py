@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, place
+from autopar.backends.across import is_global, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.donation import donation_order
 from autopar.backends.layouts import placed
@@ -208,4 +208,4 @@ class DevicesRunner:
         own = self._donate and k in self._states
         if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
             leaf = copied(leaf)
-        return place(leaf, self._shardings[k], own=own)
+        return place_array(leaf, self._shardings[k], own=own)

@@ -38,7 +38,7 @@ EVERY, RAREST = 100, 6400
 #: Drift is this many times the planned rows, or one over it, in so many samples in a row.
 DRIFT, IN_A_ROW = 1.5, 3
 #: What to do about drift: on several devices, and on one.
-REMEDY = (
+DRIFT_REMEDY = (
     "Results are right, but another plan may be faster: parallelize(replan='auto') makes it while training "
     "('off' watches nothing)"
 )

@@ -16,7 +16,7 @@ from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows
-from autopar.backends.host.update_log import HostUpdateLog, HostUpdateLogSpec, common_log
+from autopar.backends.host.update_log import HostUpdateLog, HostUpdateLogSpec, common_host_log
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
@@ -156,7 +156,7 @@ class HostRunner:
             members = spec.replay.leaves
             leaves = [tables[k] for k in members]
             layout, ranks = self._tables[members[0]][1], self._ranks.exchange
-            found.append(common_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank))
+            found.append(common_host_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank))
             waiting.update(members)
         for k, storage in tables.items():
             if k not in waiting:

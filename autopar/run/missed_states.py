@@ -21,7 +21,7 @@ from autopar import jax_compat
 from autopar.analysis.flow import carried
 from autopar.errors import StateWarning, warn
 from autopar.ir.program import Block
-from autopar.run.arguments import Argument, Call, alike, tops, type_of
+from autopar.run.arguments import Argument, Call, alike, tops, type_of_shape
 
 
 def warn_of_missed_states(name: str, call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]
       batches: Positions of what is said to be no state.
     """
     leaves, tree = jax.tree.flatten(outputs)
-    types = [type_of(leaf) for leaf in leaves]
+    types = [type_of_shape(leaf) for leaf in leaves]
     parts = sorted(tops(tree), key=lambda part: part[0])
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
     evidence = carried(block, scaled="little" if differentiates else "never")

@@ -31,7 +31,7 @@ from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.paths import matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
-from autopar.run.arguments import Call, States, describe
+from autopar.run.arguments import Call, States, describe_leaves
 from autopar.run.state_match import match_states
 
 
@@ -95,7 +95,7 @@ class CallOfOne:
         axes = self._example_axes(states, keys)
         notes = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
         notes += own_sums(block, axes, device.axis, count)
-        paths = [given.path for given in describe(self.call, states, None)[0]]
+        paths = [given.path for given in describe_leaves(self.call, states, None)[0]]
         notes += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
         static = frozenset(self.static_argnums)
         dynamic = [k for k in range(len(args)) if k not in static]
@@ -129,7 +129,7 @@ class CallOfOne:
 
     def _example_axes(self, states: States, keys: Collection[int]) -> list[int | None]:
         """Of all leaves the axis that devices share, None where each has all: of states, and of single keys."""
-        inputs, _ = describe(self.call, states, None)
+        inputs, _ = describe_leaves(self.call, states, None)
         shapes = [t.shape for a in self.call.arguments for t in a.types]
         examples = [k for k, given in enumerate(inputs) if given.role != "state"]
         found = example_axes(self.device.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
@@ -169,7 +169,7 @@ class CallOfOne:
         try:
             return self._looked(self._example_axes(states, ()))
         except Exception as error:
-            paths = [given.path for given in describe(self.call, states, None)[0]]
+            paths = [given.path for given in describe_leaves(self.call, states, None)[0]]
             names = [paths[k] for k in sorted(may_be)]
             error.add_note(
                 f"autopar gave each of {self.device.count} devices its part of {', '.join(names)}. If one is a single "
@@ -195,7 +195,7 @@ class CallOfOne:
 
     def _may_be_keys(self, states: States) -> list[int]:
         """Leaves whose axis for the examples may be one of a key's words: uint32, and no axis was given by name."""
-        inputs, _ = describe(self.call, states, None)
+        inputs, _ = describe_leaves(self.call, states, None)
         types = [t for a in self.call.arguments for t in a.types]
         examples = [k for k, given in enumerate(inputs) if given.role != "state"]
         axes = example_axes(self.device.batch_axis, [(inputs[k].path, types[k].shape) for k in examples])
@@ -235,7 +235,7 @@ class CallOfOne:
             raise
         block = block_of(jaxpr)
         states = match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums)
-        paths = [given.path for given in describe(self.call, states, None)[0]]
+        paths = [given.path for given in describe_leaves(self.call, states, None)[0]]
         keys = frozenset(k for k in self._may_be_keys(states) if self._is_key(paths[k], block, k))
         return states, block, keys
 

@@ -26,7 +26,7 @@ from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.run.agreement import check_same_call, check_same_plan
-from autopar.run.arguments import Call, check_positions, describe
+from autopar.run.arguments import Call, check_positions, describe_leaves
 from autopar.run.entry import Entry
 from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
@@ -99,7 +99,7 @@ class Planner:
         if self.state_argnums is None and not states.outputs and is_first:
             warn_of_missed_states(self.name, call, traced.out_info, block, self.batch_argnums or ())
         ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
-        inputs, outputs = describe(call, states, traced.out_info, ranks)
+        inputs, outputs = describe_leaves(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
         if self.processes is not None:
             check_same_call(self.processes, program, self._choices, leaves)
@@ -115,7 +115,7 @@ class Planner:
             leaving = leave_devices(compiled.analysed, compiled.bound, options.strategy, memory)
             if leaving:
                 options = _hosted(options, leaving)
-                inputs, outputs = describe(call, states, traced.out_info, options.devices)
+                inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
                 program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
                 compiled = self._compile(program, options, leaves)
                 plan = compiled.plan.with_reason(leaving, _LEFT.format(memory / 2**30))

@@ -13,7 +13,7 @@ import jax
 
 from autopar.analysis.flow import carried
 from autopar.ir.program import Block
-from autopar.run.arguments import Argument, Call, States, find_states, places_of, tops
+from autopar.run.arguments import Argument, Call, States, find_states, result_places, tops
 
 #: How sure a leaf of a result is the new value of a leaf of an argument: `old + update`, `decay * old + update`, `old`.
 _ADDED, _SCALED, _SAME = 4, 2, 1
@@ -39,7 +39,7 @@ def match_states(
     found = dict(states.outputs)
     for group in _groups(call, found):
         others = [(found[k], found[k] + len(call.arguments[k].types)) for k in found if k not in group]
-        free = places_of(call.arguments[group[0]], outputs, others)
+        free = result_places(call.arguments[group[0]], outputs, others)
         if len(free) > 1:
             score = score or _scores(call, block)
             found |= _best({k: found[k] for k in group}, free, score)

@@ -18,10 +18,10 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.launch.progress import mark
 from autopar.mpi.world import world
-from autopar.run.arguments import Call, difference, read_call, static_keywords
+from autopar.run.arguments import Call, call_difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import check_not_donated, is_traced
-from autopar.run.drift import ONE_DEVICE, REMEDY, AlphaWatch, told
+from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.entry import Entry, Runner
 from autopar.run.lost_state import noting_lost_state
 from autopar.run.planner import Planner
@@ -216,7 +216,7 @@ class ParallelStep:
         drifted = watch.look(entry, leaves)
         if entry is None or not drifted:
             return
-        remedy = REMEDY if entry.devices is not None else ONE_DEVICE
+        remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
         if watch.replan == "auto" and entry.devices is not None:
             again = self._again(entry, entry.example_of(leaves), entry.headroom)
             remedy = f"The plan is made again, by this call's batch: {again.compiled.plan.changes(entry.compiled.plan)}"
@@ -244,7 +244,7 @@ class ParallelStep:
         same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
         if not same:
             return
-        change = difference(same[-1], call)
+        change = call_difference(same[-1], call)
         if change is None:  # only weak types differ: the second step's state has strong ones, as under jax.jit
             return
         if len(self._entries) >= MAX_PLANS:

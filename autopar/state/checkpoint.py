@@ -27,12 +27,12 @@ from autopar.state.files.checksums import check_files
 from autopar.state.files.dense import require_orbax, write_dense
 from autopar.state.files.folder import Folder, await_visible, flush, named
 from autopar.state.files.manifest import FileRecord, Manifest
-from autopar.state.files.rows import FOLDER as ROWS
+from autopar.state.files.rows import ROWS_FOLDER as ROWS
 from autopar.state.files.rows import write_rows
-from autopar.state.files.structure import describe, rebuild
+from autopar.state.files.structure import describe_tree, rebuild
 from autopar.state.init import unbound
 from autopar.state.restoring import LeafPlace, matched, place_of, places_of_step, read_leaves, shapes_of
-from autopar.state.saving import SavedLeaf, check_same, leaves_of
+from autopar.state.saving import SavedLeaf, check_same_state, saved_leaves
 
 
 class Restored(NamedTuple):
@@ -84,14 +84,14 @@ def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, ranks:
     known: list[SavedLeaf] = []
 
     def look() -> str:
-        known.extend(leaves_of(state))
+        known.extend(saved_leaves(state))
         if any(leaf.record.kind == "dense" for leaf in known):
             require_orbax()
         lines = [f"position {json.dumps(_position(position), sort_keys=True)}"]
         lines += [leaf.record.told for leaf in known]
         return "\n".join(lines)
 
-    check_same(together(ranks, CheckpointError, look))
+    check_same_state(together(ranks, CheckpointError, look))
     version = led(ranks, CheckpointError, folder.begin)
     try:
         written = together(ranks, CheckpointError, lambda: _write(version, known, ranks))
@@ -235,7 +235,12 @@ def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], p
         records.append(dataclasses.replace(leaf.record, files=tuple(parts[shard] for shard in sorted(parts))))
     dense = written[0][1]
     return Manifest(
-        describe(state), tuple(records), _position(position), ranks.size, dense, importlib.metadata.version("autopar")
+        describe_tree(state),
+        tuple(records),
+        _position(position),
+        ranks.size,
+        dense,
+        importlib.metadata.version("autopar"),
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-from autopar.backends.across import local, place
+from autopar.backends.across import local, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
@@ -29,7 +29,7 @@ from autopar.tables.host import HostTable, exchange
 from autopar.tables.sharded import Table
 
 #: From what is made to all arguments of the step.
-Call = Callable[[Any], Sequence[Any]]
+CallArguments = Callable[[Any], Sequence[Any]]
 
 
 def init(
@@ -37,7 +37,7 @@ def init(
     *args: Any,
     step: ParallelStep | BoundStep,
     batch: Any = None,
-    call: Call | None = None,
+    call: CallArguments | None = None,
 ) -> Any:
     """`jax.jit(make_state)(*args)`, each leaf made on the devices where the step's plan has it.
 
@@ -115,7 +115,7 @@ class Maker:
     whole: bool
 
     @staticmethod
-    def of(step: ParallelStep, name: str, traced: Any, batch: Any, call: Call | None) -> Maker:
+    def of(step: ParallelStep, name: str, traced: Any, batch: Any, call: CallArguments | None) -> Maker:
         """The maker of what a traced `make_state` returns."""
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
         no_state = (
@@ -152,7 +152,7 @@ class Maker:
             return leaf
         if self.whole:
             return jax.device_put(local(leaf), jax.local_devices()[0])
-        return place(leaf, self.devices.sharding(None))
+        return place_array(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with Tables in place of even shards."""
@@ -170,7 +170,7 @@ class Maker:
         for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
             leaf, leaves[k] = leaves[k], None
             table = None if layout is None else Table(placed(leaf, *layout, devices), *layout)
-            leaves[k] = place(leaf, sharding, own=True) if table is None else table
+            leaves[k] = place_array(leaf, sharding, own=True) if table is None else table
         return leaves
 
 
@@ -252,8 +252,8 @@ def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
 
 
 def unbound(
-    user: str, made: str, step: ParallelStep | BoundStep, batch: Any, call: Call | None
-) -> tuple[ParallelStep, Any, Call | None]:
+    user: str, made: str, step: ParallelStep | BoundStep, batch: Any, call: CallArguments | None
+) -> tuple[ParallelStep, Any, CallArguments | None]:
     """A step, and how it is called; of a method the step itself, which is called with the object as well.
 
     `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
@@ -271,7 +271,7 @@ def unbound(
 
 
 def entry_of(
-    step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None, no_state: str
+    step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None, no_state: str
 ) -> tuple[Entry, list[int | None]]:
     """The plan of a step for a state, and which of the step's inputs each leaf of the state is.
 
@@ -299,7 +299,7 @@ def entry_of(
     return entry, found
 
 
-def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: Call | None) -> tuple[Any, ...]:
+def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None) -> tuple[Any, ...]:
     """All arguments of the step, of shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0

@@ -220,7 +220,7 @@ def _as_jax(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace) -> 
         )
     if record.key is not None:
         keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=record.key)
-        return keys if place.sharding is None else across.place(keys, place.sharding)
+        return keys if place.sharding is None else across.place_array(keys, place.sharding)
     if place.sharding is None:
         found = jnp.asarray(source.whole())
     else:

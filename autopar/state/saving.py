@@ -66,7 +66,7 @@ def _shards(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.
                 yield (first + start) // layout.shard_rows, rows[start : start + layout.shard_rows]
 
 
-def leaves_of(state: Any) -> list[SavedLeaf]:
+def saved_leaves(state: Any) -> list[SavedLeaf]:
     """The leaves of a state; an error if one can't be saved, or was given to a step."""
     pairs = jax.tree_util.tree_flatten_with_path(state)[0]
     found = []
@@ -130,7 +130,7 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
     return SavedLeaf(record, leaf)
 
 
-def check_same(told: Sequence[str]) -> None:
+def check_same_state(told: Sequence[str]) -> None:
     """That all ranks save the same; each says in text what it saves, and the CheckpointError names the first that
     differs."""
     for rank, text in enumerate(told):

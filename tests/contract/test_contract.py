@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support.pairs import pairwise
 from tests.zoo import MODELS, OPTIMIZERS
 
@@ -42,7 +42,7 @@ def check(model: str, optimizer: str, sparse: str = "exact", steps: int = STEPS)
     lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
     expected = set(case.tables) if chosen.lifts and sparse != "off" else set()
     assert lifted == expected, str(autopar.explain(step, case.state, case.batches(0)))
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)])
     assert found.ok, str(found)
 
 

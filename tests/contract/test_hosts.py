@@ -18,7 +18,7 @@ from autopar import HostTable
 from autopar.backends.host.program_io import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import ExchangeStage, ProgramStage
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support.settings import set_machine
 from tests.zoo import MODELS, OPTIMIZERS
 
@@ -55,7 +55,7 @@ def test_contract(model: str, optimizer: str) -> None:
     case = MODELS[model].make(OPTIMIZERS[optimizer].make())
     entry = autopar.parallelize(case.step, strategy=HOSTS, donate=False).entry(case.state, case.batches(0))
     assert entry.compiled.plan.on_hosts
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(4)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(4)])
     assert found.ok, str(found)
 
 

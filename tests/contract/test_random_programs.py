@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from jax import lax
 
 import autopar
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support import bad_recipes
 from tests.support.ingredients import AFTER, CHAIN, DEFERRED, ID_KINDS, IDS, LOOKUPS, ROWS, WIDTH, Tree
 from tests.support.recipes import PLAIN, RECIPES, Recipe, make_batch, make_state, make_step
@@ -124,7 +124,7 @@ def _check(recipe: Recipe) -> None:
         lifted = [p.lifted for p in entry.compiled.plan.parameters if p.path.startswith("params/table")]
         assert lifted == [True] * recipe.tables, entry.compiled.plan.parameters
         assert entry.compiled.plan.defers == (recipe.optimizer in DEFERRED)
-    found = compare(entry, [jax.tree.leaves((state, batch)) for batch in batches])
+    found = compare_runs(entry, [jax.tree.leaves((state, batch)) for batch in batches])
     assert found.ok, str(found)
 
 
@@ -164,7 +164,7 @@ def test_steps_that_were_wrong_once(step: Callable[[Tree, Tree], tuple[Tree, Tre
     cubes = jnp.arange(4.0 * ROWS).reshape(ROWS, 2, 2).at[-1].set(1.0)
     arguments = {"a": table, "b": table / 2, "m": cubes}, make_batch(0)
     entry = autopar.parallelize(step, strategy="ps", donate=False).entry(*arguments)
-    found = compare(entry, [jax.tree.leaves(arguments)])
+    found = compare_runs(entry, [jax.tree.leaves(arguments)])
     assert found.ok, str(found)
 
 

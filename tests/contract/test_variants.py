@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.zoo import VARIANTS
 
 
@@ -22,5 +22,5 @@ def test_variant(name: str) -> None:
         assert set(case.tables) <= lifted, str(autopar.explain(step, case.state, case.batches(0)))
     else:
         assert not lifted.intersection(case.tables)
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
     assert found.ok, str(found)

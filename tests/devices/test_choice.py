@@ -127,7 +127,7 @@ def test_rates_are_measured_once_and_kept(
         calibrate._known.clear()
         return calibrate.rates_of(devices, lambda step, method: step)
 
-    monkeypatch.setattr(calibrate, "calibrate", once)
+    monkeypatch.setattr(calibrate, "calibrate_rates", once)
     assert read() == read() == rates(walk=1.0)
     assert len(measured) == 1
     (file,) = (tmp_path / "autopar").iterdir()
@@ -147,7 +147,7 @@ def test_rates_are_measured_outside_of_what_is_traced(monkeypatch: pytest.Monkey
         measured.append(float(jax.jit(lambda x: x + 1)(1.0)))  # part of the trace, and no number, otherwise
         return rates(walk=1.0)
 
-    monkeypatch.setattr(calibrate, "calibrate", concrete)
+    monkeypatch.setattr(calibrate, "calibrate_rates", concrete)
     planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
     same(
         jax.jit(lambda s, b: planned(s, b))(make_state(4000), ids_in(0, 4000)),

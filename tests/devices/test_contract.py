@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support.meshes import mesh_of
 from tests.support.pairs import pairwise
 from tests.zoo import MODELS, OPTIMIZERS, VARIANTS
@@ -31,7 +31,7 @@ def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     assert {p.path for p in plan.parameters if p.lifted} == lifted
     assert plan.defers == (chosen.moves and bool(lifted))
     assert {t.method for t in plan.tables if t.lifted} <= {strategy if isinstance(strategy, str) else "ps"}
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(5)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(5)])
     assert found.ok, str(found)
 
 
@@ -45,5 +45,5 @@ def test_variant(name: str) -> None:
     step = autopar.parallelize(case.step, strategy="ps", mesh=mesh_of(3), donate=False)
     entry = step.entry(case.state, case.batches(0))
     assert {f.method for f in entry.compiled.bound.families} == {"ps"}
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
     assert found.ok, str(found)

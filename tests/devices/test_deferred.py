@@ -27,7 +27,7 @@ ROWS, WIDTH = 211, 3
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Full flushes, too; and what is computed, not how it is rounded."""
-    monkeypatch.setattr(deferred, "VOLUMES", 3)
+    monkeypatch.setattr(deferred, "SEGMENTS", 3)
     with jax_compat.enable_x64():
         yield
 

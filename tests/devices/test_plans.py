@@ -17,7 +17,7 @@ import pytest
 import autopar
 from autopar.cost import sent_bytes
 from autopar.measure.collectives import Collective, read_collectives
-from autopar.planning.check import CheckRow, compare
+from autopar.planning.check import CheckRow, compare_collectives
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, same
 
@@ -148,23 +148,27 @@ def test_a_program_that_sends_more_or_less_differs() -> None:
     row, capacity = 4 * WIDTH, table.sizes.capacity
     sent = 3 * capacity * (4 + 2 * row)
     exchanges = [Collective("all-to-all", (("f32", (4, capacity, n)),), 1) for n in (1, WIDTH, WIDTH)]
-    assert compare(made, exchanges).ok
+    assert compare_collectives(made, exchanges).ok
     what = "ids, rows and gradients of tables"
-    less = compare(made, exchanges[:2])
+    less = compare_collectives(made, exchanges[:2])
     assert less.rows == (CheckRow("all-to-all", what, sent, sent - 3 * capacity * row, 2),) and not less
     # An array of the model is gathered, which the plan doesn't know; then one that could be the table.
     model, whole = (Collective("all-gather", (("f32", (rows, WIDTH)),), 2) for rows in (ROWS // 4, ROWS))
-    more = compare(made, [*exchanges, model])
+    more = compare_collectives(made, [*exchanges, model])
     assert more and more.rows[1:] == (CheckRow("all-gather", "arrays of the model", None, 2 * 3 * 25 * row, 0),)
-    assert not compare(made, [*exchanges, whole])
-    assert not compare(made, [*exchanges, Collective("collective-permute", (("f32", (2,)),), 1)])
+    assert not compare_collectives(made, [*exchanges, whole])
+    assert not compare_collectives(made, [*exchanges, Collective("collective-permute", (("f32", (2,)),), 1)])
     # A second family of the same ids, which are sent once.
     two = dataclasses.replace(made, tables=(table, dataclasses.replace(table, path="params/b", slots=())))
-    assert compare(two, [*exchanges, *exchanges]) and compare(two, [*exchanges, *exchanges[1:]])
-    assert not compare(two, exchanges)
+    assert compare_collectives(two, [*exchanges, *exchanges]) and compare_collectives(two, [*exchanges, *exchanges[1:]])
+    assert not compare_collectives(two, exchanges)
     dense = dataclasses.replace(made, tables=(dataclasses.replace(table, method="allreduce", lifted=False),))
     reduced = [Collective("all-reduce", (("f32", (ROWS, WIDTH)), ("f32", ()), ("pred", ())), 1)]
-    assert [(r.planned, r.compiled) for r in compare(dense, reduced).rows] == [(19200, 19200), (None, 6), (None, 1)]
-    assert not compare(dense, []) and "DIFFERS" in str(compare(dense, []))
+    assert [(r.planned, r.compiled) for r in compare_collectives(dense, reduced).rows] == [
+        (19200, 19200),
+        (None, 6),
+        (None, 1),
+    ]
+    assert not compare_collectives(dense, []) and "DIFFERS" in str(compare_collectives(dense, []))
     alone = dataclasses.replace(made, devices=1)
-    assert compare(alone, []) and not compare(alone, reduced)
+    assert compare_collectives(alone, []) and not compare_collectives(alone, reduced)

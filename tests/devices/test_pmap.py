@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar.measure.collectives import read_collectives
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support.meshes import mesh_of
 from tests.support.pairs import pairwise
 from tests.zoo import MODELS, OPTIMIZERS
@@ -32,7 +32,7 @@ def test_contract(row: dict[str, str]) -> None:
     step = autopar.parallelize(case.step, strategy=strategy, mesh=mesh, donate=False, emit="pmap")
     entry = step.entry(case.state, case.batches(0))
     assert entry.compiled.program.local is not None
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(4)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(4)])
     assert found.ok, str(found)
 
 
@@ -171,5 +171,5 @@ def test_a_table_that_is_copied_for_each_example(kind: str, method: str) -> None
     )
     entry = planned.entry(state, batch)
     assert entry.compiled.plan.lifts
-    found = compare(entry, [jax.tree.leaves((state, batch))])
+    found = compare_runs(entry, [jax.tree.leaves((state, batch))])
     assert found.ok, str(found)

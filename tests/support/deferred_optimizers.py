@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.support.deferred import deferring, differ
 from tests.zoo.every_optimizer import optimizer_case
 
@@ -28,7 +28,7 @@ def check(name: str) -> None:
     planned = deferring(case.step, 5, donate=False)
     entry = planned.entry(case.state, case.batches(0))
     assert entry.compiled.plan.defers
-    found = compare(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(12)])
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(12)])
     assert found.ok, str(found)
     with jax_compat.enable_x64():
         assert differ(optimizer_case(name, np.float64), steps=300, tables=()) == []

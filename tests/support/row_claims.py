@@ -21,7 +21,7 @@ from autopar.ir.rowspace import Const, Free, Row, RowFacts, Same
 from autopar.ir.trace import block_of
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.classify import classify
-from autopar.run.arguments import describe, find_states, read_call
+from autopar.run.arguments import describe_leaves, find_states, read_call
 
 ROWS = 5
 TOUCHED = (1, 3)
@@ -79,7 +79,7 @@ def analysed(build: Build) -> Program:
 
     call = read_call(step, _arguments(), {}, frozenset())
     traced = jax_compat.trace(step, *call.shapes)
-    inputs, outputs = describe(call, find_states(call, traced.out_info, None), traced.out_info)
+    inputs, outputs = describe_leaves(call, find_states(call, traced.out_info, None), traced.out_info)
     return analyze_rows(classify(Program(block_of(traced.jaxpr), inputs, outputs))[0])[0]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import place
+from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.rules.elementwise import is_zero, off_of
 from autopar.analysis.rules.shape import constant_or_unknown, pad_other_axis
 from autopar.analysis.rules.table import RESIZE, RULES, Analysis, Mixes, resized
@@ -27,7 +27,7 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         return [None]
     if row.axis in numbers.operand_batching_dims:
         raise Mixes("a gather that is batched over the rows")
-    axis = place(equation, 0, row.axis)
+    axis = place_axes(equation, 0, row.axis)
     if axis is not None:
         off = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.off)
         return [Row(axis, row.family, off)]
@@ -120,7 +120,7 @@ def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         raise Mixes("the ids are themselves rows of a table")
     if not isinstance(row, Row):
         return [None]
-    if place(equation, 0, row.axis) is not None:
+    if place_axes(equation, 0, row.axis) is not None:
         return [Row(row.axis, row.family, constant_or_unknown(row.off))]
     analysis.access(row.family, equation, row.axis)
     analysis.role(equation, "lookup")

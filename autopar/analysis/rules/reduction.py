@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.analysis.batch_rules import SUMMED, place
+from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.rules.table import RULES, Analysis, Mixes
 from autopar.ir.program import Equation
-from autopar.ir.reductions import PRIMITIVES
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import UNKNOWN, Const, Off, Row, Value
 
 #: What would change a sum over all rows.
@@ -28,7 +28,7 @@ def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
     row = values[0]
     if not isinstance(row, Row):
         return [None]
-    axis = place(equation, 0, row.axis)
+    axis = place_axes(equation, 0, row.axis)
     if axis == SUMMED:
         if equation.op in _ARG:
             raise Mixes(f"{equation.op} over all rows")
@@ -53,5 +53,5 @@ def _reduced_off(equation: Equation, off: Off) -> Off:
     return off
 
 
-for _op in PRIMITIVES.keys() | _ARG:
+for _op in REDUCTION_PRIMITIVES.keys() | _ARG:
     RULES[_op] = reduce

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.analysis.batch_rules import place
+from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.rules.elementwise import is_zero, off_of
 from autopar.analysis.rules.reduction import SUM_REMEDY
 from autopar.analysis.rules.table import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
@@ -23,7 +23,7 @@ def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Anal
     shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
     value, operand = values[0], equation.inputs[0]
     if isinstance(value, Row):
-        axis = place(equation, 0, value.axis)
+        axis = place_axes(equation, 0, value.axis)
         if axis is None:
             raise Mixes("broadcasts a table of one row")
         return [Row(axis, value.family, constant_or_unknown(value.off))]
@@ -64,16 +64,16 @@ def move(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Seq
     """One operand's axes go where they go."""
     value, count = values[0], len(equation.outputs)
     if isinstance(value, Row):
-        axis = place(equation, 0, value.axis)
+        axis = place_axes(equation, 0, value.axis)
         if axis is None:
             raise Mixes(_REFUSED[equation.op])
         return [Row(axis, value.family, constant_or_unknown(value.off))] * count
     if not isinstance(value, Free) or equation.op in ("split", "unstack"):
         return [None] * count
-    index_axis = None if value.index_axis is None else place(equation, 0, value.index_axis)
+    index_axis = None if value.index_axis is None else place_axes(equation, 0, value.index_axis)
     if value.index_axis is not None and index_axis is None:
         return [None]
-    moved = (place(equation, 0, axis) for axis in value.axes)
+    moved = (place_axes(equation, 0, axis) for axis in value.axes)
     return [Free(frozenset(axis for axis in moved if axis is not None), value.off, index_axis)]
 
 
@@ -102,7 +102,7 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
         return [None]
     if len(rows) != len(values) or len({r.axis for r in rows}) > 1:
         raise Mixes("stacks rows of a table with something else")
-    axis = place(equation, 0, rows[0].axis)
+    axis = place_axes(equation, 0, rows[0].axis)
     assert axis is not None, "stacked axes stay"
     same = all(isinstance(r.off, Const) and r.off == rows[0].off for r in rows)
     return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
@@ -147,7 +147,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         raise Mixes("a matrix product sums over all rows of the table", SUM_REMEDY, "sum")
     if row.axis in batch[side]:
         raise Mixes("a matrix product is batched over the rows", kind="product")
-    axis = place(equation, side, row.axis)
+    axis = place_axes(equation, side, row.axis)
     assert axis is not None, "axes of a matrix product go somewhere"
     return [Row(axis, row.family, row.off if is_zero(row.off) else UNKNOWN)]
 

@@ -32,7 +32,7 @@ from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested
-from autopar.mpi.rows import distinct, number_dtype
+from autopar.mpi.rows import distinct_rows, number_dtype
 
 #: Exchanges that read values of device programs, all of them.
 _READS_WHOLE = frozenset(
@@ -335,7 +335,7 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     """Sorted places of the distinct rows among flat ids; `extent` is no row."""
     flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
     flat = flat[flat < layout.extent].astype(number_dtype(layout.stored), copy=False)
-    return distinct(layout.place(flat))
+    return distinct_rows(layout.place(flat))
 
 
 def _route(

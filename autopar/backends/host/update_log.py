@@ -147,7 +147,7 @@ class HostUpdateLog:
         return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
 
 
-def common_log(leaves: Sequence[HostRows], spec: HostUpdateLogSpec) -> HostUpdateLog | None:
+def common_host_log(leaves: Sequence[HostRows], spec: HostUpdateLogSpec) -> HostUpdateLog | None:
     """The update log that a step on these leaves can go on with. Others are brought up to date, and given up."""
     first = leaves[0].log
     if isinstance(first, HostUpdateLog) and first.belongs_to(spec, leaves):

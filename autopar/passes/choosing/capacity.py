@@ -41,14 +41,14 @@ def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
     return Bounds(ranks * owned, ranks * requested, layout=layout)
 
 
-def layout_of(bounds: Bounds) -> RowLayout:
+def bounds_layout(bounds: Bounds) -> RowLayout:
     """How the rows are spread that are sharded."""
     assert bounds.layout is not None, "sharded rows have a layout"
     return bounds.layout
 
 
 def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
-    layout = layout_of(bounds)
+    layout = bounds_layout(bounds)
     owned = min(layout.shard_rows, layout.devices * capacity) + 1
     return dataclasses.replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
@@ -78,7 +78,7 @@ def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
 
 def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Rows that all devices together ask the busiest owner for."""
-    layout = layout_of(bounds)
+    layout = bounds_layout(bounds)
     return int(np.bincount(layout.place(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
 
 
@@ -90,7 +90,7 @@ def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
 
 def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
     """The bounds with rows distributed cyclically, if their owners would be too unequal otherwise."""
-    layout = layout_of(bounds)
+    layout = bounds_layout(bounds)
     cyclic = dataclasses.replace(layout, cyclic=True)
     if layout.cyclic or _busiest(requested, layout) <= _IMBALANCE * max(_busiest(requested, cyclic), _STEP):
         return bounds
@@ -99,12 +99,12 @@ def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
     """The bounds with the example's load and some headroom as its capacity, where that saves anything."""
-    return limited(bounds, headroom * _busiest(requested, layout_of(bounds)))
+    return limited(bounds, headroom * _busiest(requested, bounds_layout(bounds)))
 
 
 def limitless(bounds: Bounds) -> Bounds:
     """Bounds on hosts with the capacity that no batch would exceed on devices."""
-    layout = layout_of(bounds)
+    layout = bounds_layout(bounds)
     return dataclasses.replace(bounds, capacity=min((bounds.requested or 0) // layout.devices, layout.shard_rows))
 
 

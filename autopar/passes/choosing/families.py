@@ -24,11 +24,11 @@ from autopar.ir.rowspace import Refusal, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.ir.strategy import ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
+    bounds_layout,
     device_bounds,
     device_ids,
     host_bounds,
     imbalance,
-    layout_of,
     limited,
     limitless,
     most_requested,
@@ -258,7 +258,7 @@ def _sharded(
     if stored is not None:
         bounds = dataclasses.replace(bounds, layout=stored)
     elif told is not None:
-        layout = layout_of(bounds)
+        layout = bounds_layout(bounds)
         layout = dataclasses.replace(layout, cyclic=told.cyclic or layout.cyclic)
         bounds = dataclasses.replace(bounds, layout=layout)
     if not choices.repeatable or space.depends_on:
@@ -271,13 +271,13 @@ def _sharded(
         return bounds, bounds
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     safe = with_layout(bounds, loads) if stored is None and told is None else bounds
-    safe = dataclasses.replace(safe, imbalance=imbalance(loads, layout_of(safe)))
+    safe = dataclasses.replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
     return safe, tightened(safe, loads, choices.options.headroom)
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> Sizes:
     """What a step does with the family, in numbers, given its bounds by `ps`."""
-    layout, requested, capacity = layout_of(sharded), sharded.requested, sharded.capacity
+    layout, requested, capacity = bounds_layout(sharded), sharded.requested, sharded.capacity
     assert requested is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
     return Sizes(

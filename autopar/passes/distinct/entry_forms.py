@@ -248,7 +248,7 @@ class EntryForms(Writer):
         form = self.forms.get(atom)
         if form is not None:
             return form.fits(like)
-        bits = row_places.along(atom, self.constant)
+        bits = row_places.place_along(atom, self.constant)
         return all(bits >> d & 1 for d in like.place.axes)
 
     def by_entries(self, atom: Atom, like: Form) -> Atom:

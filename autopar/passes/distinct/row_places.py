@@ -11,12 +11,12 @@ import numpy as np
 
 from autopar.analysis.rules import elementwise
 from autopar.ir.program import Atom, Equation
-from autopar.ir.reductions import PRIMITIVES
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
-Params = Mapping[str, Any]
+PlaceParams = Mapping[str, Any]
 
 #: The same value in the same place, whatever the operands' places are.
-ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
+PLACED_ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def _of_axes(axes: Sequence[int]) -> Place | None:
     return place if tuple(axes) == tuple(place.axes) else None
 
 
-def places_of(count: int, shape: Sequence[int]) -> list[Place]:
+def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
     """Where a value of this shape may have the axes of so many ids."""
     pairs = ((at, end) for at in range(len(shape)) for end in range(at + 1, len(shape) + 1))
     return [Place(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
@@ -77,7 +77,7 @@ def places_of(count: int, shape: Sequence[int]) -> list[Place]:
 LINEAR = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "cumsum"})
 
 
-def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     """Where an equation of one operand puts its ids, and its parameters by entries; None of any other equation."""
     rule = _RULES.get(equation.op)
     if rule is None or len(equation.inputs) != 1:
@@ -86,16 +86,16 @@ def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, Params
     return None if found is None else (found[0], {**equation.params, **found[1]})
 
 
-def before(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def before(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     """The same the other way round: where the operand has the ids that the result has at `place`."""
-    for inner in places_of(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape):
+    for inner in lookup_places(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape):
         found = moved(equation, inner, entries)
         if found is not None and found[0] == place:
             return inner, found[1]
     return None
 
 
-def _broadcast(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def _broadcast(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
     new = _of_axes(place.of(dims))
     if new is None or new.of(shape) != place.of(equation.inputs[0].shape):
@@ -107,16 +107,16 @@ def _broadcast(equation: Equation, place: Place, entries: int) -> tuple[Place, P
     }
 
 
-def _reshape(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def _reshape(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     old, shape = equation.inputs[0].shape, equation.outputs[0].shape
     before, count = _size(old[: place.at]), _size(place.of(old))
-    for new in places_of(count, shape):
+    for new in lookup_places(count, shape):
         if _size(shape[: new.at]) == before:
             return new, {"new_sizes": new.by_entries(shape, entries)}
     return None
 
 
-def _transpose(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def _transpose(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     order = equation.params["permutation"]
     new = Place(order.index(place.at), place.rank)
     if new.of(order) != tuple(place.axes):
@@ -124,7 +124,7 @@ def _transpose(equation: Equation, place: Place, entries: int) -> tuple[Place, P
     return new, {"permutation": tuple(dict.fromkeys(map(place.moved, order)))}
 
 
-def _without_some(name: str, equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def _without_some(name: str, equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     """An equation without the axes that a parameter names."""
     gone = [d % len(equation.inputs[0].shape) for d in equation.params[name]]
     if any(map(place.has, gone)):
@@ -133,12 +133,12 @@ def _without_some(name: str, equation: Equation, place: Place, entries: int) -> 
     return new, {name: tuple(map(place.moved, gone))}
 
 
-def _cumulative(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def _cumulative(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     axis = equation.params["axis"]
     return None if place.has(axis) else (place, {"axis": place.moved(axis)})
 
 
-def _slice(equation: Equation, place: Place, entries: int) -> tuple[Place, Params] | None:
+def _slice(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     p, shape = equation.params, equation.inputs[0].shape
     starts, ends, steps = p["start_indices"], p["limit_indices"], p["strides"]
     if place.of(equation.outputs[0].shape) != place.of(shape):
@@ -153,13 +153,13 @@ def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
-_RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, Params] | None]] = {
+_RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, PlaceParams] | None]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": functools.partial(_without_some, "dimensions"),
     "transpose": _transpose,
     "slice": _slice,
-    **dict.fromkeys((*PRIMITIVES, "argmax", "argmin"), functools.partial(_without_some, "axes")),
+    **dict.fromkeys((*REDUCTION_PRIMITIVES, "argmax", "argmin"), functools.partial(_without_some, "axes")),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
 }
 
@@ -183,13 +183,13 @@ def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
         sizes = enumerate(zip(dims, operand.shape, strict=True))
         varying = (to for k, (to, size) in sizes if size > 1 and not known.get(operand, 0) >> k & 1)
         return functools.reduce(lambda bits, to: bits & ~(1 << to), varying, every)
-    if op in ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
-        bits = (along(a, known) for a in equation.inputs if a.shape)
+    if op in PLACED_ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
+        bits = (place_along(a, known) for a in equation.inputs if a.shape)
         return functools.reduce(lambda a, b: a & b, bits, every) if out.shape else 0
     return 0
 
 
-def along(atom: Atom, known: Mapping[Atom, int]) -> int:
+def place_along(atom: Atom, known: Mapping[Atom, int]) -> int:
     """The axes along which a value is constant, those of size 1 among them."""
     return functools.reduce(
         lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
@@ -235,7 +235,7 @@ def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
     return _of_axes([pairs[d] for d in place.axes]) if place.within(contract[k]) else None
 
 
-def product_params(equation: Equation, places: Mapping[int, Place]) -> Params:
+def product_params(equation: Equation, places: Mapping[int, Place]) -> PlaceParams:
     """A product's parameters where some operands are by entries."""
     contract, batch = equation.params["dimension_numbers"]
     renumber = lambda dims: tuple(  # noqa: E731

@@ -13,7 +13,7 @@ from autopar import jax_compat
 from autopar.analysis.row_ids import id_params, ids_equation, index_atoms
 from autopar.analysis.rules import ALIGNED, resized
 from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
-from autopar.ir.reductions import PRIMITIVES
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import Access, Const, Free, Row
 from autopar.passes.lifting.scope import Scope
 from autopar.passes.lifting.untouched import RowValue
@@ -153,7 +153,7 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
     atom = equation.inputs[0]
     rows = scope.at_rows(atom, row.axis, row.family)
     value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation)
-    _reduce(scope, value, equation.outputs[0], PRIMITIVES[equation.op], tuple(equation.params["axes"]))
+    _reduce(scope, value, equation.outputs[0], REDUCTION_PRIMITIVES[equation.op], tuple(equation.params["axes"]))
 
 
 def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, ...]) -> None:

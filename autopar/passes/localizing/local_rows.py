@@ -256,7 +256,7 @@ def _plus(walk: Forms, equation: Equation) -> None:
     _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], [wanted])
 
 
-ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
+LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.row_ids": _each("index", "ids"),
     "ap.row_range": _each("read", "whole"),
     "ap.row_iota": _row_iota,

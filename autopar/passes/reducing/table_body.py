@@ -22,7 +22,7 @@ from autopar.passes.writer import Writer
 #: Elements of the widest value that a block of rows may have: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
 #: What to do where all rows are needed at once.
-REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
+READ_REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 _REMADE = ELEMENTWISE | {"broadcast_in_dim"}
 
 
@@ -68,7 +68,7 @@ class Tables(Writer):
     waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
 
 
-def refusal(rows: TableRows, what: str, equation: Equation | None, remedy: str = REMEDY) -> NotLocal:
+def read_refusal(rows: TableRows, what: str, equation: Equation | None, remedy: str = READ_REMEDY) -> NotLocal:
     """That a table can't be read as a step does, with the line."""
     where = None if equation is None else equation.source
     reason = f"all rows of a table are read at once, of {rows.path}: {what}"
@@ -142,7 +142,7 @@ class Body(Writer):
             atom = equation.inputs[k]
             rows = self._like.at(axis, atom.shape[axis])
             if rows is None or self._cut.setdefault(atom, rows) != rows:
-                raise refusal(self._like, f"{equation.op} needs them in two ways", equation)
+                raise read_refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
     def _remade(self, equation: Equation, place: TableRows) -> Mapping[int, int] | None:
         """What belongs to no table is made anew for rows where it is a broadcast or a number's function: operands."""
@@ -186,7 +186,7 @@ class Body(Writer):
         if isinstance(atom, Literal):
             return atom
         if atom in self._walk.rows:
-            raise refusal(self._like, f"by {equation.op}", equation)
+            raise read_refusal(self._like, f"by {equation.op}", equation)
         return self._whole.setdefault(atom, Var(atom.type))
 
     def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:

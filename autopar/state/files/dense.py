@@ -20,7 +20,7 @@ from autopar.state.files.checksums import flushed
 from autopar.state.files.folder import disk_space
 from autopar.state.files.manifest import FileRecord
 
-FOLDER = "dense"
+DENSE_FOLDER = "dense"
 
 
 def require_orbax() -> Any:
@@ -54,13 +54,15 @@ def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, .
     orbax = require_orbax()
     try:
         with _checkpointer(orbax) as checkpointer:
-            checkpointer.save(version / FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
+            checkpointer.save(version / DENSE_FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
     except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
         told = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{version / FOLDER} can't be written by Orbax: {told}{disk_space(version, error)}"
+            f"{version / DENSE_FOLDER} can't be written by Orbax: {told}{disk_space(version, error)}"
         ) from error
-    found = [flushed(version, Path(folder) / name) for folder, _, files in os.walk(version / FOLDER) for name in files]
+    found = [
+        flushed(version, Path(folder) / name) for folder, _, files in os.walk(version / DENSE_FOLDER) for name in files
+    ]
     return tuple(sorted(found, key=lambda record: record.name))
 
 
@@ -84,7 +86,9 @@ def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, A
         )
     with _checkpointer(orbax) as checkpointer:
         try:
-            return checkpointer.restore(version / FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how))
+            return checkpointer.restore(
+                version / DENSE_FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how)
+            )
         except Exception as error:  # of files that are damaged and, being of format 1, have no checksums
             told = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{version / FOLDER} can't be read by Orbax: {told}") from error
+            raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {told}") from error

@@ -24,9 +24,9 @@ NAME = "manifest.json"
 _CYCLIC = "dealt"
 
 #: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere, having no elements.
-Kind = Literal["dense", "rows", "value", "empty"]
+LeafKind = Literal["dense", "rows", "value", "empty"]
 #: What a leaf was: a jax.Array (or a table), a NumPy array, or a Python number.
-Type = Literal["jax", "numpy", "bool", "int", "float", "complex"]
+LeafType = Literal["jax", "numpy", "bool", "int", "float", "complex"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class LeafRecord:
 
     path: str
     name: str
-    kind: Kind
-    type: Type
+    kind: LeafKind
+    type: LeafType
     shape: tuple[int, ...]
     dtype: str
     weak: bool = False

@@ -22,7 +22,7 @@ from autopar.launch.together import go_on
 from autopar.state.files.folder import named
 from autopar.state.files.manifest import FileRecord, LeafRecord
 
-FOLDER = "rows"
+ROWS_FOLDER = "rows"
 
 #: Bytes that are written at a time.
 BLOCK = 1 << 24
@@ -30,7 +30,7 @@ BLOCK = 1 << 24
 
 def file_name(leaf: str, shard: int, shards: int) -> str:
     """Where a shard of a leaf is stored, under the checkpoint's directory."""
-    return f"{FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}.npy"
+    return f"{ROWS_FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}.npy"
 
 
 def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:

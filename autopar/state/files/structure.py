@@ -17,7 +17,7 @@ from autopar.errors import CheckpointError
 Node = dict[str, Any]
 
 
-def describe(tree: Any, numbers: Iterator[int] | None = None) -> Node:
+def describe_tree(tree: Any, numbers: Iterator[int] | None = None) -> Node:
     """The structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
     numbers = itertools.count() if numbers is None else numbers
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
@@ -25,7 +25,7 @@ def describe(tree: Any, numbers: Iterator[int] | None = None) -> Node:
         return {"none": True}
     if len(children) == 1 and not children[0][0]:
         return {"leaf": next(numbers)}
-    found = [describe(child, numbers) for _, child in children]
+    found = [describe_tree(child, numbers) for _, child in children]
     kind = type(tree)
     if kind in (list, tuple):
         return {kind.__name__: found}

@@ -30,7 +30,7 @@ RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count(
 BATCH = 2 * COUNT
 ROWS = 12 * COUNT + 1
 ALL = Processes(tuple(range(RANKS)))
-calibrate.calibrate = lambda devices, plan, advance: RATES
+calibrate.calibrate_rates = lambda devices, plan, advance: RATES
 #: Compiling is what takes time.
 PLAIN, PS = jax.jit(step), autopar.parallelize(step, strategy="ps")
 
@@ -268,7 +268,7 @@ def check_rates_are_the_first_ones() -> None:
     calibrate._known.clear()
     os.environ["XDG_CACHE_HOME"] += "/new"
     mine = Rates.of_dict({**RATES.as_dict(), "fixed": {**RATES.fixed, "ps": 0.001 * (RANK + 1)}})
-    calibrate.calibrate, kept = (lambda devices, plan, advance: mine), calibrate.calibrate
+    calibrate.calibrate_rates, kept = (lambda devices, plan, advance: mine), calibrate.calibrate_rates
     try:
         devices = autopar.parallelize(step).devices
         assert devices is not None
@@ -276,7 +276,7 @@ def check_rates_are_the_first_ones() -> None:
         assert found.fixed["ps"] == 0.001
         assert calibrate.cache_file(devices).exists() or RANK
     finally:
-        calibrate.calibrate = kept
+        calibrate.calibrate_rates = kept
         calibrate._known.clear()
 
 

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 from autopar.backends.host import shape_buckets
 from autopar.ir import deferred
 from autopar.passes import once_per_row
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from autopar.tables.host import HostTable, exchange
 from tests.support import entry_steps as by_rows
 from tests.support import host_reads
@@ -109,7 +109,7 @@ def numbers_agree(entry: Any, case: Case, told: str, steps: int = 4) -> None:
     """Planned steps against the oracle, which rank 0 alone runs: the others only take part."""
     leaves = [jax.tree.leaves((case.state, case.batches(i))) for i in range(steps)]
     if RANK == 0:
-        found = compare(entry, leaves)
+        found = compare_runs(entry, leaves)
         assert found.ok, f"{told}\n{found}"
         return
     new = entry.compiled.analysed.new_states

@@ -217,7 +217,7 @@ def test_how_waiting_is_chosen(told: list[tuple[bool | None, bool, str, set[int]
         ({1}, True, waiting.PATIENCE_S),
     ],
 )
-@pytest.mark.parametrize("wish", [None, True])
+@pytest.mark.parametrize("option", [None, True])
 def test_a_bound_rank_yields_for_longer(
     affinity: set[int], shared: bool, patience_s: float, option: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

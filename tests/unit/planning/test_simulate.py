@@ -25,7 +25,7 @@ from autopar.cost.simulate import (
     expected_maximum,
     host_sizes_at,
     scaling,
-    simulate,
+    simulate_step,
     sizes_at,
 )
 from autopar.cost.step_time import DenseLoad, step_parts, total
@@ -168,28 +168,28 @@ def test_tables_on_hosts_are_simulated_there() -> None:
     """Their memory is the hosts'; the busiest owner is waited for."""
     hosted = dataclasses.replace(LOAD, hosted=True)
     work = Workload(DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,), by_mpi=True), (hosted,))
-    found = simulate(work, CLUSTER)
+    found = simulate_step(work, CLUSTER)
     rows = math.ceil(LOAD.rows(1))
     sizes = host_sizes_at(hosted, 32)
     assert (found.methods, sizes.requested) == ({"emb": HOSTED}, rows) and found.fits
     assert sizes.owned == math.ceil(rows + expected_maximum(32) * math.sqrt(rows))
     assert found.parts["tables"] == host_terms(sizes, planned_host_rates(CLUSTER))
-    assert simulate(work, CLUSTER, methods="ps").methods == {"emb": "ps"}
-    assert simulate(Workload(work.dense, (LOAD,)), CLUSTER, methods=HOSTED).parts == found.parts
+    assert simulate_step(work, CLUSTER, methods="ps").methods == {"emb": "ps"}
+    assert simulate_step(Workload(work.dense, (LOAD,)), CLUSTER, methods=HOSTED).parts == found.parts
     # 51 MB of the table, on 8 machines; where the devices are the host it has 4 MB of other state as well.
     small = dataclasses.replace(CLUSTER, device=Device("chalk", 2e6, 1e9, 1e9))
-    assert not simulate(work, dataclasses.replace(small, host_bytes=51.2e6 / 8 / 0.7 - 9)).fits
-    assert simulate(work, dataclasses.replace(small, host_bytes=51.2e6 / 8 / 0.7 + 9)).fits
+    assert not simulate_step(work, dataclasses.replace(small, host_bytes=51.2e6 / 8 / 0.7 - 9)).fits
+    assert simulate_step(work, dataclasses.replace(small, host_bytes=51.2e6 / 8 / 0.7 + 9)).fits
     for memory, fits in ((3.7e6, False), (3.8e6, True)):  # of 4 devices, all of their host's
         device = Device("chalk", memory, 1e9, 1e9)
-        assert simulate(work, dataclasses.replace(CLUSTER, device=device, host_bytes=4 * memory)).fits == fits
+        assert simulate_step(work, dataclasses.replace(CLUSTER, device=device, host_bytes=4 * memory)).fits == fits
 
 
 def test_dense_gradients_go_as_tables_do() -> None:
     """By MPI with tables on hosts, if the plan has them there and says so, or if they are put there."""
 
     def names(work: Workload, **options: Any) -> list[str]:
-        return [term.name for term in simulate(work, CLUSTER, **options).parts["dense gradients"]]
+        return [term.name for term in simulate_step(work, CLUSTER, **options).parts["dense gradients"]]
 
     hosted, dense = dataclasses.replace(LOAD, hosted=True), DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,))
     by_mpi = dataclasses.replace(dense, by_mpi=True)
@@ -274,15 +274,15 @@ def test_sizes_are_those_that_are_planned() -> None:
 
 def test_what_is_hidden_and_what_is_waited_for() -> None:
     work = Workload(DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,)), (LOAD,))
-    plain = simulate(work, CLUSTER)
+    plain = simulate_step(work, CLUSTER)
     model = sum(plain.by_part()[part] for part in ("model", "lookups"))
     dense = plain.by_part()["dense gradients"]
     assert model == pytest.approx(0.1, rel=0.05)
     assert dense == pytest.approx(2 * 3 * (1e-3 + 0.25e6 / 1e9) + 2 * 7 * (1e-3 + 1e6 / 8 / 1e8))
-    hidden = simulate(work, CLUSTER, overlap=1.0)
+    hidden = simulate_step(work, CLUSTER, overlap=1.0)
     assert hidden.hidden_s == pytest.approx(min(dense, 2 / 3 * model))
     assert plain.seconds - hidden.seconds == pytest.approx(hidden.hidden_s)
-    late = simulate(work, CLUSTER, variation=0.1)
+    late = simulate_step(work, CLUSTER, variation=0.1)
     assert late.seconds - plain.seconds == pytest.approx(0.1 * model * expected_maximum(32))
 
 
@@ -305,7 +305,7 @@ def test_the_devices_memory_limits_methods() -> None:
     times = scaling(work, CLUSTER, (1, 2, 64))
     assert [t.fits for t in times] == [False, True, True]
     assert {t.methods["emb"] for t in times} == {"ps"}
-    named = simulate(work, CLUSTER, methods="allgather")
+    named = simulate_step(work, CLUSTER, methods="allgather")
     assert named.methods["emb"] == "allgather" and not named.fits
 
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.planning.verify import compare
+from autopar.planning.verify import compare_runs
 from tests.zoo import MODELS, OPTIMIZERS
 
 
@@ -33,8 +33,8 @@ def test_a_gradient_that_is_one_percent_wrong_fails(model: str, optimizer: str) 
     entry = autopar.parallelize(right.step, strategy="ps", donate=False).entry(right.state, right.batches(0))
     bad = autopar.parallelize(wrong.step, strategy="ps", donate=False).entry(wrong.state, wrong.batches(0))
     batches = [jax.tree.leaves((right.state, right.batches(i))) for i in range(20)]
-    assert compare(entry, batches).ok
-    found = compare(entry, batches, planned=bad.run)
+    assert compare_runs(entry, batches).ok
+    found = compare_runs(entry, batches, planned=bad.run)
     states = {i.path for i in entry.compiled.analysed.inputs if i.role == "state"}
     wrong_leaves = {leaf.path for leaf in found.leaves if not leaf.ok} & states
     assert set(right.tables) <= wrong_leaves, str(found)
