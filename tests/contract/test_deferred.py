@@ -129,7 +129,7 @@ def test_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["overflows where it is zero", "halved", "grows"])
-def test_numbers_over_a_long_journal(name: str) -> None:
+def test_numbers_over_a_long_update_log(name: str) -> None:
     assert differ(NUMBERS[name](), steps=90, log_steps=80) == []
 
 

@@ -87,7 +87,7 @@ def test_methods(method: str) -> None:
 
 def test_a_batch_that_exceeds_capacities() -> None:
     """The step is done again by other means, and then compiled again: the same update log goes on."""
-    planned, plain = deferring_on(4, log_steps=50), jax.jit(step)
+    planned, plain = deferring_on(4, log=50), jax.jit(step)
     mine, theirs = make_state(403), make_state(403)
     for k in range(40):
         batch = ids_of(k, 60, length=20)
@@ -123,7 +123,7 @@ def test_a_step_that_is_done_again_counts_once_for_faded_rows() -> None:
     agree(mine, theirs)
 
 
-def test_a_step_that_is_done_again_keeps_to_each_tables_journal() -> None:
+def test_a_step_that_is_done_again_keeps_to_each_tables_update_log() -> None:
     """The second table is looked up first: its rows are then sent first where capacities aren't asked about."""
 
     def both(state: Any, batch: Any) -> Any:

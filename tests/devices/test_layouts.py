@@ -182,7 +182,7 @@ def test_reading_and_placing_take_shares_of_memory() -> None:
     assert reading.compile().as_text().count(" all-to-all(") == 1
 
 
-def test_a_norm_of_a_dealt_table_in_a_step_takes_shares_of_memory() -> None:
+def test_a_norm_of_a_cyclic_table_in_a_step_takes_shares_of_memory() -> None:
     def step(state: Any, ids: Any) -> Any:
         g = jax.grad(lambda t: jnp.sum(t[ids] ** 2))(state["emb"])
         return {"emb": state["emb"] - 0.1 * g}, jnp.sum(state["emb"] ** 2)

@@ -28,7 +28,7 @@ def test_steps_on_sharded_rows(rows: int) -> None:
     assert [s.data.shape for s in stored.addressable_shards] == [(share, WIDTH)] * 4
 
 
-def test_frequent_rows_are_dealt_out() -> None:
+def test_frequent_rows_are_distributed_cyclically() -> None:
     """All ids of the example are on the first device's shard if rows lie as they are."""
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     new, _ = planned(make_state(400), ids_in(0, 60, length=20))
