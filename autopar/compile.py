@@ -90,7 +90,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
     return analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts)
 
 
-def _choose(program: Program, plan: BoundPlan | None, request: Request) -> Result:
+def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
     earlier = request.options.plan
     if earlier is not None:
         check_facts(program, earlier, request.options.devices)
@@ -100,35 +100,35 @@ def _choose(program: Program, plan: BoundPlan | None, request: Request) -> Resul
     return program, made, note
 
 
-def _localize(program: Program, plan: BoundPlan, request: Request) -> Result:
-    if plan.on_hosts:
-        return _localize_rank(program, plan)
-    if plan.emit == "pjit":
-        return program, plan, "one global program, partitioned by XLA"
+def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
+    if bound.on_hosts:
+        return _localize_rank(program, bound)
+    if bound.emit == "pjit":
+        return program, bound, "one global program, partitioned by XLA"
     try:
-        program, note = localize(program, plan)
+        program, note = localize(program, bound)
     except NotLocal as error:
         raise StrategyError(
             f"emit='pmap': {program.name} can't be written as the program of one device: {error}. "
             "Leave it to emit='pjit'"
         ) from error
-    return program, plan, note
+    return program, bound, note
 
 
-def _localize_rank(program: Program, plan: BoundPlan) -> tuple[Program, BoundPlan, str]:
+def _localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
     """One rank's program; its examples are its own where nothing but gradients and losses is reduced."""
-    why = _needs_xla(plan)
-    if plan.devices > 1 and why is None:
+    why = _needs_xla(bound)
+    if bound.devices > 1 and why is None:
         try:
-            found, note = localize(program, plan)
+            found, note = localize(program, bound)
             why = _obstacle(found)
             if why is None:
-                return found, plan.noting(reduction_backend="mpi", reduction_reason=_reductions(found)), note
+                return found, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(found)), note
         except NotLocal as error:
             why = str(error)
-    found, note = localize(program, plan, examples=False)
-    reduction_backend, why = ("xla", why or "") if plan.devices > 1 else ("", "one process")
-    return found, plan.noting(reduction_backend=reduction_backend, reduction_reason=why), note
+    found, note = localize(program, bound, examples=False)
+    reduction_backend, why = ("xla", why or "") if bound.devices > 1 else ("", "one process")
+    return found, bound.noting(reduction_backend=reduction_backend, reduction_reason=why), note
 
 
 def _reductions(program: Program) -> str:
@@ -138,11 +138,11 @@ def _reductions(program: Program) -> str:
     return f"{len(program.local.reductions)} reductions, {kinds}"
 
 
-def _needs_xla(plan: BoundPlan) -> str | None:
-    on_devices = [f for f in plan.families if not f.on_hosts]
+def _needs_xla(bound: BoundPlan) -> str | None:
+    on_devices = [f for f in bound.families if not f.on_hosts]
     if on_devices:
         return "some tables are on devices"
-    return "dense parameters are in shards" if plan.shards else None
+    return "dense parameters are in shards" if bound.shards else None
 
 
 def _obstacle(program: Program) -> str | None:
@@ -166,31 +166,31 @@ def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
     return StrategyError(f"strategy: {program.name} can't be {what} with tables on hosts: {error}. {remedy}")
 
 
-def _shield(program: Program, plan: BoundPlan, request: Request) -> Result:
+def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
-    by_rank = plan.on_hosts and plan.plan.reduction_backend != "xla"
-    devices = (1 if by_rank else plan.devices) * request.options.rank_devices
-    if devices == 1 or (plan.emit == "pmap" and not plan.on_hosts):
-        return program, plan, "XLA partitions nothing"
-    program, isolated = shield(program, plan, devices)
+    by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
+    devices = (1 if by_rank else bound.devices) * request.options.rank_devices
+    if devices == 1 or (bound.emit == "pmap" and not bound.on_hosts):
+        return program, bound, "XLA partitions nothing"
+    program, isolated = shield(program, bound, devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"
-    return program, plan.noting(isolated=isolated), note
+    return program, bound.noting(isolated=isolated), note
 
 
-def _split_stages(program: Program, plan: BoundPlan, request: Request) -> Result:
-    if not plan.on_hosts:
-        return program, plan, "one program"
-    stages = split_stages(program, plan.devices, {f.family for f in plan.families if f.on_hosts})
-    plan = plan.noting(stages=tuple(map(str, stages.items)))
-    return dataclasses.replace(program, stages=stages), plan, f"{stages.programs} compiled programs"
+def _split_stages(program: Program, bound: BoundPlan, request: Request) -> Result:
+    if not bound.on_hosts:
+        return program, bound, "one program"
+    stages = split_stages(program, bound.devices, {f.family for f in bound.families if f.on_hosts})
+    bound = bound.noting(stages=tuple(map(str, stages.items)))
+    return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
 
 
 def _analyzing(run: Callable[[Program, Request], tuple[Program, str]]) -> Pass:
     """A pass that finds out about a program."""
 
-    def analyze(program: Program, plan: BoundPlan | None, request: Request) -> Result:
+    def analyze(program: Program, bound: BoundPlan | None, request: Request) -> Result:
         program, note = run(program, request)
-        return program, plan, note
+        return program, bound, note
 
     return analyze
 
@@ -198,27 +198,27 @@ def _analyzing(run: Callable[[Program, Request], tuple[Program, str]]) -> Pass:
 def _following(run: Callable[[Program, BoundPlan, Request], Result | tuple[Program, str]]) -> Pass:
     """A pass that does what the plan says."""
 
-    def follow(program: Program, plan: BoundPlan | None, request: Request) -> Result:
-        assert plan is not None, "the plan is made before it is followed"
+    def follow(program: Program, bound: BoundPlan | None, request: Request) -> Result:
+        assert bound is not None, "the plan is made before it is followed"
         try:
-            result = run(program, plan, request)
+            result = run(program, bound, request)
         except NotLocal as error:
             raise _not_on_hosts(program, error) from error
-        return result if len(result) == 3 else (result[0], plan, result[1])
+        return result if len(result) == 3 else (result[0], bound, result[1])
 
     return follow
 
 
 #: What makes a program of the plan, in this order.
 _FOLLOWED: tuple[tuple[str, Pass], ...] = (
-    ("lift_rows", _following(lambda program, plan, _: lift_rows(program, plan))),
-    ("merge_pushes", _following(lambda program, plan, _: merge_pushes(program, plan))),
-    ("place", _following(lambda program, plan, _: place(program, plan))),
-    ("reduce_tables", _following(lambda program, plan, _: reduce_tables(program, plan))),
+    ("lift_rows", _following(lambda program, bound, _: lift_rows(program, bound))),
+    ("merge_pushes", _following(lambda program, bound, _: merge_pushes(program, bound))),
+    ("place", _following(lambda program, bound, _: place(program, bound))),
+    ("reduce_tables", _following(lambda program, bound, _: reduce_tables(program, bound))),
     ("localize", _following(_localize)),
     (
         "once_per_row",
-        _following(lambda program, plan, request: once_per_row(program, plan, request.options.rank_devices)),
+        _following(lambda program, bound, request: once_per_row(program, bound, request.options.rank_devices)),
     ),
     ("shield", _following(_shield)),
     ("split_stages", _following(_split_stages)),
@@ -258,16 +258,16 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
     """
     with paused_collection():
         request = Request(options, measured)
-        program, plan, records = _run((("choose", _choose), *_FOLLOWED), analysed.program, None, request)
-        assert plan is not None, "the pipeline makes a plan"
-        fallback = follow(analysed.program, plan.without_limits(), options) if plan.fallback else None
-        return Compiled(analysed.program, plan, program, (*analysed.records, *records), fallback)
+        program, bound, records = _run((("choose", _choose), *_FOLLOWED), analysed.program, None, request)
+        assert bound is not None, "the pipeline makes a plan"
+        fallback = follow(analysed.program, bound.without_limits(), options) if bound.fallback else None
+        return Compiled(analysed.program, bound, program, (*analysed.records, *records), fallback)
 
 
 def _run(
     passes: Sequence[tuple[str, Pass]],
     program: Program,
-    plan: BoundPlan | None,
+    bound: BoundPlan | None,
     request: Request,
     *,
     traced: bool = False,
@@ -277,16 +277,16 @@ def _run(
     for name, run in passes:
         start = time.perf_counter()
         before = None if traced and not records else program.block
-        program, plan, note = run(program, plan, request)
+        program, bound, note = run(program, bound, request)
         verify_program(program, before, name)
         records.append(Record(name, program, note, time.perf_counter() - start))
-    return program, plan, records
+    return program, bound, records
 
 
-def follow(analysed: Program, plan: BoundPlan, options: Options) -> Program:
+def follow(analysed: Program, bound: BoundPlan, options: Options) -> Program:
     """The program of another plan than the one that was chosen."""
     program = analysed
     for _, run in _FOLLOWED:
-        program, _, _ = run(program, plan, Request(options))
+        program, _, _ = run(program, bound, Request(options))
     verify_program(program)
     return program

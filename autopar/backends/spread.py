@@ -18,10 +18,10 @@ from autopar.ir.program import ArrayType, Program
 Array = Any
 
 
-def backends(plan: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
+def backends(bound: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
     """Family -> its backend; `allreduce_rows` needs none but the partitioner, or `reduce`."""
     found: dict[int, RowBackend] = {}
-    for family in plan.families:
+    for family in bound.families:
         if family.layout is not None and family.bounds.capacity is not None:
             found[family.family] = ShardedRows(devices, family.layout, family.bounds.capacity)
         elif family.method == "allgather":
@@ -31,18 +31,18 @@ def backends(plan: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
     return found
 
 
-def mapped(program: Program, plan: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
+def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
     """The program of one device on all of them: a function of global arrays."""
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis)
-    run = emit(program.block, backends(plan, inside), inside)
-    entries = (entry.entry_axis for entry in program.inputs[len(plan.placements) :])
+    run = emit(program.block, backends(bound, inside), inside)
+    entries = (entry.entry_axis for entry in program.inputs[len(bound.placements) :])
     returned = (state.axis if isinstance(state, Spread) else None for state in program.local.outputs)
-    return devices.mapped(lambda *xs: tuple(run(*xs)), (*plan.placements, *entries), tuple(returned))
+    return devices.mapped(lambda *xs: tuple(run(*xs)), (*bound.placements, *entries), tuple(returned))
 
 
 def spread(
-    run: Callable[..., Sequence[Array]], plan: BoundPlan, program: Program, devices: Devices
+    run: Callable[..., Sequence[Array]], bound: BoundPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """The same function of global arrays, with XLA told where its inputs and the new states are."""
     types = [v.type for v in program.block.inputs]
@@ -50,7 +50,7 @@ def spread(
     def constrained(value: Array, k: int) -> Array:
         if k >= len(types) or not isinstance(types[k], ArrayType):  # an update log's entry is where its rows are
             return value
-        return devices.constrain(value, plan.placements[k])
+        return devices.constrain(value, bound.placements[k])
 
     def spread_run(*inputs: Array) -> Sequence[Array]:
         outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag
@@ -62,13 +62,13 @@ def spread(
 
 
 def on_ordinary_arrays(
-    run: Callable[..., Sequence[Array]], plan: BoundPlan, program: Program, devices: Devices
+    run: Callable[..., Sequence[Array]], bound: BoundPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """The same function of arrays whose rows are in their own order."""
-    outputs = {out: plan.layouts[k] for k, out in program.new_states.items() if k in plan.layouts}
+    outputs = {out: bound.layouts[k] for k, out in program.new_states.items() if k in bound.layouts}
 
     def ordinary_run(*inputs: Array) -> Sequence[Array]:
-        stored = [store(x, *plan.layouts[k], devices) if k in plan.layouts else x for k, x in enumerate(inputs)]
+        stored = [store(x, *bound.layouts[k], devices) if k in bound.layouts else x for k, x in enumerate(inputs)]
         results = run(*stored)[: len(program.outputs)]
         return [whole(x, *outputs[k], devices) if k in outputs else x for k, x in enumerate(results)]
 

@@ -73,31 +73,31 @@ def _whole_bytes(program: Program, leaf: int) -> int:
     return int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
 
 
-def leaf_bytes(program: Program, plan: BoundPlan, leaf: int) -> int:
+def leaf_bytes(program: Program, bound: BoundPlan, leaf: int) -> int:
     """Bytes of a leaf of the state on each device."""
     size = _whole_bytes(program, leaf)
-    return size if plan.placements[leaf] is None else -(-size // plan.devices)
+    return size if bound.placements[leaf] is None else -(-size // bound.devices)
 
 
-def state_bytes(program: Program, plan: BoundPlan) -> int:
+def state_bytes(program: Program, bound: BoundPlan) -> int:
     """Bytes of the state on each device, without what is on hosts."""
-    return sum(leaf_bytes(program, plan, k) for k in _on_devices(program, plan))
+    return sum(leaf_bytes(program, bound, k) for k in _on_devices(program, bound))
 
 
-def hosted_bytes(program: Program, plan: BoundPlan) -> int:
+def hosted_bytes(program: Program, bound: BoundPlan) -> int:
     """Bytes of what is on hosts, all of them together."""
-    return sum(_whole_bytes(program, k) for k in _on_hosts(program, plan))
+    return sum(_whole_bytes(program, k) for k in _on_hosts(program, bound))
 
 
-def _on_hosts(program: Program, plan: BoundPlan) -> set[int]:
+def _on_hosts(program: Program, bound: BoundPlan) -> set[int]:
     """Leaves of the state that are there."""
-    hosted = {f.family for f in plan.families if f.on_hosts}
+    hosted = {f.family for f in bound.families if f.on_hosts}
     return {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
 
 
-def _on_devices(program: Program, plan: BoundPlan) -> list[int]:
+def _on_devices(program: Program, bound: BoundPlan) -> list[int]:
     """Leaves of the state that aren't on hosts."""
-    away = _on_hosts(program, plan)
+    away = _on_hosts(program, bound)
     return [k for k, given in enumerate(program.inputs) if given.role == "state" and k not in away]
 
 
@@ -118,14 +118,14 @@ class Shortage:
         return None if self.devices is None else math.ceil(self.devices / devices)
 
 
-def find_shortage(program: Program, plan: BoundPlan, strategy: Strategy, memory: float) -> Shortage | None:
+def find_shortage(program: Program, bound: BoundPlan, strategy: Strategy, memory: float) -> Shortage | None:
     """By how much a plan's state doesn't fit devices of so many bytes of memory; None if it does."""
-    missing = state_bytes(program, plan) - state_budget(memory)
+    missing = state_bytes(program, bound) - state_budget(memory)
     if missing <= 0:
         return None
-    states = _on_devices(program, plan)
-    spread = {k for k in states if plan.placements[k] is not None}
-    if plan.plan.sparse != "off":
+    states = _on_devices(program, bound)
+    spread = {k for k in states if bound.placements[k] is not None}
+    if bound.plan.sparse != "off":
         spaces = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]
         spread.update(k for s in spaces for k in s.leaves if k in states)
     sizes = {k: _whole_bytes(program, k) for k in states}
@@ -133,7 +133,7 @@ def find_shortage(program: Program, plan: BoundPlan, strategy: Strategy, memory:
     return Shortage(missing, least_devices(whole, [sizes[k] for k in sorted(spread)], state_budget(memory)))
 
 
-def leave_devices(program: Program, plan: BoundPlan, strategy: Strategy, memory: int) -> Mapping[str, int]:
+def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory: int) -> Mapping[str, int]:
     """The tables that don't fit the devices, and that the strategy leaves to autopar: path -> bytes with their slots.
 
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
@@ -141,10 +141,10 @@ def leave_devices(program: Program, plan: BoundPlan, strategy: Strategy, memory:
     `plan` has everything on the devices, of `memory` bytes each.
     """
     budget = state_budget(memory)
-    needed = state_bytes(program, plan)
+    needed = state_bytes(program, bound)
     found: dict[str, int] = {}
     free = [s for s in program.rows.spaces if host_refusal(program, s) is None and _is_free(program, s, strategy)]
-    sizes = {id(s): sum(leaf_bytes(program, plan, k) for k in s.leaves) for s in free}
+    sizes = {id(s): sum(leaf_bytes(program, bound, k) for k in s.leaves) for s in free}
     for space in sorted(free, key=lambda s: (-sizes[id(s)], program.inputs[s.tables[0]].path)):
         if needed <= budget:
             break

@@ -40,15 +40,15 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
     choices = Choices(options, measured, methods, hosts, not has_effects, decided)
     made = [decide_family(program, space, choices) for space in program.rows.spaces]
-    plan = _assemble(program, options, made, patterns)
+    bound = _assemble(program, options, made, patterns)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
-        sharded = _too_large(program, plan.plan, made, choices, measured.memory)
+        sharded = _too_large(program, bound.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
             made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
-        plan = _assemble(program, options, made, patterns) if sharded else plan
+        bound = _assemble(program, options, made, patterns) if sharded else bound
     tables = sum(len(told) for _, told in made)
-    lifted = sum(t.lifted for t in plan.plan.tables)
-    return plan, f"{lifted} of {tables} tables run on their touched rows"
+    lifted = sum(t.lifted for t in bound.plan.tables)
+    return bound, f"{lifted} of {tables} tables run on their touched rows"
 
 
 def compares_methods(program: Program, options: Options) -> bool:

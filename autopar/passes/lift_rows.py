@@ -36,19 +36,19 @@ from autopar.passes.lifting.update_log import StepUpdateLog
 _BLOCK_ROWS = 512
 
 
-def lift_rows(program: Program, plan: BoundPlan) -> tuple[Program, str]:
+def lift_rows(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     """The program with every family that the plan lifts in row space.
 
     Raises:
       NotDeferrable: rows of some leaves can't wait.
       NotLocal: all rows of a table on hosts are needed where no program has them.
     """
-    if not plan.families:
+    if not bound.families:
         return program, "nothing is lifted"
-    lift = _Lift.of(program, plan)
+    lift = _Lift.of(program, bound)
     block = lift.run()
     before, after = count_equations(program.block), count_equations(block)
-    rows = ", ".join(f"{f.bounds.rows - 1} rows" for f in plan.families)
+    rows = ", ".join(f"{f.bounds.rows - 1} rows" for f in bound.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
     logs = [given for log in lift.in_order() for given in log.inputs()]
     kept = (Output(given.path, k) for k, given in enumerate(logs, len(program.inputs)))
@@ -61,7 +61,7 @@ def lift_rows(program: Program, plan: BoundPlan) -> tuple[Program, str]:
 @dataclass(eq=False)
 class _Lift:
     program: Program
-    plan: BoundPlan
+    bound: BoundPlan
     facts: RowFacts
     scope: Scope
     spaces: dict[int, RowSpace]
@@ -76,21 +76,21 @@ class _Lift:
     logs: dict[int, StepUpdateLog] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, plan: BoundPlan) -> _Lift:
+    def of(program: Program, bound: BoundPlan) -> _Lift:
         facts: RowFacts = program.rows
-        spaces = {s.family: s for s in facts.spaces if plan.family(s.family) is not None}
+        spaces = {s.family: s for s in facts.spaces if bound.family(s.family) is not None}
         block = program.block
         ids: dict[int, RowIds] = {f: program.ids[f] for f in spaces}
         inputs = list(block.inputs)
-        for k, (layout, axis) in plan.layouts.items():
+        for k, (layout, axis) in bound.layouts.items():
             inputs[k] = Var(inputs[k].type.resized(axis, layout.stored))
         lifting = Lifting(
             facts=facts,
-            families={f.family: f for f in plan.families},
-            lazy=plan.plan.sparse == "lazy",
+            families={f.family: f for f in bound.families},
+            lazy=bound.plan.sparse == "lazy",
             spaces=spaces,
             inputs=inputs,
-            block_rows={f.family: _block_rows(spaces[f.family], f, plan.devices) for f in plan.families},
+            block_rows={f.family: _block_rows(spaces[f.family], f, bound.devices) for f in bound.families},
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
             batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
@@ -105,9 +105,9 @@ class _Lift:
             block,
             dense={v: v for v in inputs},
             leaf_atoms={inputs[k] for k in lifting.leaves.values()},
-            stored={block.inputs[k]: (inputs[k], *layout) for k, layout in plan.layouts.items()},
+            stored={block.inputs[k]: (inputs[k], *layout) for k, layout in bound.layouts.items()},
         )
-        return _Lift(program, plan, facts, scope, spaces, ids, inputs, known=set(block.inputs))
+        return _Lift(program, bound, facts, scope, spaces, ids, inputs, known=set(block.inputs))
 
     def run(self) -> Block:
         block = self.program.block
@@ -140,7 +140,7 @@ class _Lift:
 
     def _check_capacity(self) -> None:
         """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
-        tight = [f.family for f in self.plan.families if f.bounds.tight]
+        tight = [f.family for f in self.bound.families if f.bounds.tight]
         if not tight:
             return
         for family in tight:
@@ -151,7 +151,7 @@ class _Lift:
 
     def _output(self, atom: Atom, state: int | None) -> Atom:
         """An output, in its stored form if it is a state; the old state where a capacity was exceeded."""
-        stored = state in self.plan.layouts
+        stored = state in self.bound.layouts
         new = self.scope.stored[atom][0] if stored else self.scope.get(atom)
         if self.exceeded is None or state is None or (new, state) in self.guarded or new is self.inputs[state]:
             return new
@@ -276,8 +276,8 @@ class _Lift:
 
     def _name(self, atom: Atom, leaf: int, new: Atom) -> None:
         """The new value of a leaf, as it is stored."""
-        if isinstance(atom, Var) and leaf in self.plan.layouts:
-            self.scope.stored[atom] = new, *self.plan.layouts[leaf]
+        if isinstance(atom, Var) and leaf in self.bound.layouts:
+            self.scope.stored[atom] = new, *self.bound.layouts[leaf]
         elif isinstance(atom, Var):
             self.scope.dense[atom] = new
 

@@ -35,22 +35,22 @@ from autopar.passes.localizing.local_forms import Forms, Shared, joined
 from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
 
 
-def localize(program: Program, plan: BoundPlan, *, examples: bool = True) -> tuple[Program, str]:
+def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tuple[Program, str]:
     """The program of each device, with `local` facts.
 
     Args:
       program: A lifted program.
-      plan: What says where values are.
+      bound: What says where values are.
       examples: Whether the batch is a device's part. Else only rows are an owner's part, and the rest stays global.
 
     Raises:
       NotLocal: an equation that can't be run on a part of its operands.
     """
-    walk = Localizer(Shared(plan, examples))
+    walk = Localizer(Shared(bound, examples))
     inputs = []
-    entries = [given.entry_axis for given in program.inputs[len(plan.placements) :]]
-    placements = (*plan.placements, *entries)
-    owned = {k for k, axis in enumerate(placements) if axis is not None and _is_owned(program, plan, k)}
+    entries = [given.entry_axis for given in program.inputs[len(bound.placements) :]]
+    placements = (*bound.placements, *entries)
+    owned = {k for k, axis in enumerate(placements) if axis is not None and _is_owned(program, bound, k)}
     for k, var in enumerate(program.block.inputs):
         axis = placements[k]
         state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
@@ -73,7 +73,7 @@ def localize(program: Program, plan: BoundPlan, *, examples: bool = True) -> tup
     shared = walk.shared
     facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), shared.inside)
     count = len(shared.reductions)
-    return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {plan.devices} devices"
+    return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {bound.devices} devices"
 
 
 def _add_with_line(walk: Localizer, block: Block, equation: Equation) -> None:
@@ -87,12 +87,12 @@ def _add_with_line(walk: Localizer, block: Block, equation: Equation) -> None:
         raise
 
 
-def _is_owned(program: Program, plan: BoundPlan, k: int) -> bool:
+def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
     """Whether an input is spread along its rows, over their owners."""
-    planned = {f.family for f in plan.families if f.layout is not None}
+    planned = {f.family for f in bound.families if f.layout is not None}
     space = program.rows.space_of(k)
     is_entry = program.inputs[k].entry_axis is not None
-    return is_entry or k in plan.shards or (space is not None and space.family in planned)
+    return is_entry or k in bound.shards or (space is not None and space.family in planned)
 
 
 @dataclass(eq=False)
@@ -165,7 +165,7 @@ class Localizer(Forms):
         if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
             return False
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
-            if not top and self.shared.plan.emit == "pmap" and not self.shared.plan.on_hosts:
+            if not top and self.shared.bound.emit == "pmap" and not self.shared.bound.on_hosts:
                 self._scaled(equation, partial.index(True))
             return not top
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]

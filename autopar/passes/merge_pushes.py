@@ -24,12 +24,12 @@ from autopar.passes.writer import ZeroWriter
 _ADDING = ("ap.aggregate", "ap.push")
 
 
-def merge_pushes(program: Program, plan: BoundPlan) -> tuple[Program, str]:
+def merge_pushes(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     """The lifted program with as few exchanges of gradients as its sums allow."""
-    if not plan.families:
+    if not bound.families:
         return program, "nothing is lifted"
     before = _count(program.block)
-    requested = {f.family: f.bounds.requested for f in plan.families if f.bounds.requested is not None}
+    requested = {f.family: f.bounds.requested for f in bound.families if f.bounds.requested is not None}
     merged = _Merge(requested).run(program.block, frozenset())
     block, _ = eliminate_dead(merged)
     note = f"pushes: {before} before, {_count(block)} after" + (", each an exchange" if requested else "")

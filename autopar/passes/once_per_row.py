@@ -42,15 +42,15 @@ _GATHERS = frozenset({"ap.lookup", "gather"})
 _SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
-def once_per_row(program: Program, plan: BoundPlan, devices: int = 1) -> tuple[Program, str]:
+def once_per_row(program: Program, bound: BoundPlan, devices: int = 1) -> tuple[Program, str]:
     """The program of one rank with what depends on single rows computed once for each.
 
     Args:
       program: Localized.
-      plan: What it was made by.
+      bound: What it was made by.
       devices: Of a rank: they share the lookups, but each has all rows.
     """
-    if not plan.on_hosts or plan.plan.reduction_backend == "xla":
+    if not bound.on_hosts or bound.plan.reduction_backend == "xla":
         return program, "for a rank's own program, with tables on hosts"
     found: list[Ids] = []
     block = _of_block(program.block, devices, found)

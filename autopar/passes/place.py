@@ -16,11 +16,11 @@ from autopar.ir.slicing import eliminate_dead
 from autopar.passes.writer import Writer
 
 
-def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
+def place(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     """The program with `replicate` and `spread` where shards are used (`Plan.shards`)."""
-    if not plan.shards:
+    if not bound.shards:
         return program, "no dense parameter is spread"
-    placing = _Placing({program.block.inputs[k]: axis for k, axis in plan.shards.items()})
+    placing = _Placing({program.block.inputs[k]: axis for k, axis in bound.shards.items()})
     for equation in program.block.equations:
         placing.add(equation)
     outputs = program.block.outputs
@@ -31,7 +31,7 @@ def place(program: Program, plan: BoundPlan) -> tuple[Program, str]:
     )
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(placing.equations), returned))
     gathered = sum(e.op == "ap.replicate" for e in block.equations)
-    note = f"{len(plan.shards)} leaves in shards, {gathered} gathered for use"
+    note = f"{len(bound.shards)} leaves in shards, {gathered} gathered for use"
     return dataclasses.replace(program, block=block), note
 
 

@@ -30,13 +30,13 @@ _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
 _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
 
 
-def reduce_tables(program: Program, plan: BoundPlan) -> tuple[Program, str]:
+def reduce_tables(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     """The program with its reads of whole tables on hosts as `reduce_table` equations.
 
     Raises:
       NotLocal: something needs all rows of a table and is no such reduction.
     """
-    layouts = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
+    layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
     if not layouts:
         return program, "no table is on hosts"
     walk = _Walk(program=program)

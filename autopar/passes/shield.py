@@ -28,12 +28,12 @@ from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 
 
-def shield(program: Program, plan: BoundPlan, devices: int) -> tuple[Program, tuple[str, ...]]:
+def shield(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, tuple[str, ...]]:
     """The program with `isolated` equations in place of what XLA gets wrong.
 
     Args:
       program: A program that XLA partitions.
-      plan: What says where its inputs are.
+      bound: What says where its inputs are.
       devices: Over how many devices examples are spread.
 
     Returns:
@@ -41,17 +41,17 @@ def shield(program: Program, plan: BoundPlan, devices: int) -> tuple[Program, tu
     """
     if not any(map(mispartitioned, program.block.walk())):
         return program, ()
-    walk = _Shield(_batch_axes(program, plan, devices), devices)
+    walk = _Shield(_batch_axes(program, bound, devices), devices)
     block = walk.block(program.block)
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
 
 
-def _batch_axes(program: Program, plan: BoundPlan, devices: int) -> Mapping[Var, int]:
+def _batch_axes(program: Program, bound: BoundPlan, devices: int) -> Mapping[Var, int]:
     """Where the batch lies, followed once more: passes have made variables since it was."""
     if program.local is None:
         axes: BatchAxes = {v: program.batch[v] for v in program.block.inputs if v in program.batch}
     else:
-        inputs = zip(program.block.inputs, plan.placements, strict=False)
+        inputs = zip(program.block.inputs, bound.placements, strict=False)
         pairs = [(v, axis) for v, axis in inputs if axis is not None and v not in program.local.owned]
         axes = {v: axis for v, axis in pairs if v.shape[axis] % devices == 0}
     follow_batch(program.block.equations, axes, devices=devices)

@@ -26,22 +26,22 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) ->
       leaves: Its flat arguments, or those that ids depend on.
       devices: Of each rank.
     """
-    program, plan = entry.compiled.analysed, entry.compiled.bound
+    program, bound = entry.compiled.analysed, entry.compiled.bound
     sizes: dict[int, tuple[int, int]] = {}
     for space in program.rows.spaces:
-        family = plan.family(space.family)
+        family = bound.family(space.family)
         if family is None or not family.on_hosts or family.bounds.requested is None or not space.accesses:
             continue
         ids = program.ids[space.family]
         flat = example_ids(program, ids, leaves)
         if flat is None:
             return None
-        need = max(rows.size for rows in device_ids(flat, ids.batched, plan.devices, space.extent))
+        need = max(rows.size for rows in device_ids(flat, ids.batched, bound.devices, space.extent))
         sizes[space.family] = (
-            family.bounds.rows // plan.devices,
-            bucket_size(need, family.bounds.requested // plan.devices),
+            family.bounds.rows // bound.devices,
+            bucket_size(need, family.bounds.requested // bound.devices),
         )
     if not sizes:
         return None
     options = dataclasses.replace(entry.options, rank_devices=devices)
-    return follow(program, plan.with_sizes(sizes), options).once_per_row
+    return follow(program, bound.with_sizes(sizes), options).once_per_row

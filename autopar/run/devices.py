@@ -34,9 +34,9 @@ def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
 
 
-def _layout(plan: BoundPlan, family: int) -> RowLayout | None:
+def _layout(bound: BoundPlan, family: int) -> RowLayout | None:
     """How a family's rows are spread over the devices."""
-    found = plan.family(family)
+    found = bound.family(family)
     return None if found is None else found.layout
 
 
@@ -55,17 +55,17 @@ class DevicesRunner:
         self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, out_tree: Any, donate: bool
     ) -> None:
         self._out_tree = out_tree
-        plan, analysed = compiled.bound, compiled.analysed
+        bound, analysed = compiled.bound, compiled.analysed
         self._log_specs = [
-            UpdateLogSpec(e, _layout(plan, e.params["family"]), devices) for e in flushes(compiled.program.block)
+            UpdateLogSpec(e, _layout(bound, e.params["family"]), devices) for e in flushes(compiled.program.block)
         ]
         logs = compiled.program.block.inputs[len(analysed.inputs) :]
         entries = [s for j in self._log_specs for s in j.shardings]
         self._devices = devices
-        self._layouts = plan.layouts
-        self._shardings = [devices.sharding(along) for along in plan.placements]
+        self._layouts = bound.layouts
+        self._shardings = [devices.sharding(along) for along in bound.placements]
         self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
-        self._tables = {out: plan.layouts[k] for k, out in analysed.new_states.items() if k in plan.layouts}
+        self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
         self._donate = donate
@@ -73,7 +73,7 @@ class DevicesRunner:
         self._count = len(analysed.outputs)  # and perhaps a flag
         self._flags: collections.deque[Any] = collections.deque()
         self._across = devices.processes.several
-        places = self._returned(analysed, entries, bool(plan.fallback))
+        places = self._returned(analysed, entries, bool(bound.fallback))
         order = donation_order(compiled.program.new_states, len(places))
         self._order = sorted(range(len(order)), key=order.__getitem__)
 

@@ -107,12 +107,12 @@ class Entry:
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Any]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
-        plan = self.compiled.bound
-        if plan.plan.defers:  # ordinary arrays have no rows that wait
+        bound = self.compiled.bound
+        if bound.plan.defers:  # ordinary arrays have no rows that wait
             return self.plain
         if self.devices is not None:
-            return on_ordinary_arrays(self.run_stored, plan, self.compiled.analysed, self.devices)
-        return self._typed(emit(self.compiled.program.block)) if plan.families else self.plain
+            return on_ordinary_arrays(self.run_stored, bound, self.compiled.analysed, self.devices)
+        return self._typed(emit(self.compiled.program.block)) if bound.families else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """With the plain step's types, weak or strong: a row that is written back takes its table's type."""
@@ -130,19 +130,19 @@ class Entry:
     def run_stored(self) -> Callable[..., Sequence[Any]]:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
-        plan, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
-        if not plan.rewrites:
-            return spread(self.plain, plan, analysed, self.devices)
-        run = self._emitted(program, plan)
+        bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
+        if not bound.rewrites:
+            return spread(self.plain, bound, analysed, self.devices)
+        run = self._emitted(program, bound)
         if self.compiled.fallback is not None:
-            run = with_fallback(run, self._emitted(self.compiled.fallback, plan.without_limits()), program)
-        return spread(self._typed(run), plan, analysed, self.devices)
+            run = with_fallback(run, self._emitted(self.compiled.fallback, bound.without_limits()), program)
+        return spread(self._typed(run), bound, analysed, self.devices)
 
-    def _emitted(self, program: Program, plan: BoundPlan) -> Callable[..., Sequence[Any]]:
+    def _emitted(self, program: Program, bound: BoundPlan) -> Callable[..., Sequence[Any]]:
         assert self.devices is not None, "one device needs no backends"
-        if plan.emit == "pmap":
-            return mapped(program, plan, self.devices)
-        return emit(program.block, backends(plan, self.devices), self.devices)
+        if bound.emit == "pmap":
+            return mapped(program, bound, self.devices)
+        return emit(program.block, backends(bound, self.devices), self.devices)
 
     @functools.cached_property
     def runner(self) -> Runner:

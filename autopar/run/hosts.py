@@ -37,12 +37,12 @@ class HostRunner:
         self._out_tree = out_tree
         self._local = compiled.program.local
         self._donate = donate
-        plan, self._program = compiled.bound, compiled.analysed
-        self._plan = plan
+        bound, self._program = compiled.bound, compiled.analysed
+        self._bound = bound
         self._check_others()
         self._ranks = Ranks(exchange(), compiled.plan.reduction_backend)
         self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
-        hosted = {f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None}
+        hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
             leaf: (axis, hosted[space.family])
             for space in self._program.rows.spaces
@@ -59,7 +59,7 @@ class HostRunner:
             and atom in self._program.block.inputs
             and self._program.block.inputs.index(atom) in self._tables
         }
-        count, there = plan.devices, [f for f in plan.families if f.on_hosts]
+        count, there = bound.devices, [f for f in bound.families if f.on_hosts]
         limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
         #: Two rows at least: a reshape would not tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
@@ -82,13 +82,13 @@ class HostRunner:
         Raises:
           StrategyError: there are such.
         """
-        there = {f.family: f.method for f in self._plan.families if not f.on_hosts}
+        there = {f.family: f.method for f in self._bound.families if not f.on_hosts}
         space = next((s for s in self._program.rows.spaces if s.family in there), None)
-        if space is not None and self._plan.devices > 1:
+        if space is not None and self._bound.devices > 1:
             path = self._program.inputs[space.tables[0]].path
             raise StrategyError(
                 f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
-                f"of {self._plan.devices} ranks. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+                f"of {self._bound.devices} ranks. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
             )
 
     def lower(self) -> Any:
@@ -194,7 +194,7 @@ class HostRunner:
     def _compiled_for(self, bucket: ShapeBucket) -> StagedProgram:
         found = self._programs.get(bucket)
         if found is None:
-            plan = self._plan.with_sizes(bucket.rows)
+            plan = self._bound.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._options)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
             mark(self._ranks.step, "compiling", "compiles")
@@ -265,7 +265,7 @@ class HostRunner:
 
     def _placed(self, k: int, leaf: Any) -> Any:
         """An argument as the device programs take it."""
-        along, type_ = self._plan.placements[k], self._program.block.inputs[k].type
+        along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
             leaf = leaf.materialize()
         if not isinstance(type_, ArrayType):

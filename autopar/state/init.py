@@ -123,13 +123,13 @@ class Maker:
             "Name the state with parallelize(step, state_argnums=...)"
         )
         entry, found = entry_of(step, name, made, batch, call, no_state)
-        make, plan, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
-        if plan.on_hosts:
+        make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
+        if bound.on_hosts:
             return HostMaker.of_plan(make, entry, found)
         if devices is None:
             return Maker(make, None, None, [None] * len(found), False)
-        shardings = [devices.sharding(None if k is None else plan.placements[k]) for k in found]
-        layouts = [None if k is None else plan.layouts.get(k) for k in found]
+        shardings = [devices.sharding(None if k is None else bound.placements[k]) for k in found]
+        layouts = [None if k is None else bound.layouts.get(k) for k in found]
         return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
 
     @functools.cached_property

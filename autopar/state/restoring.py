@@ -67,11 +67,11 @@ def places_of_step(
     `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
-    plan = entry.compiled.bound
+    bound = entry.compiled.bound
     found = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
-    if not plan.on_hosts and step.devices is not None:
-        for k, along in enumerate(plan.placements):
-            layout, axis = plan.layouts.get(k, (None, 0))
+    if not bound.on_hosts and step.devices is not None:
+        for k, along in enumerate(bound.placements):
+            layout, axis = bound.layouts.get(k, (None, 0))
             sharding = step.devices.sharding(along)
             found[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
     return [place if k is None else found.get(k, place) for k, place in zip(inputs, places, strict=True)]

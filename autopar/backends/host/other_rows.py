@@ -27,15 +27,15 @@ _Taken = tuple[int, int, tuple[Any, ...]]
 class OtherRows:
     """The off-row form of an `ap.sweep` or `ap.reduce_others` equation."""
 
-    def __init__(self, equation: Equation, plan: BoundPlan, ranks: Ranks) -> None:
+    def __init__(self, equation: Equation, bound: BoundPlan, ranks: Ranks) -> None:
         self._params = p = equation.params
         self._ranks = ranks
         (body,) = equation.bodies
         chunk, *rest = body.inputs
-        family = plan.family(chunk.type.family)
+        family = bound.family(chunk.type.family)
         assert family is not None and family.layout is not None, "rows on hosts have a layout"
         self._layout = family.layout
-        self._size = p["rows"] // plan.devices
+        self._size = p["rows"] // bound.devices
         is_sweep = equation.op == "ap.sweep"
         self._count = len(p["read_axes"]) + (len(p["axes"]) if is_sweep else 0)
         places = {v: k for k, v in enumerate(rest[: self._count])}
@@ -45,7 +45,7 @@ class OtherRows:
         inputs = (chunk, *(e.outputs[0] for e in pulls), *rest[self._count :])
         block = Block(inputs, tuple(e for e in body.equations if e not in pulls), body.outputs)
         view = ranks.owner_view
-        rows = emit(block, host_backends(plan, view), view)
+        rows = emit(block, host_backends(bound, view), view)
 
         def reduced(which: Any, *operands: Any) -> Sequence[Any]:
             return [reduce_some(p, rows(*operands)[0], which).astype(p["dtype"])]

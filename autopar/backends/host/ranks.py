@@ -84,9 +84,9 @@ class Ranks:
 
     # --- programs ---
 
-    def backends(self, plan: BoundPlan, side: Side) -> Mapping[int, RowBackend]:
+    def backends(self, bound: BoundPlan, side: Side) -> Mapping[int, RowBackend]:
         """Of families on devices."""
-        return backends(plan, self.device_view) if self.is_global and side == "device" else {}
+        return backends(bound, self.device_view) if self.is_global and side == "device" else {}
 
     def compile(
         self, run: Callable[..., Sequence[Array]], side: Side, donated: Sequence[int], whole: Sequence[bool]

@@ -95,7 +95,7 @@ class StagedProgram:
     def __init__(
         self,
         program: Program,
-        plan: BoundPlan,
+        bound: BoundPlan,
         ranks: Ranks,
         buckets: ShapeBuckets,
         bucket: ShapeBucket,
@@ -105,14 +105,14 @@ class StagedProgram:
         """
         Args:
           program: Localized, with stages.
-          plan: Whose sizes it was made for: those of the bucket.
+          bound: Whose sizes it was made for: those of the bucket.
           buckets: All of the step's; `bucket` is among them.
           donated: Inputs whose buffers may be used for their new values.
           log_specs: How deferred rows are brought up to date, in the order of the update logs.
         """
         self._log_specs = dict(zip(flushes(program.block), log_specs, strict=True))
         self._ranks = ranks
-        self._plan = plan
+        self._bound = bound
         self._buckets, self._bucket = buckets, bucket
         self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
@@ -121,7 +121,7 @@ class StagedProgram:
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
         self._layouts: dict[int, RowLayout] = {
-            f.family: f.layout for f in plan.families if f.on_hosts and f.layout is not None
+            f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None
         }
         self._others: dict[Equation, OtherRows] = {}
         self._tables: dict[Equation, TableReduction] = {}
@@ -183,7 +183,7 @@ class StagedProgram:
         new = {k: out for out, k in {out: k for k, out in new.items()}.items()}  # a new value has one place
         outputs = [block.outputs[k] for k in donation_order(new, len(block.outputs))]
         block = dataclasses.replace(block, outputs=tuple(outputs))
-        run = emit(block, {**self._ranks.backends(self._plan, segment.side), **host_backends(self._plan, view)}, view)
+        run = emit(block, {**self._ranks.backends(self._bound, segment.side), **host_backends(self._bound, view)}, view)
         donated = sorted(new)
         compiled = self._ranks.compile(run, segment.side, donated, [v in self._whole for v in outputs])
         read = self._ranks.for_owner if owner else self._ranks.for_device
@@ -266,7 +266,7 @@ class StagedProgram:
 
     def _of_others(self, equation: Equation) -> OtherRows:
         if equation not in self._others:
-            self._others[equation] = OtherRows(equation, self._plan, self._ranks)
+            self._others[equation] = OtherRows(equation, self._bound, self._ranks)
         return self._others[equation]
 
     def _commit(

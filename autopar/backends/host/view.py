@@ -88,9 +88,9 @@ def _resized(rows: Array, count: int, axis: int) -> Array:
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
-def host_backends(plan: BoundPlan, view: Devices) -> Mapping[int, RowBackend]:
+def host_backends(bound: BoundPlan, view: Devices) -> Mapping[int, RowBackend]:
     """Family on hosts -> its operations within a program."""
-    return {f.family: RankRows(view, f.layout, 0) for f in plan.families if f.on_hosts and f.layout is not None}
+    return {f.family: RankRows(view, f.layout, 0) for f in bound.families if f.on_hosts and f.layout is not None}
 
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:

@@ -27,7 +27,7 @@ def joined(states: Iterable[State]) -> State:
 class Shared:
     """What the walks through a program and its bodies have in common."""
 
-    plan: BoundPlan
+    bound: BoundPlan
     examples: bool
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Shared:
 
     @property
     def devices(self) -> int:
-        return self.plan.devices
+        return self.bound.devices
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class Forms(ZeroWriter, abc.ABC):
 
     def _owners(self, family: int) -> int:
         """Over how many devices a family's rows are spread."""
-        planned = self.shared.plan.family(family)
+        planned = self.shared.bound.family(family)
         return 1 if planned is None or planned.layout is None else self.shared.devices
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ class Forms(ZeroWriter, abc.ABC):
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         """All of a value that is spread, on every device."""
         key = new, None
-        if have.owner and self.shared.plan.on_hosts and not self.shared.plan.shards:
+        if have.owner and self.shared.bound.on_hosts and not self.shared.bound.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
         if key not in self.converted:
             if not have.owner and self.shared.inside is None:

@@ -19,7 +19,7 @@ from autopar.passes.localizing.local_forms import Forms, joined
 
 def _family(walk: Forms, equation: Equation) -> FamilyPlan:
     family = family_of(equation)
-    found = None if family is None else walk.shared.plan.family(family)
+    found = None if family is None else walk.shared.bound.family(family)
     assert found is not None, "its rows belong to a family of the plan"
     return found
 

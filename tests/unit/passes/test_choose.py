@@ -77,7 +77,7 @@ def test_an_example_says_how_much_room_there_is() -> None:
 
 
 def test_dense_leaves_in_shards() -> None:
-    plan = decided(projected(), strategy={"w": "ps"}, devices=2)
-    (leaf,) = plan.plan.dense
-    assert leaf.sharded and leaf.sent and plan.shards == {1: 0}
-    assert [p.path for p in plan.plan.parameters] == ["table", "w"]
+    bound = decided(projected(), strategy={"w": "ps"}, devices=2)
+    (leaf,) = bound.plan.dense
+    assert leaf.sharded and leaf.sent and bound.shards == {1: 0}
+    assert [p.path for p in bound.plan.parameters] == ["table", "w"]

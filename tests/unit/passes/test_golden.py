@@ -42,7 +42,7 @@ class Stage:
     name: str
     note: str
     program: Program
-    plan: BoundPlan | None
+    bound: BoundPlan | None
 
 
 def stages(name: str) -> list[Stage]:
@@ -74,11 +74,11 @@ def _findings(stage: Stage) -> list[str]:
         lines += [f"candidate {program.inputs[k].path}, rows along {axis}" for k, axis in program.candidates]
     elif stage.name == "analyze_rows":
         lines += _facts(program)
-    elif stage.name == "choose" and stage.plan is not None:
+    elif stage.name == "choose" and stage.bound is not None:
         lines += [
-            f"family {f.family}: {f.method}, {f.bounds.rows} rows, {f.table.ids} ids" for f in stage.plan.families
+            f"family {f.family}: {f.method}, {f.bounds.rows} rows, {f.table.ids} ids" for f in stage.bound.families
         ]
-        lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.plan.plan.parameters]
+        lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.bound.plan.parameters]
     elif stage.name == "split_stages":
         lines += map(str, program.stages.items if program.stages is not None else ())
     return lines
