@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
-from autopar.passes.writer import ZeroWriter
+from autopar.ir.writer import ZeroWriter
 
 #: What adds gradients to rows, on top of its first operand.
 _ADDING = ("ap.aggregate", "ap.push")

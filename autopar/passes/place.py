@@ -13,7 +13,7 @@ from autopar.analysis.rules import ALIGNED
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead
-from autopar.passes.writer import Writer
+from autopar.ir.writer import Writer
 
 
 def place(program: Program, bound: BoundPlan) -> tuple[Program, str]:

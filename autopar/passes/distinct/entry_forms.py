@@ -15,9 +15,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.writer import Writer
 from autopar.passes.distinct import row_places
 from autopar.passes.distinct.row_places import Place
-from autopar.passes.writer import Writer
 
 #: What sums may be weighted in: counts are exact, and products don't overflow where sums don't.
 WIDE = (np.dtype(np.float32), np.dtype(np.float64))

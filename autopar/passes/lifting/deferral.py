@@ -23,9 +23,9 @@ from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Refusal
 from autopar.ir.slicing import eliminate_dead
+from autopar.ir.writer import Writer
 from autopar.passes.lifting.off_rows import OffScope
 from autopar.passes.lifting.scope import Scope
-from autopar.passes.writer import Writer
 
 #: Bytes that a step may write down for each row of a table: more would be no saving.
 _RECORD_SHARE = 1 / 64

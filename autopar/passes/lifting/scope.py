@@ -17,8 +17,8 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
+from autopar.ir.writer import Writer
 from autopar.passes.lifting.untouched import RowValue, UntouchedRows
-from autopar.passes.writer import Writer
 
 #: What an import brings into a nested block: a dense value, one that is rewritten ("new"), one at a family's rows, a
 #: route.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.passes.writer import ZeroWriter
+from autopar.ir.writer import ZeroWriter
 
 
 def joined(states: Iterable[State]) -> State:

@@ -17,7 +17,7 @@ from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import neutral
-from autopar.passes.writer import Writer
+from autopar.ir.writer import Writer
 
 #: Elements of the widest value that a block of rows may have: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
