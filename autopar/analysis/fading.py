@@ -1,4 +1,4 @@
-"""How far a row that is that nearly only scales still moves: what a small momentum does, bounded (see
+"""How far a row that is nearly scale-only still moves: what a small momentum does, bounded (see
 `ir.deferred.Fading`).
 
 `analysis.scale_only` says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk

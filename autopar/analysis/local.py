@@ -1,9 +1,8 @@
 """What a device (or a rank) has of a value when it runs its own part of a step.
 
 Three things can be had of a global value: all of it (`None`), an equal shard along one axis (`Spread`), or a partial
-  sum of
-it (`Partial`: the value is the sum over all). `place_spread` and `keeps_partial` say what an equation makes of such
-operands. Both are sound: what they have no rule for is refused, never guessed.
+sum of it (`Partial`: the value is the sum over all). `place_spread` and `keeps_partial` say what an equation makes of
+such operands. Both are sound: what they have no rule for is refused, never guessed.
 """
 
 from __future__ import annotations

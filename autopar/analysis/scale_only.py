@@ -6,8 +6,7 @@ negative; or anything. The rules compute with the step's numbers, so that the sa
 factors. What they take for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
 
 It is no `Interpreter`: the untouched update has no loops, its values are numbers of the step where it is run on arrays,
-  and what a
-branch takes for granted must hold only where that branch is taken.
+and what a branch takes for granted must hold only where that branch is taken.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@ those that lag behind when the update log is full.
 
 A row's *stamp* is the step of the update log up to which it has moved. Rows are replayed in groups of about the same
 stamp, each until it is up to date: an old row doesn't make the others wait. A full update log is flushed: all its rows
-  are
-replayed, and it begins anew.
+are replayed, and it begins anew.
 
 Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: what a full update log multiplies them by is kept as a
 *segment*, a number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is
@@ -12,8 +11,7 @@ to be multiplied. Only when there is no room for segments, or a step breaks what
 all rows.
 
 Invariants: stamps of rows that aren't scale-only are at most `now`; records from `now` on, and segments from `segment`
-  on,
-are never read; the scales of all segments together are finite.
+on, are never read; the scales of all segments together are finite.
 """
 
 from __future__ import annotations

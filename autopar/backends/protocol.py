@@ -40,8 +40,7 @@ class RowBackend(abc.ABC):
         """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
 
         `params`: `extent`, `rows`, `requested` (F), and in `batched` for each of `ids` whether equal shards of it are
-          the
-        devices' (None: none is).
+        the devices' (None: none is).
         """
 
     @abc.abstractmethod

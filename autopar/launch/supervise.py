@@ -1,4 +1,4 @@
-"""Runs one rank as a child, and says which rank it was, and where, if it dies without a word.
+"""Runs one rank as a child; if it dies without a word, says which rank it was, and where, and ends the job.
 
 `python -m autopar launch` starts every rank as `python .../supervise.py train.py args`. A process that is killed by a
 signal (-9, a segmentation fault, the kernel for want of memory) or that leaves by `os._exit` can't say anything

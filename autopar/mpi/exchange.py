@@ -1,9 +1,8 @@
 """What the ranks of a job exchange in a step, on NumPy arrays.
 
 Rows of a table are spread over the ranks: place p belongs to rank `p // shard_rows` and is its row `p % shard_rows`. A
-  step asks
-the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and gives the sums of their
-gradients back (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is the server side of a
+step asks the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and gives the sums of
+their gradients back (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is the server side of a
 parameter server as Parallax has it (papers/parallax.txt, 4.2 and 5.1), one server in each worker.
 
 Invariants:

@@ -34,8 +34,7 @@ itself knows none of them: it reads the step's program, so an optimizer of your 
 The last column says which leaves move, what else reads the whole table (*read whole*: once a step, all rows), or why
 the table is dense. A transformation that changes gradients only is followed by a learning rate; wrappers hold Adam. *At
 once*: one multiplication brings scale-only rows (never touched, or long ago) up to date, however many steps they
-  missed;
-all other rows are replayed step by step ([deferred.md](deferred.md)).
+missed; all other rows are replayed step by step ([deferred.md](deferred.md)).
 
 """
 

@@ -1,4 +1,4 @@
-"""Primitives that move or make axes: broadcast, reshape, transpose, slices and pads of other axes, iota."""
+"""Primitives that move or make axes (broadcast, reshape, transpose, slices), products, and cumsum and sort along one."""
 
 from __future__ import annotations
 
