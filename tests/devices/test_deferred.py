@@ -61,9 +61,9 @@ def agree(mine: Any, theirs: Any) -> None:
     assert differences({k: start[k] for k in mine}, theirs, autopar.materialize(mine), 1e-10) == []
 
 
-def deferring_on(devices: int, log: int = 6, **options: Any) -> ParallelStep:
+def deferring_on(devices: int, log_steps: int = 6, **options: Any) -> ParallelStep:
     made = autopar.parallelize(step, **{"strategy": "ps", "mesh": mesh_of(devices), **options})
-    set_options(made, log_steps=log)
+    set_options(made, log_steps=log_steps)
     return made
 
 
@@ -87,7 +87,7 @@ def test_methods(method: str) -> None:
 
 def test_a_batch_that_exceeds_capacities() -> None:
     """The step is done again by other means, and then compiled again: the same update log goes on."""
-    planned, plain = deferring_on(4, log=50), jax.jit(step)
+    planned, plain = deferring_on(4, log_steps=50), jax.jit(step)
     mine, theirs = make_state(403), make_state(403)
     for k in range(40):
         batch = ids_of(k, 60, length=20)

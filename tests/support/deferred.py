@@ -17,18 +17,18 @@ from tests.zoo.case import Case, key_path, zipf_ids
 #: Of a table by hand.
 ROWS, WIDTH = 40, 3
 #: Steps in an update log here: much fewer than in a run, so that there are many flushes.
-JOURNAL = 24
+LOG_STEPS = 24
 
 
-def deferring(step: Callable[..., Any], log: int = JOURNAL, **options: Any) -> ParallelStep:
+def deferring(step: Callable[..., Any], log_steps: int = LOG_STEPS, **options: Any) -> ParallelStep:
     """The planned step with a short update log."""
     made = autopar.parallelize(step, strategy="ps", **options)
-    set_options(made, log_steps=log)
+    set_options(made, log_steps=log_steps)
     return made
 
 
 def differences(start: Any, plain: Any, mine: Any, share: float) -> list[str]:
-    """Leaves of which some element errs by more than a shard of the leaf's largest change, or is of another kind."""
+    """Leaves of which some element errs by more than a share of the leaf's largest change, or is of another kind."""
     found = []
     leaves = jax.tree_util.tree_leaves_with_path(plain)
     for (path, a), b, old in zip(leaves, jax.tree.leaves(mine), jax.tree.leaves(start), strict=True):
@@ -51,7 +51,7 @@ def differ(
     *,
     steps: int = 150,
     share: float = 1e-10,
-    log: int = JOURNAL,
+    log_steps: int = LOG_STEPS,
     tables: Sequence[str] | None = None,
     between: Callable[[int, Any], Any] = lambda k, state: state,
     **options: Any,
@@ -62,12 +62,12 @@ def differ(
       case: The step. Each of its tables must be deferred.
       steps: How many.
       share: What may differ, as a share of a leaf's largest change.
-      log: Steps in an update log.
+      log_steps: Steps in an update log.
       tables: Those that must be deferred, if not all of the case.
       between: What is done to both states before a step.
       **options: Of `parallelize`.
     """
-    planned, plain = deferring(case.step, log, **options), jax.jit(case.step)
+    planned, plain = deferring(case.step, log_steps, **options), jax.jit(case.step)
     theirs, mine = case.state, jax.tree.map(jax.numpy.copy, case.state)
     for k in range(steps):
         batch = case.batches(k)

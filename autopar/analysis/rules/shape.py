@@ -1,4 +1,4 @@
-"""Primitives that move or make axes (broadcast, reshape, transpose, slices), products, and cumsum and sort along one."""
+"""Primitives that move or make axes (broadcast, reshape, transpose, slices), products, cumsum, sort."""
 
 from __future__ import annotations
 

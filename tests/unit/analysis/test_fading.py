@@ -112,7 +112,7 @@ def _touched_once(case: Case, row: int = 20, at: int = 7) -> Case:
 @pytest.mark.parametrize("update", [_down_and_up, _second_moment_sinks])
 def test_rows_that_become_small(update: Callable[..., Any]) -> None:
     slots = two_slots if update is _second_moment_sinks else one_slot
-    assert differ(_touched_once(rows_case(update, slots)), steps=LONG, log=LONG) == []
+    assert differ(_touched_once(rows_case(update, slots)), steps=LONG, log_steps=LONG) == []
 
 
 def _infinite(table: np.ndarray) -> np.ndarray:
@@ -122,13 +122,13 @@ def _infinite(table: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", CASES)
 def test_numbers(name: str) -> None:
-    assert differ(CASES[name](), steps=170, log=LONG) == []
+    assert differ(CASES[name](), steps=170, log_steps=LONG) == []
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_stopping_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(fading, "_NEGLIGIBLE", 1e9)
-    assert differ(CASES[name](), steps=170, log=LONG)
+    assert differ(CASES[name](), steps=170, log_steps=LONG)
 
 
 @pytest.mark.parametrize(("name", "fades"), [("momentum", True), ("adam", True), ("growing momentum", False)])
