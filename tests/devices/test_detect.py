@@ -126,9 +126,9 @@ def test_what_was_disturbed() -> None:
 
 
 def test_machines_are_told_apart() -> None:
-    assert measured_cluster.arrange(["b", "a", "b", "a"]) == [[0, 2], [1, 3]]
+    assert measured_cluster.arrange_machines(["b", "a", "b", "a"]) == [[0, 2], [1, 3]]
     with pytest.raises(autopar.ArgumentsError, match="are alike; those here have 2, 1 devices"):
-        measured_cluster.arrange(["a", "a", "b"])
+        measured_cluster.arrange_machines(["a", "a", "b"])
 
 
 @pytest.mark.measures
