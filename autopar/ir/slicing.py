@@ -24,15 +24,15 @@ def eliminate_dead(
     """
     live = [True] * len(block.outputs) if live is None else live
     outputs = tuple(a for a, keep in zip(block.outputs, live, strict=True) if keep)
-    needed: set[Atom] = {a for a in outputs if isinstance(a, Var)}
+    needed: set[Atom] = set(outputs)
     kept: list[Equation] = []
     for equation in reversed(block.equations):
-        wanted = [v in needed for v in equation.outputs]
-        if not (any(wanted) or (effects and equation.effects)):
+        if needed.isdisjoint(equation.outputs) and not (effects and equation.effects):
             continue
-        reduced = reduce_equation(equation, wanted, effects)
-        needed.update(a for a in reduced.inputs if isinstance(a, Var))
-        kept.append(reduced)
+        if equation.bodies:
+            equation = reduce_equation(equation, [v in needed for v in equation.outputs], effects)
+        needed.update(equation.inputs)
+        kept.append(equation)
     used = [v in needed for v in block.inputs]
     block = block.with_equations(kept[::-1])
     return (block if all(live) else dataclasses.replace(block, outputs=outputs)), used
