@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.local import NotLocal
@@ -28,6 +28,7 @@ from autopar.passes.choosing.fit_decisions import check_facts, check_followed
 from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
+from autopar.passes.localizing.rank import localize_rank, not_on_hosts
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
@@ -73,6 +74,11 @@ class Compiled:
         """The plan."""
         return self.bound.plan
 
+    def with_reason(self, paths: Collection[str], reason: str) -> Compiled:
+        """The same, whose plan has one more reason for some tables."""
+        bound = dataclasses.replace(self.bound, plan=self.plan.with_reason(paths, reason))
+        return dataclasses.replace(self, bound=bound)
+
 
 Result = tuple[Program, BoundPlan | None, str]
 Pass = Callable[[Program, BoundPlan | None, Request], Result]
@@ -102,7 +108,7 @@ def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Resu
 
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     if bound.on_hosts:
-        return _localize_rank(program, bound)
+        return localize_rank(program, bound)
     if bound.emit == "pjit":
         return program, bound, "one global program, partitioned by XLA"
     try:
@@ -113,57 +119,6 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
             "Leave it to emit='pjit'"
         ) from error
     return program, bound, note
-
-
-def _localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
-    """One rank's program; its examples are its own where nothing but gradients and losses is reduced."""
-    why = _needs_xla(bound)
-    if bound.devices > 1 and why is None:
-        try:
-            found, note = localize(program, bound)
-            why = _obstacle(found)
-            if why is None:
-                return found, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(found)), note
-        except NotLocal as error:
-            why = str(error)
-    found, note = localize(program, bound, examples=False)
-    reduction_backend, why = ("xla", why or "") if bound.devices > 1 else ("", "one process")
-    return found, bound.noting(reduction_backend=reduction_backend, reduction_reason=why), note
-
-
-def _reductions(program: Program) -> str:
-    """What is reduced over the ranks, in words."""
-    ops = sorted({r.op for r in program.local.reductions})
-    kinds = "all of sums" if ops in ([], ["sum"]) else f"by {', '.join(ops)}"
-    return f"{len(program.local.reductions)} reductions, {kinds}"
-
-
-def _needs_xla(bound: BoundPlan) -> str | None:
-    on_devices = [f for f in bound.families if not f.on_hosts]
-    if on_devices:
-        return "some tables are on devices"
-    return "dense parameters are in shards" if bound.shards else None
-
-
-def _obstacle(program: Program) -> str | None:
-    """Why the ranks' sums can't be reduced between compiled programs."""
-    if program.local.inside is not None:
-        return str(program.local.inside)
-    nested = next((r for r in program.local.reductions if r.nested), None)
-    return None if nested is None else f"a sum over all examples in a loop ({nested.source})"
-
-
-def _not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
-    if any(given.role == "state" for given in program.inputs):
-        what, elsewhere = "trained", "leave them on the devices"
-        if error.tables:
-            there = ", ".join(f"{path!r}: 'auto'" for path in error.tables)
-            names = " and ".join(error.tables)
-            elsewhere = f"leave {names} on the devices, with all slots: strategy={{{there}, '**': ('ps', 'hosts')}}"
-    else:
-        what, elsewhere = "run", "give it ordinary arrays (autopar.materialize)"
-    remedy = f"{error.remedy}, or {elsewhere}" if error.remedy else f"{elsewhere[:1].upper()}{elsewhere[1:]}"
-    return StrategyError(f"strategy: {program.name} can't be {what} with tables on hosts: {error}. {remedy}")
 
 
 def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -203,7 +158,7 @@ def _following(run: Callable[[Program, BoundPlan, Request], Result | tuple[Progr
         try:
             result = run(program, bound, request)
         except NotLocal as error:
-            raise _not_on_hosts(program, error) from error
+            raise not_on_hosts(program, error) from error
         return result if len(result) == 3 else (result[0], bound, result[1])
 
     return follow

@@ -1,17 +1,16 @@
-"""What a plan's state takes of the devices' memory: which tables must be sharded for it, which must leave them."""
+"""What a plan's state takes of the devices' memory, which tables to shard for it, and how many devices are enough."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.cluster import state_budget
-from autopar.ir.paths import matches
 from autopar.ir.program import Program
-from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.strategy import Strategy, split_method
+from autopar.ir.rowspace import RowSpace
+from autopar.ir.strategy import Strategy, asked_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,36 +125,13 @@ def find_shortage(program: Program, bound: BoundPlan, strategy: Strategy, memory
     states = _on_devices(program, bound)
     spread = {k for k in states if bound.placements[k] is not None}
     if bound.plan.sparse != "off":
-        spaces = [s for s in program.rows.spaces if s.refusal is None and _is_free(program, s, strategy)]
+        spaces = [s for s in program.rows.spaces if s.refusal is None and is_open(program, s, strategy)]
         spread.update(k for s in spaces for k in s.leaves if k in states)
     sizes = {k: _whole_bytes(program, k) for k in states}
     whole = sum(size for k, size in sizes.items() if k not in spread)
     return Shortage(missing, least_devices(whole, [sizes[k] for k in sorted(spread)], state_budget(memory)))
 
 
-def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory: int) -> Mapping[str, int]:
-    """The tables that don't fit the devices, and that the strategy leaves to autopar: path -> bytes with their slots.
-
-    The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
-
-    `plan` has everything on the devices, of `memory` bytes each.
-    """
-    budget = state_budget(memory)
-    needed = state_bytes(program, bound)
-    found: dict[str, int] = {}
-    free = [s for s in program.rows.spaces if host_refusal(program, s) is None and _is_free(program, s, strategy)]
-    sizes = {id(s): sum(leaf_bytes(program, bound, k) for k in s.leaves) for s in free}
-    for space in sorted(free, key=lambda s: (-sizes[id(s)], program.inputs[s.tables[0]].path)):
-        if needed <= budget:
-            break
-        needed -= sizes[id(space)]
-        found.update({program.inputs[k].path: sizes[id(space)] for k in space.tables})
-    return found
-
-
-def _is_free(program: Program, space: RowSpace, strategy: Strategy) -> bool:
+def is_open(program: Program, space: RowSpace, strategy: Strategy) -> bool:
     """Whether the strategy leaves all tables of a family to autopar."""
-    if not isinstance(strategy, Mapping):
-        return split_method(strategy)[0] == "auto"
-    patterns = (next((p for p in strategy if matches(p, program.inputs[k].path)), None) for k in space.tables)
-    return all(pattern is None or split_method(strategy[pattern])[0] == "auto" for pattern in patterns)
+    return all(asked_of(strategy, program.inputs[k].path).method == "auto" for k in space.tables)

@@ -6,10 +6,12 @@ crosses segments; the first match wins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal as Choice
+from typing import NamedTuple
 
 from autopar.errors import StrategyError
+from autopar.ir.paths import matches
 
 #: Methods that run a table's step on its touched rows.
 ROW_METHODS = ("ps", "allgather", "allreduce_rows")
@@ -44,10 +46,33 @@ def split_method(given: Method) -> tuple[str, Where]:
     return method, "hosts" if where == "hosts" else "devices"
 
 
+class Asked(NamedTuple):
+    """What a strategy says of one parameter; `pattern` is the one that matched first, None if there is none."""
+
+    method: str
+    where: Where
+    pattern: str | None
+
+
+def asked_of(strategy: Strategy, path: str) -> Asked:
+    """The method that a strategy gives to a parameter; "auto" if no pattern covers it."""
+    if not isinstance(strategy, Mapping):
+        return Asked(*split_method(strategy), None)
+    pattern = next((p for p in strategy if matches(p, path)), None)
+    return Asked(*("auto", "devices") if pattern is None else split_method(strategy[pattern]), pattern)
+
+
 def asks_for_hosts(strategy: Strategy) -> bool:
     """Whether a strategy puts any table in the memory of the hosts."""
     given = strategy.values() if isinstance(strategy, Mapping) else [strategy]
     return any(split_method(method)[1] == "hosts" for method in given)
+
+
+def with_hosts(strategy: Strategy, paths: Iterable[str]) -> Strategy:
+    """The same with some tables in the memory of the hosts."""
+    rest = strategy if isinstance(strategy, Mapping) else {"**": strategy}
+    hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
+    return {**hosted, **rest}
 
 
 def without_hosts(strategy: Strategy) -> Strategy:

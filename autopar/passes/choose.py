@@ -17,7 +17,7 @@ from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.strategy import REPLICATED, Strategy, split_method
+from autopar.ir.strategy import REPLICATED, Strategy, asked_of, split_method
 from autopar.passes.choosing.dense_shards import dense_plan, shard_dense
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 
@@ -153,8 +153,7 @@ def _methods(
             )
     found, patterns, hosts = {}, {}, set()
     for k, path in states.items():
-        pattern = next((p for p in strategy if matches(p, path)), None)
-        method, where = ("auto", "devices") if pattern is None else split_method(strategy[pattern])
+        method, where, pattern = asked_of(strategy, path)
         if k in tables:
             found[k] = (method, pattern not in ("*", "**", None))
             hosts.update([k] if where == "hosts" else [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,27 +28,8 @@ from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.one_device import OneDeviceRunner
+from autopar.run.runner import Runner
 from autopar.tables.kinds import materialize
-
-
-class Runner(Protocol):
-    """Calls a planned step. Chosen by the plan, once."""
-
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments: arrays and tables.
-
-        Raises:
-          RuntimeError, ValueError: of JAX's, for a buffer that is gone, among others.
-        """
-        ...
-
-    def lower(self) -> Any:
-        """What `jax.jit(...).lower` returns, at the plan's shapes."""
-        ...
-
-    def was_exceeded(self) -> bool:
-        """Whether an earlier call is known to have exceeded a measured capacity."""
-        ...
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +14,15 @@ from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.cost.measurements import Measurements
-from autopar.cost.memory import leave_devices
 from autopar.errors import StepError
 from autopar.ir.options import Options
 from autopar.ir.program import Input, Program
-from autopar.ir.strategy import Method, without_hosts
 from autopar.ir.trace import block_of
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
 from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
+from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, check_positions, describe_leaves
@@ -32,9 +31,6 @@ from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
 from autopar.run.state_match import match_states
 from autopar.tables.host import HostTable
-
-#: Why a table is on hosts that the user has left to autopar.
-_LEFT = "the state takes too much of the {:.1f} GiB of a device"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,20 +102,14 @@ class Planner:
         mark(number, f"planning {self.name}"[:64], "compiles")
         options = self._options_of(inputs, leaves)
         compiled = self._compile(program, options, leaves)
-        memory = self.machine.memory_bytes
-        if options.hosts and not compiled.plan.on_hosts:  # nothing can be there
-            count = 1 if self.devices is None else self.devices.count
-            options = dataclasses.replace(options, hosts=False, devices=count, strategy=without_hosts(options.strategy))
-            compiled = self._compile(program, options, leaves)
-        elif memory is not None and options.may_leave and not options.hosts:
-            leaving = leave_devices(compiled.analysed, compiled.bound, options.strategy, memory)
-            if leaving:
-                options = _hosted(options, leaving)
-                inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
-                program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
-                compiled = self._compile(program, options, leaves)
-                plan = compiled.plan.with_reason(leaving, _LEFT.format(memory / 2**30))
-                compiled = dataclasses.replace(compiled, bound=dataclasses.replace(compiled.bound, plan=plan))
+        devices = 1 if self.devices is None else self.devices.count
+        counts = {"devices": devices, "ranks": world().size}
+        move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
+        if move is not None:
+            options = move.options
+            inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
+            program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
+            compiled = self._compile(program, options, leaves).with_reason(move.paths, move.reason)
         given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         return Entry(call, states, compiled, *given, fun=fun, notes=tuple(notes))
 
@@ -154,7 +144,7 @@ class Planner:
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
         """The user's; tables that come in the memory of the hosts stay there."""
         paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
-        return self.options if not paths or self.options.hosts else _hosted(self.options, paths)
+        return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, world().size)
 
     @property
     def _choices(self) -> str:
@@ -172,10 +162,3 @@ def measure(program: Program, options: Options, machine: Machine, example: Seque
         return Measurements(memory=memory)
     rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
     return Measurements(rates, memory, looked_up(program, example))
-
-
-def _hosted(options: Options, paths: Iterable[str]) -> Options:
-    """With some tables in the memory of the hosts."""
-    rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
-    hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
-    return dataclasses.replace(options, hosts=True, devices=world().size, strategy={**hosted, **rest})

@@ -22,9 +22,10 @@ from autopar.run.arguments import Call, call_difference, read_call, static_keywo
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import check_not_donated, is_traced
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
-from autopar.run.entry import Entry, Runner
+from autopar.run.entry import Entry
 from autopar.run.lost_state import noting_lost_state
 from autopar.run.planner import Planner
+from autopar.run.runner import Runner
 from autopar.tables.kinds import is_table, layout_of, materialize
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.

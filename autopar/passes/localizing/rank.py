@@ -1,0 +1,66 @@
+"""One rank's program of a step with tables on hosts, and who reduces its dense sums: MPI or XLA.
+
+MPI reduces between the compiled programs of the ranks, each of its own examples. Where that can't be done (tables on
+devices, dense shards, sums over the examples within a loop, or an equation that can't be run on a part of the batch),
+the ranks run one global program on the whole batch, partitioned by XLA; only rows are then a rank's own.
+"""
+
+from __future__ import annotations
+
+from autopar.analysis.local import NotLocal
+from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.program import Program
+from autopar.passes.localize import localize
+
+
+def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+    """The program of each rank, the plan with the reduction backend and why it is that one, and a note."""
+    obstacle = _global_leaves(bound)
+    if bound.devices > 1 and obstacle is None:
+        try:
+            found, note = localize(program, bound)
+            obstacle = _unreachable_sum(found)
+            if obstacle is None:
+                return found, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(found)), note
+        except NotLocal as error:
+            obstacle = str(error)
+    found, note = localize(program, bound, examples=False)
+    backend, reason = ("xla", obstacle or "") if bound.devices > 1 else ("", "one process")
+    return found, bound.noting(reduction_backend=backend, reduction_reason=reason), note
+
+
+def _reductions(program: Program) -> str:
+    """What is reduced over the ranks, in words."""
+    ops = sorted({r.op for r in program.local.reductions})
+    kinds = "all of sums" if ops in ([], ["sum"]) else f"by {', '.join(ops)}"
+    return f"{len(program.local.reductions)} reductions, {kinds}"
+
+
+def _global_leaves(bound: BoundPlan) -> str | None:
+    """The leaves that only XLA can bring to the ranks, if there are any."""
+    if any(not f.on_hosts for f in bound.families):
+        return "some tables are on devices"
+    return "dense parameters are in shards" if bound.shards else None
+
+
+def _unreachable_sum(program: Program) -> str | None:
+    """Why the ranks' sums can't be reduced between compiled programs."""
+    if program.local.inside is not None:
+        return str(program.local.inside)
+    nested = next((r for r in program.local.reductions if r.nested), None)
+    return None if nested is None else f"a sum over all examples in a loop ({nested.source})"
+
+
+def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
+    """The user's error for a step that can't be run with tables on hosts."""
+    if any(given.role == "state" for given in program.inputs):
+        what, elsewhere = "trained", "leave them on the devices"
+        if error.tables:
+            there = ", ".join(f"{path!r}: 'auto'" for path in error.tables)
+            names = " and ".join(error.tables)
+            elsewhere = f"leave {names} on the devices, with all slots: strategy={{{there}, '**': ('ps', 'hosts')}}"
+    else:
+        what, elsewhere = "run", "give it ordinary arrays (autopar.materialize)"
+    remedy = f"{error.remedy}, or {elsewhere}" if error.remedy else f"{elsewhere[:1].upper()}{elsewhere[1:]}"
+    return StrategyError(f"strategy: {program.name} can't be {what} with tables on hosts: {error}. {remedy}")

@@ -1,0 +1,26 @@
+"""`Runner`: what calls a planned step. One class a kind: `one_device`, `devices`, `hosts`; `Entry.runner` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Runner(Protocol):
+    """Calls a planned step. Chosen by the plan, once."""
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments: arrays and tables.
+
+        Raises:
+          RuntimeError, ValueError: of JAX's, for a buffer that is gone, among others.
+        """
+        ...
+
+    def lower(self) -> Any:
+        """What `jax.jit(...).lower` returns, at the plan's shapes."""
+        ...
+
+    def was_exceeded(self) -> bool:
+        """Whether an earlier call is known to have exceeded a measured capacity."""
+        ...
