@@ -42,6 +42,7 @@ class _Given(TypedDict, total=False):
     batch_argnums: int | Sequence[int] | None
     static_argnums: int | Sequence[int]
     replan: Replan
+    microbatches: int
 
 
 @overload
@@ -67,6 +68,7 @@ def parallelize(
     batch_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] = (),
     replan: Replan = "warn",
+    microbatches: int = 1,
 ) -> Any:
     """Run a single-device train step by a plan that autopar makes of it.
 
@@ -107,6 +109,10 @@ def parallelize(
         "warn" (an `AlphaDriftWarning`), "auto": on several devices the plan is made again, with a warning that says so
         (methods and capacities may change; results don't, up to the order of sums), "off": nobody watches. Across
         processes nobody does.
+      microbatches: M parts into which the batch (on N devices each device's examples) is divided. They run one after
+        the other, their gradients are summed, and the update runs once: the same function in a M-th of the memory of
+        activations (gradient accumulation). A step whose examples depend on one another, as by batch norm, is a
+        StrategyError with its line.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
@@ -150,6 +156,10 @@ def parallelize(
     if replan not in ("warn", "auto", "off"):
         raise ArgumentsError(f"replan={replan!r}: there are 'warn', 'auto' and 'off'")
     check_batch_axis(batch_axis)
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
+    if microbatches > 1 and emit == "pmap":
+        raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     devices = Devices.of(mesh, data_axis)
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
@@ -164,6 +174,7 @@ def parallelize(
             batch_axis=batch_axis,
             emit=emit,
             plan=plan,
+            microbatches=microbatches,
         ),
         machine=Machine(rates if plan is None else None, functools.partial(memory_of, devices)),
         donate=donate,

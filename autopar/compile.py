@@ -36,6 +36,7 @@ from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.shield import shield
 from autopar.passes.split_stages import split_stages
+from autopar.passes.split_update import split_update
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +94,13 @@ def _analyze_rows(program: Program, request: Request) -> tuple[Program, str]:
 
 def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
     options = request.options
-    return analyze_batch(program, devices=options.devices, batch_axis=options.batch_axis, always=options.hosts)
+    return analyze_batch(
+        program,
+        devices=options.devices,
+        microbatches=options.microbatches,
+        batch_axis=options.batch_axis,
+        always=options.hosts,
+    )
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
@@ -104,6 +111,18 @@ def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Resu
     if earlier is not None:
         check_followed(program, earlier, made)
     return program, made, note
+
+
+def _split_update(program: Program, bound: BoundPlan, request: Request) -> Result:
+    if bound.plan.microbatches == 1:
+        return program, bound, "one batch"
+    if bound.on_hosts:
+        raise StrategyError(
+            f"microbatches={bound.plan.microbatches}: {program.name} has tables on hosts, whose steps take a batch as "
+            "a whole. Leave microbatches= out, or the tables on the devices"
+        )
+    program, note = split_update(program, bound)
+    return program, bound, note
 
 
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -170,6 +189,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("merge_pushes", _following(lambda program, bound, _: merge_pushes(program, bound))),
     ("place", _following(lambda program, bound, _: place(program, bound))),
     ("reduce_tables", _following(lambda program, bound, _: reduce_tables(program, bound))),
+    ("split_update", _following(_split_update)),
     ("localize", _following(_localize)),
     (
         "once_per_row",

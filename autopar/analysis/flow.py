@@ -1,17 +1,18 @@
-"""Which inputs an output carries on: reaches it through elementwise equations, a sum or a write of rows among them.
+"""What depends on what, and which inputs an output carries on.
 
-This tells a new state (`new = old + update`) from a value that merely looks like it, such as a gradient of the same
-structure, or a batch that is masked and handed back.
+That is: which inputs reach it through elementwise equations, a sum or a write of rows among them. This tells a new
+state (`new = old + update`) from a value that merely looks like it, such as a gradient of the same structure, or a
+batch that is masked and handed back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from autopar.analysis.interpreter import Interpreter, union
 from autopar.ir import program
-from autopar.ir.program import Atom, Block, Equation
+from autopar.ir.program import Atom, Block, Equation, Var
 
 _SUMS = frozenset({"add", "add_any", "sub", "dynamic_update_slice"})
 _KEEP = frozenset(
@@ -22,6 +23,17 @@ _SCALE = frozenset({"mul", "div", "neg"})
 
 #: By what a value may be scaled on its way: nothing, a constant that leaves more than half of it, or anything.
 Scaled = Literal["never", "little", "ever"]
+
+
+def dependent(
+    equations: Iterable[Equation], starts: Iterable[Var], begins: Callable[[Equation], bool] = lambda equation: False
+) -> set[Var]:
+    """Values that depend on any of `starts`, these included, or on an equation that `begins` holds of."""
+    found = set(starts)
+    for equation in equations:
+        if begins(equation) or not found.isdisjoint(equation.inputs):
+            found.update(equation.outputs)
+    return found
 
 
 def carried(block: Block, *, scaled: Scaled) -> list[int]:

@@ -17,6 +17,7 @@ from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.layouts import own_rows, store, whole
+from autopar.backends.microbatches import Microbatch, run_microbatches
 from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others, reduce_across
 from autopar.backends.row_ops import ROW_OPS
@@ -47,7 +48,7 @@ def deferred_of(equation: Equation) -> Deferred:
 
 
 class _Emitter:
-    def __init__(self, backends: Mapping[int, RowBackend], devices: Devices | None) -> None:
+    def __init__(self, backends: Mapping[int, RowBackend], devices: Devices | Microbatch | None) -> None:
         self._backends = backends
         self._devices = devices
         self._single = SingleDevice()
@@ -151,6 +152,17 @@ class _Emitter:
         ordinary = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
+    # --- microbatches ---
+
+    def _microbatches(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        (body,) = equation.bodies
+
+        def gradient(microbatch: Microbatch, parts: Sequence[Array]) -> Sequence[Array]:
+            return _Emitter(self._backends, microbatch).block(body, parts)
+
+        assert not isinstance(self._devices, Microbatch), "no microbatch has parts"
+        return run_microbatches(equation.params, gradient, operands, self._devices)
+
     # --- row space ---
 
     def _sweep(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
@@ -248,6 +260,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.reduce_rows": _Emitter._reduce_rows,
     "ap.reduce_part": _Emitter._reduce_rows,
     "ap.isolated": _Emitter._isolated,
+    "ap.microbatches": _Emitter._microbatches,
 }
 #: Control flow whose bodies were rewritten.
 _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

@@ -97,7 +97,8 @@ class BoundPlan:
     @property
     def rewrites(self) -> bool:
         """Whether the step is run otherwise than as JAX traced it."""
-        return bool(self.families or self.shards or self.plan.isolated) or self.emit == "pmap"
+        kept = not (self.families or self.shards or self.plan.isolated)
+        return not kept or self.emit == "pmap" or self.plan.microbatches > 1
 
     @property
     def decisions(self) -> tuple[Any, ...]:
@@ -106,7 +107,15 @@ class BoundPlan:
             (f.family, f.table.taken, f.table.log_steps, dataclasses.replace(f.bounds, imbalance=None))
             for f in (*self.families, *self.fallback)
         ]
-        return families, len(self.fallback), self.placements, self.layouts, self.shards, self.emit
+        return (
+            families,
+            len(self.fallback),
+            self.placements,
+            self.layouts,
+            self.shards,
+            self.emit,
+            self.plan.microbatches,
+        )
 
     def family(self, family: int) -> FamilyPlan | None:
         """The plan of a family, None if it stays dense."""

@@ -15,7 +15,17 @@ from typing import Any, TypeVar
 PREFIX = "ap."
 
 #: Passes that write operations, in their order; before them a program is all JAX's.
-PASSES = ("lift_rows", "merge_pushes", "place", "reduce_tables", "localize", "once_per_row", "shield", "split_stages")
+PASSES = (
+    "lift_rows",
+    "merge_pushes",
+    "place",
+    "reduce_tables",
+    "split_update",
+    "localize",
+    "once_per_row",
+    "shield",
+    "split_stages",
+)
 
 #: Parameters of an equation -> how many operands are of a group.
 Count = Callable[[Mapping[str, Any]], int]
@@ -128,11 +138,14 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "numbered": _named("numbers"),
         "only_rows": _named("value numbers"),
     },
-    "localize": {
-        "reduce": _named("value"),
+    "split_update": {
+        "microbatches": _named("operands*"),
         "shard": _named("value"),
         "once": _named("value"),
         "scaled": _named("operands*"),
+    },
+    "localize": {
+        "reduce": _named("value"),
         "reduce_part": _named("rows route others*"),
         "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
     },

@@ -27,6 +27,8 @@ class Options:
     rank_devices: int = 1
     #: Whether tables that don't fit the devices may leave them for the hosts.
     may_leave: bool = True
+    #: Parts of the batch, one after the other.
+    microbatches: int = 1
     #: How much more than the example's load a device may send to another one.
     headroom: float = HEADROOM
     #: Steps that deferred rows wait for at most; None: what is cheapest.

@@ -124,6 +124,7 @@ class Plan:
       tables: Every table that is looked up by rows, lifted or not.
       dense: The other leaves of the state.
       state_bytes: Bytes of the state on each device.
+      microbatches: M, the parts of a batch that run one after the other before the update.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
       reduction_backend: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
@@ -145,6 +146,7 @@ class Plan:
     tables: tuple[TablePlan, ...]
     dense: tuple[DensePlan, ...]
     state_bytes: int
+    microbatches: int = 1
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     reduction_backend: str = field(default="", metadata={"formerly": "road"})
@@ -209,7 +211,7 @@ class Plan:
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (self.devices, self.strategy, limits)
+        about = (self.devices, self.microbatches, self.strategy, limits)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -311,6 +313,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "cluster": "the devices here" if plan.cluster is None else str(plan.cluster),
         "sparse": plan.sparse,
         "emit": plan.emit,
+        "microbatches": str(plan.microbatches),
         "bytes of state on a device": str(plan.state_bytes),
     }
 

@@ -17,33 +17,54 @@ from collections.abc import Mapping, Sequence
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
 from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.uniform import uniform_axes
+from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Program, Var
 
 
 def analyze_batch(
-    program: Program, *, devices: int, batch_axis: BatchAxis = 0, always: bool = False
+    program: Program, *, devices: int, microbatches: int = 1, batch_axis: BatchAxis = 0, always: bool = False
 ) -> tuple[Program, str]:
     """Fill `program.batch`, and `program.ids`, which say of each device how many it looks up.
 
     Args:
       program: An analysed program.
       devices: N; a batch whose size N doesn't divide is not spread.
+      microbatches: M, into which each device's examples are divided.
       batch_axis: Which axis of the batch's leaves runs over its examples.
       always: Also for one device.
 
     Raises:
-      ArgumentsError: `batch_axis` doesn't fit the batch.
+      ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     inputs = [(v, given.path) for v, given in pairs if given.role == "batch"]
     found = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
-    if devices == 1 and not always:
+    if devices * microbatches == 1 and not always:
         return _with_ids(program, {}, devices), "one device"
     named = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
-    starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % devices == 0}
-    axes = _follow(program, starts, devices)
-    return _with_ids(program, axes, devices), _note(program, devices, named, starts, axes)
+    parts = devices * microbatches
+    starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % parts == 0}
+    if microbatches > 1:
+        _check_divides(dict(inputs), named, starts, devices, microbatches)
+    axes = _follow(program, starts, parts)
+    return _with_ids(program, axes, devices), _note(program, parts, named, starts, axes)
+
+
+def _check_divides(
+    paths: Mapping[Var, str], named: Mapping[Var, int], starts: Mapping[Var, int], devices: int, microbatches: int
+) -> None:
+    """That there are as many examples in every microbatch of every device."""
+    wrong = next((v for v in named if v not in starts), None)
+    if wrong is not None:
+        each = "" if devices == 1 else f" of each of {devices} devices"
+        size, axis = wrong.shape[named[wrong]], named[wrong]
+        raise ArgumentsError(
+            f"microbatches={microbatches} doesn't divide the batch{each}: {paths[wrong]} has {size} examples along "
+            f"axis {axis}. Give a divisor, or say with batch_axis= which leaves have no examples"
+        )
+    if not starts:
+        raise ArgumentsError(f"microbatches={microbatches}: nothing in the batch has examples that could be divided")
 
 
 def _with_ids(program: Program, axes: BatchAxes, devices: int) -> Program:

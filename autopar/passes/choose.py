@@ -82,7 +82,8 @@ def _assemble(
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shards.get(k, axis) for k, axis in enumerate(placements))
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
-    plan = Plan(program.name, options.devices, None, options.sparse, options.emit, tuple(tables), dense, state_bytes=0)
+    facts = (program.name, options.devices, None, options.sparse, options.emit)
+    plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
     bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards)
     return bound.noting(state_bytes=state_bytes(program, bound))
 

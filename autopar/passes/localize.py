@@ -56,35 +56,12 @@ def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tu
         state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
         inputs.append(walk.define(var, state))
     given = [walk.state(v) for v in program.block.inputs]
-    for equation in program.block.equations:
-        _add_with_line(walk, program.block, equation)
-    outputs, states = [], []
-    for atom, out in zip(program.block.outputs, program.outputs, strict=True):
-        state = walk.state(atom)
-        if out.state is not None:
-            along = given[out.state]
-            outputs.append(walk.as_state(atom, along, nearest_line(program.block, atom)))
-            states.append(along)
-        else:
-            state = None if isinstance(state, Partial) else state
-            outputs.append(walk.as_state(atom, state))
-            states.append(state)
+    outputs, states = walk.program(program, given)
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
     facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), shared.inside)
     count = len(shared.reductions)
     return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {bound.devices} devices"
-
-
-def _add_with_line(walk: Localizer, block: Block, equation: Equation) -> None:
-    """Rewrite an equation; what is wrong with an operation of ours is said with the nearest line of the user's."""
-    try:
-        walk.add(equation)
-    except NotLocal as error:
-        if error.source is None and equation.outputs:
-            near = nearest_line(block, equation.outputs[0])
-            error.source = None if near is None else near.source
-        raise
 
 
 def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
@@ -99,7 +76,37 @@ def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
 class Localizer(Forms):
     """One block being rewritten."""
 
+    def program(self, program: Program, given: Sequence[State]) -> tuple[list[Atom], list[State]]:
+        """Rewrite a whole program; its outputs, and what a device has of each: of a new state what it has of the old.
+
+        Args:
+          program: The program, whose inputs are defined.
+          given: What a device has of these.
+        """
+        for equation in program.block.equations:
+            self._add_with_line(program.block, equation)
+        outputs, states = [], []
+        for atom, out in zip(program.block.outputs, program.outputs, strict=True):
+            if out.state is not None:
+                state, source = given[out.state], nearest_line(program.block, atom)
+            else:
+                state, source = self.state(atom), None
+                state = None if isinstance(state, Partial) else state
+            outputs.append(self.as_state(atom, state, source))
+            states.append(state)
+        return outputs, states
+
     # --- equations ---
+
+    def _add_with_line(self, block: Block, equation: Equation) -> None:
+        """Rewrite an equation; what is wrong with one of ours is said with the nearest line of the user's."""
+        try:
+            self.add(equation)
+        except NotLocal as error:
+            if error.source is None and equation.outputs:
+                near = nearest_line(block, equation.outputs[0])
+                error.source = None if near is None else near.source
+            raise
 
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
@@ -249,8 +256,7 @@ class Localizer(Forms):
             if op == "sum":
                 self.env[old] = new, PARTIAL
             else:
-                self.env[old] = self.reduce(new, op, equation), None
-                self.reduced.add(old)
+                self.reduced_value(old, new, op, equation)
 
     # --- loops and branches ---
 

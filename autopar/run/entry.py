@@ -93,7 +93,7 @@ class Entry:
             return self.plain
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, bound, self.compiled.analysed, self.devices)
-        return self._typed(emit(self.compiled.program.block)) if bound.families else self.plain
+        return self._typed(emit(self.compiled.program.block)) if bound.rewrites else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """With the plain step's types, weak or strong: a row that is written back takes its table's type."""

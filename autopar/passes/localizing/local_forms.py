@@ -112,6 +112,9 @@ class Forms(ZeroWriter, abc.ABC):
         key = new, None
         if have.owner and self.shared.bound.on_hosts and not self.shared.bound.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
+        known = None if have.owner else self.known(atom)
+        if known is not None:
+            return known
         if key not in self.converted:
             if not have.owner and self.shared.inside is None:
                 where = source.source if source else None
@@ -124,10 +127,20 @@ class Forms(ZeroWriter, abc.ABC):
         if not isinstance(self.state(atom), Partial):
             return self.as_state(atom, None, source)
         assert isinstance(atom, Var), "constants are whole"
-        out = self.reduce(self.read(atom), "sum", source)
-        self.env[atom] = out, None
-        self.reduced.add(atom)
+        return self.reduced_value(atom, self.read(atom), "sum", source)
+
+    def reduced_value(self, var: Var, part: Atom, op: str, source: Equation | None) -> Atom:
+        """What an old value is once its parts are reduced; from here on it is whole."""
+        out = self.known(var)
+        if out is None:
+            out = self.reduce(part, op, source)
+            self.reduced.add(var)
+        self.env[var] = out, None
         return out
+
+    def known(self, atom: Atom) -> Atom | None:
+        """The whole of an old value, where it was computed before; None of anything else."""
+        return None
 
     def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
         """A new value reduced over the devices."""

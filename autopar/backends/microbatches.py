@@ -1,0 +1,119 @@
+"""Run a gradient program once for each microbatch: a loop whose carry is the sums, so that one part's activations live.
+
+Sums of 16-bit floats are kept in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar import jax_compat
+from autopar.backends.devices import Devices
+from autopar.ir.reductions import REDUCERS, neutral
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One of several parts of the batch. On N devices each device's own examples are divided, so none travels.
+
+    Attributes:
+      number: Which one, int32[].
+      count: M.
+      devices: Those over which a microbatch is spread; None: one.
+    """
+
+    number: Array
+    count: int
+    devices: Devices | None
+
+    def share(self, value: Array, along: int) -> Array:
+        """The part of a value that all microbatches have."""
+        devices = 1 if self.devices is None else self.devices.count
+        size = value.shape[along] // (devices * self.count)
+        before, behind = value.shape[:along], value.shape[along + 1 :]
+        parted = value.reshape(*before, devices, self.count, size, *behind)
+        found = jax.lax.dynamic_index_in_dim(parted, self.number, along + 1, keepdims=False)
+        found = found.reshape(*before, devices * size, *behind)
+        return found if self.devices is None else self.devices.constrain(found, along)
+
+    def once(self, value: Array) -> Array:
+        """The value for the first microbatch, zeros for the others."""
+        return jnp.where(self.number == 0, value, jnp.zeros_like(value))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.devices, name)
+
+
+def run_microbatches(
+    params: Mapping[str, Any],
+    gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
+    operands: Sequence[Array],
+    devices: Devices | None,
+) -> list[Array]:
+    """The results of all microbatches, joined.
+
+    Args:
+      params: Of an `ap.microbatches` equation. `count`: M. `axes`: for each operand the axis of its examples, None for
+        what all microbatches have. `joins`: for each result the name of a reduction, or the axis of its examples.
+      gradient: The program of one microbatch.
+      operands: Whole.
+      devices: Those over which examples are spread; None: one.
+    """
+    count, joins = params["count"], params["joins"]
+    shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count, devices)), jnp.int32(0))
+    start = tuple(
+        jnp.broadcast_to(neutral(join, _wide(x.dtype)), x.shape)
+        for x, join in zip(shapes, joins, strict=True)
+        if isinstance(join, str)
+    )
+
+    def turn(sums: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        results = _one(params, gradient, operands, Microbatch(number, count, devices))
+        parts = iter(x for x, join in zip(results, joins, strict=True) if isinstance(join, str))
+        names = [join for join in joins if isinstance(join, str)]
+        joined = tuple(
+            REDUCERS[name].join(total, x.astype(total.dtype)) for name, total, x in zip(names, sums, parts, strict=True)
+        )
+        return joined, tuple(x for x, join in zip(results, joins, strict=True) if not isinstance(join, str))
+
+    sums, stacked = jax.lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
+    reduced, rows = iter(sums), iter(stacked)
+    return [
+        next(reduced).astype(shape.dtype) if isinstance(join, str) else _unparted(next(rows), join, devices)
+        for shape, join in zip(shapes, joins, strict=True)
+    ]
+
+
+def _one(
+    params: Mapping[str, Any],
+    gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
+    operands: Sequence[Array],
+    microbatch: Microbatch,
+) -> tuple[Array, ...]:
+    parts = [
+        x if axis is None else microbatch.share(jnp.asarray(x), axis)
+        for x, axis in zip(operands, params["axes"], strict=True)
+    ]
+    return tuple(map(jnp.asarray, gradient(microbatch, parts)))
+
+
+def _wide(dtype: Any) -> Any:
+    """What sums of a dtype are kept in."""
+    return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
+
+
+def _unparted(parts: Array, along: int, devices: Devices | None) -> Array:
+    """[M, ...] -> the examples of all microbatches along their axis, in the batch's order."""
+    count, *shape = parts.shape
+    split = 1 if devices is None else devices.count
+    parted = parts.reshape(count, *shape[:along], split, shape[along] // split, *shape[along + 1 :])
+    moved = jnp.moveaxis(parted, 0, along + 1)
+    found = moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])
+    return found if devices is None else devices.constrain(found, along)

@@ -1,0 +1,197 @@
+"""Cut a step into its gradient program, run once for each microbatch, and its update, run once.
+
+The gradient program G is what works on examples, up to the sums over them; the update U is what follows from the sums:
+U(state, G(state, batch)) is the step. Microbatches are `localize` over time in place of devices: G is the program of
+one of M parts of the batch, with its part of every value that runs over the examples (dropout masks and positions
+among them), and partial sums add up over the microbatches. A sum over all examples that G itself reads comes before
+it where it doesn't depend on the weights, such as the number of tokens that a mean divides by. Batch norm's statistics
+do: the step is refused with its line. Sources: GPipe (Huang et al., 2018), section 2.2; docs/pipelines.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.flow import dependent
+from autopar.analysis.local import NotLocal, Spread, State
+from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.program import Atom, Block, Equation, Program, Source, Var
+from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations
+from autopar.passes.localize import Localizer
+from autopar.passes.localizing.local_forms import Shared
+
+#: What a microbatch has by its number.
+_BY_NUMBER = ("ap.shard", "ap.once")
+#: Which rows all microbatches look up.
+_OF_IDS = ("ap.row_ids", "ap.route")
+
+
+def split_update(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+    """The program with an `ap.microbatches` equation in place of what works on examples.
+
+    Args:
+      program: A lifted program.
+      bound: Its plan, whose placements divide the batch by devices and microbatches.
+
+    Raises:
+      StrategyError: what a microbatch computes depends on the examples of the others.
+    """
+    count = bound.plan.microbatches
+    try:
+        return _split(program, bound, count)
+    except NotLocal as error:
+        remedy = error.remedy or "Leave microbatches= out"
+        raise StrategyError(
+            f"microbatches={count}: {program.name} isn't the same function of a batch in parts: {error}. {remedy}"
+        ) from error
+
+
+def _split(program: Program, bound: BoundPlan, count: int) -> tuple[Program, str]:
+    walk = _Microbatch(_shared(program, bound, count), program)
+    axes = _axes(program, bound)
+    given: list[State] = [None if axis is None else Spread(axis) for axis in axes]
+    for var, state in zip(program.block.inputs, given, strict=True):
+        if state is None:
+            walk.env[var] = var, None
+        else:
+            walk.define(var, state)
+    outputs, states = walk.program(program, given)
+    parts = {walk.part(v): v for v, state in zip(program.block.inputs, given, strict=True) if state is not None}
+    batch_axes = {v: axis for v, axis in zip(program.block.inputs, axes, strict=True) if axis is not None}
+    local, _ = eliminate_dead(Block(tuple(parts), tuple(walk.equations), tuple(outputs)))
+    before, body, after = _divide(local)
+    joined = [e for e in local.equations if e.op == "ap.reduce"]
+    stacked = {a: s.axis for a, s in zip(outputs, states, strict=True) if isinstance(s, Spread)}
+    values = [e.inputs[0] for e in joined] + list(stacked)
+    results = [e.outputs[0] for e in joined] + [Var(_whole(a, axis, count)) for a, axis in stacked.items()]
+    joins = [e.params["op"] for e in joined] + list(stacked.values())
+    late = {v for e in after for v in e.outputs}.intersection(values)
+    if late:
+        raise NotLocal("a result for each example depends on a sum over all", _line(local, late.pop()))
+    made = {v for e in body for v in e.outputs} | set(parts)
+    needed = dict.fromkeys(a for e in (*body, _reading(values)) for a in e.inputs if isinstance(a, Var))
+    whole = [v for v in needed if v not in made]
+    used = [v for v in parts if v in needed]
+    microbatch, _ = clone(Block((*used, *whole), tuple(body), tuple(values)))
+    params = {
+        "count": count,
+        "axes": (*(batch_axes[parts[v]] for v in used), *[None] * len(whole)),
+        "joins": tuple(joins),
+    }
+    step = Equation("ap.microbatches", (*(parts[v] for v in used), *whole), tuple(results), params, (microbatch,))
+    ends = dict(zip(stacked, results[len(joined) :], strict=True))
+    equations = (*needed_equations(program.block, walk.whole_values), *before, step, *after)
+    block = Block(program.block.inputs, equations, tuple(ends.get(a, a) for a in outputs))
+    return dataclasses.replace(program, block=eliminate_dead(block)[0]), (
+        f"{count} microbatches: {len(joined)} reductions over them, then the update"
+    )
+
+
+def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
+    """As of `count` devices which all have all rows."""
+    families = tuple(
+        dataclasses.replace(f, bounds=dataclasses.replace(f.bounds, layout=None, requested=None))
+        for f in bound.families
+    )
+    plan = dataclasses.replace(bound.plan, devices=count, emit="pmap")
+    return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True)
+
+
+def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
+    """Of each input the axis of its examples; None where it has none."""
+    rows = {k for space in program.rows.spaces for k in space.leaves if bound.family(space.family) is not None}
+    found = [None if k in rows or k in bound.shards else axis for k, axis in enumerate(bound.placements)]
+    found += [None] * (len(program.block.inputs) - len(found))
+    pairs = zip(found, program.inputs, strict=True)
+    return [axis if given.role in ("batch", "state") else None for axis, given in pairs]
+
+
+def _whole(atom: Atom, axis: int, count: int) -> object:
+    """The type of a result whose parts these are."""
+    return atom.type.resized(axis, atom.shape[axis] * count)
+
+
+def _reading(values: Sequence[Atom]) -> Equation:
+    return Equation("ap.any", tuple(values), ())
+
+
+def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation]]:
+    """What is the same for all microbatches, what each does by itself, and what follows from their sums.
+
+    Raises:
+      NotLocal: what a microbatch does follows from such a sum.
+    """
+
+    def by_number(equation: Equation) -> bool:
+        inner = (e for body in equation.bodies for e in body.walk())
+        return equation.op in _BY_NUMBER or any(e.op in _BY_NUMBER for e in inner)
+
+    for equation in local.equations:
+        if any(e.op in ("ap.reduce", "ap.replicate") for body in equation.bodies for e in body.walk()):
+            raise NotLocal("a sum over all examples in a loop or branch", equation.source)
+        if equation.op == "ap.replicate":
+            raise NotLocal("examples meet those of other microbatches", _line(local, equation.inputs[0]))
+    sums = {v for e in local.equations if e.op == "ap.reduce" for v in e.outputs}
+    apart = [e for e in local.equations if e.op != "ap.reduce"]
+    varying = dependent(apart, local.inputs, by_number)
+    after = dependent(local.equations, sums)
+    for equation in local.equations:
+        is_own = equation.op == "ap.reduce" or not varying.isdisjoint(equation.outputs)
+        if is_own and not after.isdisjoint(equation.inputs):
+            raise NotLocal("the examples' own values depend on a sum over all", _line(local, equation.outputs[0]))
+    before, body, update = [], [], []
+    for equation in apart:
+        is_late, is_own = (not some.isdisjoint(equation.outputs) for some in (after, varying))
+        (update if is_late else body if is_own else before).append(equation)
+    return before, body, update
+
+
+def _line(block: Block, atom: Atom) -> Source | None:
+    near = nearest_line(block, atom)
+    return None if near is None else near.source
+
+
+class _Microbatch(Localizer):
+    """The program of one microbatch. Inputs and values that all microbatches have keep their names.
+
+    Attributes:
+      whole_values: Values of the global program that are known before any microbatch, in order.
+    """
+
+    def __init__(self, shared: Shared, program: Program) -> None:
+        super().__init__(shared)
+        pairs = zip(program.block.inputs, program.inputs, strict=True)
+        weights = [v for v, given in pairs if given.role != "batch" and not _counts(v)]
+        self.whole_values: dict[Var, None] = {}
+        self._of_weights = dependent(program.block.equations, weights)
+
+    def add(self, equation: Equation) -> None:
+        if equation.op not in _OF_IDS:
+            super().add(equation)
+            return
+        for var in equation.outputs:
+            if self.known(var) is None:
+                raise NotLocal("ids depend on the weights", equation.source)
+            self.env[var] = var, None
+
+    def part(self, var: Var) -> Var:
+        """A microbatch's part of an input."""
+        part = self.env[var][0]
+        assert isinstance(part, Var), "inputs are variables"
+        return part
+
+    def known(self, atom: Atom) -> Atom | None:
+        if not isinstance(atom, Var) or atom in self._of_weights:
+            return None
+        self.whole_values[atom] = None
+        return atom
+
+
+def _counts(var: Var) -> bool:
+    """Whether a leaf of the state is a number of steps, a random key or the like, and no weight."""
+    return jax_compat.is_key(var.dtype) or np.dtype(var.dtype).kind in "iub"
