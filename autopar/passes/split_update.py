@@ -24,9 +24,12 @@ from autopar.ir.program import Atom, Block, Equation, Program, Source, Var
 from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
+from autopar.passes.localizing.local_rows import push_partial
 
 #: What a microbatch has by its number.
 _BY_NUMBER = ("ap.shard", "ap.once")
+#: Where values are among devices, which microbatches have nothing to do with.
+_PLACING = ("ap.replicate", "ap.spread", "ap.store", "ap.whole")
 #: Which rows all microbatches look up.
 _OF_IDS = ("ap.row_ids", "ap.route")
 
@@ -134,8 +137,6 @@ def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation
     for equation in local.equations:
         if any(e.op in ("ap.reduce", "ap.replicate") for body in equation.bodies for e in body.walk()):
             raise NotLocal("a sum over all examples in a loop or branch", equation.source)
-        if equation.op == "ap.replicate":
-            raise NotLocal("examples meet those of other microbatches", _line(local, equation.inputs[0]))
     sums = {v for e in local.equations if e.op == "ap.reduce" for v in e.outputs}
     apart = [e for e in local.equations if e.op != "ap.reduce"]
     varying = dependent(apart, local.inputs, by_number)
@@ -171,13 +172,25 @@ class _Microbatch(Localizer):
         self._of_weights = dependent(program.block.equations, weights)
 
     def add(self, equation: Equation) -> None:
-        if equation.op not in _OF_IDS:
+        if equation.op in _OF_IDS:
+            for var in equation.outputs:
+                if self.known(var) is None:
+                    raise NotLocal("ids depend on the weights", equation.source)
+                self.env[var] = var, None
+        elif equation.op == "ap.aggregate":
+            push_partial(self, equation)
+        elif equation.op in _PLACING:
+            for atom in equation.inputs:
+                self.whole(atom, equation)
+            self.copy(equation)
+        else:
             super().add(equation)
-            return
-        for var in equation.outputs:
-            if self.known(var) is None:
-                raise NotLocal("ids depend on the weights", equation.source)
-            self.env[var] = var, None
+
+    def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
+        known = self.known(atom)
+        if known is None:
+            raise NotLocal("examples meet those of other microbatches", None if source is None else source.source)
+        return known
 
     def part(self, var: Var) -> Var:
         """A microbatch's part of an input."""

@@ -91,7 +91,7 @@ def _write(walk: Forms, equation: Equation, inputs: Iterable[Atom], states: Iter
 def _push(walk: Forms, equation: Equation) -> None:
     is_replicated = _rows(walk, equation) is None and equation.params["op"] == "scatter-add"
     if is_replicated:
-        _push_replicated(walk, equation)
+        push_partial(walk, equation)
     elif walk.nested and not walk.shared.examples and walk.shared.devices > 1:
         reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
         raise NotLocal(reason, equation.source)
@@ -99,7 +99,7 @@ def _push(walk: Forms, equation: Equation) -> None:
         _each("rows read whole", "rows")(walk, equation)
 
 
-def _push_replicated(walk: Forms, equation: Equation) -> None:
+def push_partial(walk: Forms, equation: Equation) -> None:
     """Into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
     base, route, index, updates = equation.inputs
     p = equation.params
