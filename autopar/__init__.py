@@ -25,6 +25,7 @@ with paused_collection():
         UncheckedWarning,
         VerificationError,
     )
+    from autopar.ir.pipeline import Pipeline
     from autopar.ir.plan import Plan
     from autopar.launch.start import start as _start
     from autopar.launch.start import watchdog
@@ -64,6 +65,7 @@ __all__ = [
     "LaunchError",
     "MissingCheckpointError",
     "ParallelStep",
+    "Pipeline",
     "Plan",
     "PlanError",
     "RecompileWarning",

@@ -15,6 +15,7 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
@@ -43,6 +44,7 @@ class _Given(TypedDict, total=False):
     static_argnums: int | Sequence[int]
     replan: Replan
     microbatches: int
+    pipeline: Pipeline | None
 
 
 @overload
@@ -69,6 +71,7 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     replan: Replan = "warn",
     microbatches: int = 1,
+    pipeline: Pipeline | None = None,
 ) -> Any:
     """Run a single-device train step by a plan that autopar makes of it.
 
@@ -161,6 +164,8 @@ def parallelize(
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     devices = Devices.of(mesh, data_axis)
+    if pipeline is not None:
+        sparse, devices = "off", Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]))
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = world().size if hosts else devices.count
@@ -174,7 +179,8 @@ def parallelize(
             batch_axis=batch_axis,
             emit=emit,
             plan=plan,
-            microbatches=microbatches,
+            microbatches=microbatches if pipeline is None else pipeline.microbatches,
+            pipeline=pipeline,
         ),
         machine=Machine(rates if plan is None else None, functools.partial(memory_of, devices)),
         donate=donate,

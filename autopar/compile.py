@@ -35,6 +35,7 @@ from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.shield import shield
+from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
 
@@ -99,7 +100,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
         devices=options.devices,
         microbatches=options.microbatches,
         batch_axis=options.batch_axis,
-        always=options.hosts,
+        always=options.hosts or options.pipeline is not None,
     )
 
 
@@ -114,7 +115,7 @@ def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Resu
 
 
 def _split_update(program: Program, bound: BoundPlan, request: Request) -> Result:
-    if bound.plan.microbatches == 1:
+    if bound.plan.microbatches == 1 and request.options.pipeline is None:
         return program, bound, "one batch"
     if bound.on_hosts:
         raise StrategyError(
@@ -123,6 +124,14 @@ def _split_update(program: Program, bound: BoundPlan, request: Request) -> Resul
         )
     program, note = split_update(program, bound)
     return program, bound, note
+
+
+def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Result:
+    pipeline = request.options.pipeline
+    if pipeline is None:
+        return program, bound, "every device runs all stages"
+    staged = split_pipeline(program, pipeline)
+    return dataclasses.replace(program, staged=staged), bound, f"{len(staged.programs)} programs"
 
 
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -190,6 +199,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("place", _following(lambda program, bound, _: place(program, bound))),
     ("reduce_tables", _following(lambda program, bound, _: reduce_tables(program, bound))),
     ("split_update", _following(_split_update)),
+    ("split_pipeline", _following(_split_pipeline)),
     ("localize", _following(_localize)),
     (
         "once_per_row",

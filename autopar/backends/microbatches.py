@@ -69,7 +69,7 @@ def run_microbatches(
     count, joins = params["count"], params["joins"]
     shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count, devices)), jnp.int32(0))
     start = tuple(
-        jnp.broadcast_to(neutral(join, _wide(x.dtype)), x.shape)
+        jnp.broadcast_to(neutral(join, wide(x.dtype)), x.shape)
         for x, join in zip(shapes, joins, strict=True)
         if isinstance(join, str)
     )
@@ -104,7 +104,7 @@ def _one(
     return tuple(map(jnp.asarray, gradient(microbatch, parts)))
 
 
-def _wide(dtype: Any) -> Any:
+def wide(dtype: Any) -> Any:
     """What sums of a dtype are kept in."""
     return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.examples import BatchAxis
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
@@ -29,6 +30,8 @@ class Options:
     may_leave: bool = True
     #: Parts of the batch, one after the other.
     microbatches: int = 1
+    #: Stages, one after the other; None: every device runs the whole step.
+    pipeline: Pipeline | None = None
     #: How much more than the example's load a device may send to another one.
     headroom: float = HEADROOM
     #: Steps that deferred rows wait for at most; None: what is cheapest.

@@ -247,6 +247,7 @@ class Program:
       local: Of the program of one device what it has of each output (`analysis.local.LocalFacts`); else None.
       once_per_row: What is computed for distinct rows (`analysis.local.OncePerRow`), None if nothing is.
       stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
+      staged: Of a pipeline the programs of its stages (`ir.pipeline.StagedStep`); else None.
     """
 
     block: Block
@@ -261,6 +262,7 @@ class Program:
     local: Any = None
     once_per_row: Any = None
     stages: Any = None
+    staged: Any = None
 
     @property
     def new_states(self) -> dict[int, int]:

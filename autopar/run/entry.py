@@ -20,6 +20,7 @@ from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.schedule import one_f_one_b
 from autopar.ir.sizes import HEADROOM
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
@@ -28,6 +29,7 @@ from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.one_device import OneDeviceRunner
+from autopar.run.pipeline import PipelineRunner
 from autopar.run.runner import Runner
 from autopar.tables.kinds import materialize
 
@@ -128,6 +130,10 @@ class Entry:
     @functools.cached_property
     def runner(self) -> Runner:
         """Who calls the planned step."""
+        if self.options.pipeline is not None:
+            staged, count = self.compiled.program.staged, self.options.pipeline.count
+            schedule = one_f_one_b(count, staged.microbatches)
+            return PipelineRunner(staged, schedule, jax.local_devices()[:count], self.out_tree, self.donate)
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:

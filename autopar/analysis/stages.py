@@ -1,0 +1,91 @@
+"""Which stage each equation of a gradient program belongs to, and whether forward or backward: no markers needed.
+
+Weights are ordered by their first use, and cut into stages in that order. For each equation there is the deepest stage
+whose weights it depends on, and the deepest whose gradients it feeds. What doesn't depend on the last stage is the
+forward of the former; what does is the backward of the latter, raised to the stage of any weight or forward value that
+it reads: `dy @ W.T` feeds what is ahead of W, and belongs to W's stage. What depends on no weight (masks, positions)
+has no stage: each computes what it reads. Source: docs/pipelines.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.ir.program import Atom, Block, Equation, Var
+
+#: Of what depends on no weight.
+NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The stage of an equation, and its direction: "F" or "B"; `NOWHERE` for what each stage computes by itself."""
+
+    direction: str
+    stage: int
+
+
+def label_equations(
+    block: Block, weights: Mapping[Var, int], gradients: Mapping[Atom, int], stages: int
+) -> dict[Equation, Label]:
+    """The label of each equation of a gradient program.
+
+    Args:
+      block: The program of one microbatch.
+      weights: Inputs that depend on weights -> the deepest stage of these.
+      gradients: Outputs that are gradients -> the stage of their weight.
+      stages: S.
+    """
+    last = stages - 1
+    depends = _depends(block, weights)
+    feeds, measured = _feeds(block, gradients, last)
+    found: dict[Equation, Label] = {}
+    homes: dict[Var, int] = dict(weights)
+    for equation in block.equations:
+        deepest = max((depends.get(v, NOWHERE) for v in equation.outputs), default=NOWHERE)
+        if deepest == NOWHERE:
+            found[equation] = Label("F", NOWHERE)
+        elif deepest < last or any(v in measured for v in equation.outputs):
+            found[equation] = Label("F", deepest)
+            homes.update(dict.fromkeys(equation.outputs, deepest))
+    reached: dict[Var, int] = {}
+    for equation in reversed(block.equations):
+        if equation in found:
+            continue
+        stage = max(feeds.get(v, NOWHERE) for v in equation.outputs)
+        stage = max([stage, *(reached[v] for v in equation.outputs if v in reached)])
+        stage = max([stage, *(homes[a] for a in equation.inputs if isinstance(a, Var) and a in homes)])
+        found[equation] = Label("B", stage)
+        for atom in equation.inputs:
+            if isinstance(atom, Var):
+                reached[atom] = max(reached.get(atom, NOWHERE), stage)
+    return found
+
+
+def _depends(block: Block, weights: Mapping[Var, int]) -> dict[Var, int]:
+    """Value -> the deepest stage whose weights it depends on; missing if on none."""
+    found = dict(weights)
+    for equation in block.equations:
+        deepest = max((found.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
+        if deepest != NOWHERE:
+            found.update(dict.fromkeys(equation.outputs, deepest))
+    return found
+
+
+def _feeds(block: Block, gradients: Mapping[Atom, int], last: int) -> tuple[dict[Var, int], set[Var]]:
+    """Value -> the deepest stage whose gradients it feeds; and those that feed a result that is no gradient."""
+    found: dict[Var, int] = {}
+    measured = {a for a in block.outputs if isinstance(a, Var) and a not in gradients}
+    for atom in block.outputs:
+        if isinstance(atom, Var):
+            found[atom] = max(found.get(atom, NOWHERE), gradients.get(atom, last))
+    for equation in reversed(block.equations):
+        deepest = max((found.get(v, NOWHERE) for v in equation.outputs), default=NOWHERE)
+        is_measured = any(v in measured for v in equation.outputs)
+        for atom in equation.inputs:
+            if isinstance(atom, Var):
+                found[atom] = max(found.get(atom, NOWHERE), deepest)
+                if is_measured:
+                    measured.add(atom)
+    return found, measured
