@@ -116,6 +116,8 @@ def parallelize(
         the other, their gradients are summed, and the update runs once: the same function in a M-th of the memory of
         activations (gradient accumulation). A step whose examples depend on one another, as by batch norm, is a
         StrategyError with its line.
+      pipeline: Run the step in stages, each on a device of its own, whose microbatches follow one another. Which
+        weights a stage has is found; new states lie where their stages are. All tables are dense.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
@@ -163,9 +165,11 @@ def parallelize(
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
-    devices = Devices.of(mesh, data_axis)
+    devices, stage_devices = Devices.of(mesh, data_axis), []
     if pipeline is not None:
-        sparse, devices = "off", Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]))
+        _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
+        sparse, emit, stage_devices = "off", "pjit", devices.mesh.devices.ravel()[: pipeline.count].tolist()
+        devices = Devices.of(jax.sharding.Mesh(devices.mesh.devices.ravel()[:1], ("data",)))
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = world().size if hosts else devices.count
@@ -189,8 +193,27 @@ def parallelize(
         static_argnums=_positions(step, "static_argnums", static_argnums) or (),
         devices=devices if devices.mesh.size > 1 else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
+        stage_devices=stage_devices,
     )
     return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
+
+
+def _check_pipeline(
+    pipeline: Pipeline, devices: Devices, microbatches: int, emit: Emit, plan: Plan | None, strategy: Strategy
+) -> None:
+    if not isinstance(pipeline, Pipeline):
+        raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
+    if pipeline.count > devices.mesh.size:
+        raise ArgumentsError(
+            f"pipeline: {pipeline.count} stages, and there are {devices.mesh.size} devices. Each stage needs one"
+        )
+    others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
+    others |= {"strategy": strategy != "auto"}
+    named = [f"{name}=" for name, is_given in others.items() if is_given]
+    if named:
+        raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")
+    if devices.processes.several:
+        raise ArgumentsError("pipeline: the devices of several processes. Stages run on those of one process")
 
 
 def _decided(

@@ -131,7 +131,11 @@ def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Res
     if pipeline is None:
         return program, bound, "every device runs all stages"
     staged = split_pipeline(program, pipeline)
-    return dataclasses.replace(program, staged=staged), bound, f"{len(staged.programs)} programs"
+    return (
+        dataclasses.replace(program, staged=staged),
+        bound,
+        staged.describe({v: given.path for v, given in zip(program.block.inputs, program.inputs, strict=True)}),
+    )
 
 
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:

@@ -29,7 +29,7 @@ Array = Any
 
 
 def emit(
-    block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | None = None
+    block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | Microbatch | None = None
 ) -> Callable[..., list[Array]]:
     """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
     `SingleDevice`; `devices`: where values are spread, if any are."""

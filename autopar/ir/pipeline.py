@@ -11,6 +11,7 @@ from typing import Literal as Choice
 
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Atom, Block, Var
+from autopar.ir.schedule import SCHEDULES
 
 #: "before": once, ahead of the microbatches. "F", "B": for each microbatch. "update": once, behind them.
 Phase = Choice["before", "F", "B", "update"]
@@ -22,7 +23,7 @@ class Pipeline:
 
     Attributes:
       stages: How many, or for each stage the patterns over paths of its parameters.
-      schedule: "gpipe" or "1f1b", "interleaved" or "zero-bubble".
+      schedule: "1f1b", or "gpipe", which takes the memory of more activations.
       microbatches: M, parts of the batch that are in the pipeline together.
     """
 
@@ -34,6 +35,8 @@ class Pipeline:
         count = self.stages if isinstance(self.stages, int) else len(self.stages)
         if isinstance(self.stages, bool) or isinstance(self.stages, str) or count < 1:
             raise ArgumentsError(f"stages={self.stages!r}: give a number, or for each stage patterns over paths")
+        if self.schedule not in SCHEDULES:
+            raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ArgumentsError(f"microbatches={self.microbatches!r}: give a whole number, 1 or more")
 
@@ -58,6 +61,11 @@ class StageProgram:
     level: int
     block: Block
 
+    @property
+    def outputs(self) -> tuple[Var, ...]:
+        """The values that it makes for others."""
+        return tuple(a for a in self.block.outputs if isinstance(a, Var))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedStep:
@@ -72,6 +80,7 @@ class StagedStep:
       joins: A value of one microbatch -> (what all microbatches' values are joined to, the name of a reduction or the
         axis of the examples).
       homes: The stage of each input of the state.
+      weights: Those that the gradient program reads, in the order of their first use.
       outputs: The step's outputs.
     """
 
@@ -82,8 +91,13 @@ class StagedStep:
     programs: tuple[StageProgram, ...]
     joins: Mapping[Var, tuple[Var, str | int]]
     homes: Mapping[Var, int]
+    weights: tuple[Var, ...]
     outputs: tuple[Atom, ...]
 
-    def program(self, phase: Phase, stage: int) -> StageProgram | None:
-        """The program of a stage in a phase of one level; None if there is nothing to do."""
-        return next((p for p in self.programs if p.phase == phase and p.stage == stage), None)
+    def describe(self, paths: Mapping[Var, str]) -> str:
+        """The weights of each stage, in words."""
+        shown = []
+        for stage in range(self.stages):
+            names = [paths[v] for v in self.weights if self.homes[v] == stage]
+            shown.append(f"stage {stage}: {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
+        return f"{len(self.programs)} programs; {'; '.join(shown)}"

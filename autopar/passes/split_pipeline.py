@@ -55,7 +55,7 @@ def split_pipeline(program: Program, pipeline: Pipeline) -> StagedStep:
     homes = _cut(program, parts, weights, pipeline)
     homes |= _slots(program, parts, homes)
     parts = _untied(parts, homes, pipeline.count)
-    return _Cutter(program, parts, homes, pipeline).run()
+    return _Cutter(program, parts, homes, tuple(weights), pipeline).run()
 
 
 def _parts(program: Program) -> _Parts:
@@ -237,6 +237,7 @@ class _Cutter:
     program: Program
     parts: _Parts
     homes: Mapping[Var, int]
+    weights: tuple[Var, ...]
     pipeline: Pipeline
     #: (Phase, stage, level) -> the equations of a program.
     found: dict[tuple[Phase, int, int], list[Equation]] = field(default_factory=dict)
@@ -274,6 +275,7 @@ class _Cutter:
             self._programs(joins),
             joins,
             self.homes,
+            self.weights,
             self.program.block.outputs,
         )
 

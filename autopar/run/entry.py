@@ -20,7 +20,7 @@ from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
-from autopar.ir.schedule import one_f_one_b
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.sizes import HEADROOM
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
@@ -39,7 +39,8 @@ class Entry:
     """What is known of the step at one set of shapes.
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
-    traced, the user's step or one made of it; `notes` are what `explain` says of that.
+    traced, the user's step or one made of it; `notes` are what `explain` says of that. `stage_devices` are those of a
+    pipeline's stages.
     """
 
     call: Call
@@ -54,6 +55,7 @@ class Entry:
     donate: bool = True
     options: Options = field(default_factory=Options)
     machine: Machine = NOWHERE
+    stage_devices: Sequence[Any] = ()
     headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
     notes: Sequence[str] = ()
@@ -132,8 +134,8 @@ class Entry:
         """Who calls the planned step."""
         if self.options.pipeline is not None:
             staged, count = self.compiled.program.staged, self.options.pipeline.count
-            schedule = one_f_one_b(count, staged.microbatches)
-            return PipelineRunner(staged, schedule, jax.local_devices()[:count], self.out_tree, self.donate)
+            schedule = SCHEDULES[self.options.pipeline.schedule](count, staged.microbatches)
+            return PipelineRunner(staged, schedule, self.stage_devices, self.out_tree, self.donate)
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:

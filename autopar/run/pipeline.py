@@ -7,6 +7,7 @@ is made. What no later program reads is let go, so that a stage holds the activa
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, step: StagedStep, schedule: Schedule, devices: Sequence[jax.Device], out_tree: Any, donate: bool
+        self, step: StagedStep, schedule: Schedule, devices: Sequence[Any], out_tree: Any, donate: bool
     ) -> None:
         self._step, self._devices, self._out_tree, self._donate = step, devices, out_tree, donate
         self._order = tuple(schedule.issue_order())
@@ -46,7 +47,7 @@ class PipelineRunner:
         self._once = {phase: [p for p in step.programs if p.phase == phase] for phase in ("before", "update")}
         self._each = {(p.phase, p.stage): p for p in step.programs if p.phase in ("F", "B")}
         self._reads = Counter(a for p in self._each.values() for a in p.block.inputs)
-        self._joined_at = {v: p.stage for p in self._each.values() for v in p.block.outputs if v in step.joins}
+        self._joined_at = {v: p.stage for p in self._each.values() for v in p.outputs if v in step.joins}
 
     def lower(self) -> Any:
         """A pipeline is several programs."""
@@ -74,7 +75,7 @@ class PipelineRunner:
     def _run(self, program: StageProgram, values: _Values) -> None:
         operands = [values.at(a, program.stage) for a in program.block.inputs]
         results = self._compiled[id(program)](np.int32(0), *operands)
-        for var, value in zip(program.block.outputs, results, strict=True):
+        for var, value in zip(program.outputs, results, strict=True):
             values.put(var, program.stage, value)
 
     def _run_microbatches(self, values: _Values) -> None:
@@ -93,25 +94,21 @@ class PipelineRunner:
             own = parts[task.microbatch]
             operands = [own.take(a, program.stage) for a in program.block.inputs]
             results = self._compiled[id(program)](np.int32(task.microbatch), *operands)
-            names, new = [], []
-            for var, value in zip(program.block.outputs, results, strict=True):
+            found = dict(zip(program.outputs, results, strict=True))
+            for var, value in found.items():
                 if own.waiting[var]:
                     own.put(var, program.stage, value)
                 if var in stacks:
                     stacks[var].append(value)
-                elif var in step.joins:
-                    names.append(var)
-                    new.append(value)
+            names = tuple(v for v in found if v in step.joins and v not in stacks)
+            new = [found[v] for v in names]
+            joins = tuple(str(step.joins[v][1]) for v in names)
             if names:
-                joins = tuple(step.joins[v][1] for v in names)
-                totals = [sums.get(v) for v in names]
-                sums.update(zip(names, _joined(joins, totals, new), strict=True))
+                joined = _next(joins, [sums[v] for v in names], new) if names[0] in sums else _first(new)
+                sums.update(zip(names, joined, strict=True))
         for var, (whole, join) in step.joins.items():
-            stage = self._joined_at[var]
-            if var in stacks:
-                values.put(whole, stage, jnp.concatenate(stacks[var], join))
-            else:
-                values.put(whole, stage, sums[var].astype(whole.dtype))
+            value = sums[var].astype(whole.dtype) if isinstance(join, str) else jnp.concatenate(stacks[var], axis=join)
+            values.put(whole, self._joined_at[var], value)
 
 
 class _Values:
@@ -122,7 +119,7 @@ class _Values:
       waiting: Value -> how many programs are still to read it.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], outer: _Values | None = None) -> None:
+    def __init__(self, devices: Sequence[Any], outer: _Values | None = None) -> None:
         self._devices, self._outer = devices, outer
         self._held: dict[Var, dict[int, Array]] = {}
         self.given: dict[Var, Any] = {}
@@ -173,22 +170,17 @@ def _slices(value: Any, axis: int, count: int) -> list[Any]:
     return [_part(value, np.int32(k), axis, count) for k in range(count)]
 
 
-@jax.jit(static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _part(value: Array, number: Array, axis: int, count: int) -> Array:
     return Microbatch(number, count, None).share(value, axis)
 
 
-def _joined(joins: tuple[str, ...], totals: Sequence[Array | None], new: Sequence[Array]) -> Sequence[Array]:
-    if totals[0] is None:
-        return _first(joins, new)
-    return _next(joins, totals, new)
-
-
-@jax.jit(static_argnums=0)
-def _first(joins: tuple[str, ...], new: Sequence[Array]) -> Sequence[Array]:
+@jax.jit
+def _first(new: Sequence[Array]) -> Sequence[Array]:
+    """Where sums begin."""
     return [x.astype(wide(x.dtype)) for x in new]
 
 
-@jax.jit(static_argnums=0, donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _next(joins: tuple[str, ...], totals: Sequence[Array], new: Sequence[Array]) -> Sequence[Array]:
     return [REDUCERS[n].join(t, x.astype(t.dtype)) for n, t, x in zip(joins, totals, new, strict=True)]

@@ -45,6 +45,7 @@ class Planner:
       state_argnums, batch_argnums, static_argnums: As for `parallelize`.
       devices: Those that run it; None: one.
       per_device: Of a step that is written for one of several devices.
+      stage_devices: Those of a pipeline's stages.
     """
 
     fun: Callable[..., Any]
@@ -56,6 +57,7 @@ class Planner:
     static_argnums: tuple[int, ...]
     devices: Devices | None = None
     per_device: PerDevice | None = None
+    stage_devices: Sequence[Any] = ()
 
     @property
     def name(self) -> str:
@@ -111,7 +113,7 @@ class Planner:
             program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
             compiled = self._compile(program, options, leaves).with_reason(move.paths, move.reason)
         given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
-        return Entry(call, states, compiled, *given, fun=fun, notes=tuple(notes))
+        return Entry(call, states, compiled, *given, fun=fun, notes=tuple(notes), stage_devices=self.stage_devices)
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
         """The same step once more, by another example and headroom."""

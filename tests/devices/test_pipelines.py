@@ -1,0 +1,110 @@
+"""Microbatches on several devices, and stages on devices of their own: the plain step's numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "ps", "allgather", "allreduce_rows", {"params/layers/**": "ps", "**": "auto"}]
+)
+def test_microbatches_of_each_device(strategy: Any) -> None:
+    step, make = language_model(CLIPPED)
+    planned = autopar.parallelize(step, microbatches=3, strategy=strategy, mesh=jax.make_mesh((4,), ("data",)))
+    assert difference(planned, step, make) < 1e-12
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 2), (2, 1), (2, 3), (3, 8), (4, 8)])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages(stages: int, count: int, schedule: str) -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    pipeline = autopar.Pipeline(stages, schedule, count)
+    assert difference(autopar.parallelize(step, pipeline=pipeline), step, make) < 1e-12
+
+
+@pytest.mark.parametrize("tx", [CLIPPED, optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(0.1, 9))])
+def test_a_weight_of_two_stages(tx: optax.GradientTransformation) -> None:
+    """Tied embeddings: first and last stage."""
+    step, make = language_model(tx, tied=True, remat=True)
+    assert difference(autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)), step, make) < 1e-12
+
+
+def test_schedules_agree_bit_by_bit() -> None:
+    """The same programs on the same values: when they run changes nothing."""
+    step, make = language_model(optax.sgd(0.1), dropout=0.2)
+    found = []
+    for schedule in ("1f1b", "gpipe"):
+        planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4)), make()
+        for k in range(3):
+            state, metrics = planned(state, batch(k))
+        found.append([np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))])
+    for a, b in zip(*found, strict=True):
+        assert np.array_equal(a, b)
+
+
+def test_each_stage_keeps_its_weights() -> None:
+    step, make = language_model(CLIPPED)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(4, microbatches=4))
+    state, _ = planned(make(), batch(0))
+    homes = {jax.tree_util.keystr(path): x.device.id for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    assert {device for path, device in homes.items() if path.startswith("['params']")} == {0, 1, 2, 3}
+    for path, device in homes.items():
+        if ".mu" in path or ".nu" in path:  # moments are where their weights are
+            assert device == homes["['params']" + path.split("u", 1)[1]], path
+    assert "stage 3: " in str(autopar.explain(planned, state, batch(0)))
+
+
+def test_stages_by_patterns() -> None:
+    step, make = language_model(CLIPPED)
+    patterns = [["params/words", "params/layers/0"], ["params/layers/[1-3]", "params/out"]]
+    with pytest.raises(autopar.StrategyError, match=r"params/layers/1/\w belongs to no stage"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline(patterns))(make(), batch(0))
+    patterns[1] = [f"params/layers/{k}" for k in (1, 2, 3)] + ["params/out"]
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(patterns, microbatches=4))
+    assert difference(planned, step, make) < 1e-12
+    with pytest.raises(autopar.StrategyError, match="'params/none' of stage 1 matches no weight"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline([*patterns[:1], [*patterns[1], "params/none"]]))(
+            make(), batch(0)
+        )
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "options", "said"),
+    [
+        ({"stages": 9}, {}, "9 stages, and there are 8 devices"),
+        ({"stages": 2, "schedule": "zigzag"}, {}, "there are 'gpipe', '1f1b'"),
+        ({"stages": 2, "microbatches": 5}, {}, f"doesn't divide the batch: batch/ids has {EXAMPLES} examples"),
+        ({"stages": 2}, {"strategy": "ps"}, "strategy= given together with pipeline="),
+        ({"stages": 0}, {}, "give a number"),
+    ],
+)
+def test_bad_pipelines(pipeline: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    step, make = language_model(CLIPPED)
+    with pytest.raises(autopar.AutoparError) as error:
+        autopar.parallelize(step, pipeline=autopar.Pipeline(**pipeline), **options)(make(), batch(0))
+    assert said in str(error.value).replace("given/", "batch/")
+
+
+def test_more_stages_than_weights() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: (x @ w).sum())(w)
+        return w - grad, loss
+
+    with pytest.raises(autopar.StrategyError, match="1 weights to cut between"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2))(np.eye(4), np.ones((4, 4)))
