@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import adamw, choice, contract, devices, exchange, hosts, one_device, parallax_paper, soak
+from benchmarks import adamw, choice, contract, devices, exchange, hosts, microbatches, one_device, parallax_paper, soak
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "choice": choice.choice,
     "exchange": exchange.exchange,
     "hosts": hosts.hosts,
+    "microbatches": microbatches.microbatches,
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,

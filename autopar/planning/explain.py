@@ -18,18 +18,15 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.cost.formulas import table_3
-from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.examples import example_axes
-from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.plan import DensePlan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import Alpha, batch_alpha
-from autopar.passes.shield import shield
-from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.elsewhere import elsewhere
+from autopar.planning.explain_notes import hosted_text, is_undivided, isolated_notes, memory_notes, predicted_note
 from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
@@ -235,88 +232,13 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(given.role == "state" for given in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
-    hosted = _hosted(entry, leaves, 1 if cluster is not None else jax.local_device_count()) if plan.on_hosts else ""
+    hosted = hosted_text(entry, leaves, 1 if cluster is not None else jax.local_device_count()) if plan.on_hosts else ""
     told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
-    there = () if cluster is None or plan.devices == 1 else (_predicted(plan_of(entry, name, leaves, cluster)),)
-    there += _isolated(entry, 1 if cluster is not None else jax.local_device_count())
-    if _is_undivided(entry):
+    there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
+    there += isolated_notes(entry, 1 if cluster is not None else jax.local_device_count())
+    if is_undivided(entry):
         there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
-    return Explanation(name, tuple(rows), passes, *told, (*_memory(entry, cluster), *there, *entry.notes))
-
-
-def _is_undivided(entry: Entry) -> bool:
-    """Whether the batch has examples, and several devices don't divide them."""
-    program, options = entry.compiled.analysed, entry.options
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    batch = [(v, given.path) for v, given in pairs if given.role == "batch"]
-    axes = example_axes(options.batch_axis, [(path, v.shape) for v, path in batch])
-    has_examples = any(axis is not None for axis in axes) and entry.compiled.plan.devices > 1
-    return has_examples and not any(v in program.batch for v, _ in batch)
-
-
-def _isolated(entry: Entry, devices: int) -> tuple[str, ...]:
-    """What is kept from XLA's partitioner; `devices`: of each rank, where tables are on hosts."""
-    plan = entry.compiled.plan
-    isolated = plan.isolated
-    if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
-        isolated = shield(entry.compiled.program, entry.compiled.bound, devices)[1]
-    if not isolated:
-        return ()
-    shown = [f"  {text}" for text in isolated[:_SHOWN_DENSE]]
-    rest = len(isolated) - len(shown)
-    more = [f"  {rest} more"] if rest else []
-    return "XLA's partitioner gets wrong what follows, so it is kept from it:", *shown, *more
-
-
-def _predicted(made: Plan) -> str:
-    """What a step is predicted to take, by part."""
-    parts = {part: sum(t.seconds for t in terms) for part, terms in made.parts.items()}
-    shown = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items() if seconds)
-    return f"A step is predicted to take {made.seconds * 1e3:.2f} ms: {shown}."
-
-
-def _memory(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
-    """For which machines it is planned, if not for those here, and whether the state fits their devices."""
-    program, plan, options = entry.compiled.analysed, entry.compiled.bound, entry.options
-    memory = entry.machine.memory_bytes
-    shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
-    if memory is None or (cluster is None and shortage is None):
-        return ()
-    state = f"The state takes {format_bytes(plan.plan.state_bytes)} of {format_bytes(memory)} on each device"
-    if shortage is not None:
-        state += f": {format_bytes(shortage.missing)} more than fit beside the model; {_remedy(shortage, cluster)}"
-    if cluster is None:
-        return (f"{state}.",)
-    lines = [f"Planned for {cluster}; times are predicted from its figures. {state}."]
-    if plan.on_hosts:
-        needed, available = hosted_bytes(program, plan) // cluster.machines, state_budget(cluster.host_bytes)
-        lines.append(f"Tables on hosts take {format_bytes(needed)} of {format_bytes(cluster.host_bytes)} on each host")
-        lines[-1] += f": {format_bytes(needed - available)} more than fit." if needed > available else "."
-    return tuple(lines)
-
-
-def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
-    """How many devices would be enough."""
-    if shortage.devices is None:
-        return "more devices don't help, for too much of it is on each of them"
-    if cluster is None:
-        return f"{shortage.devices} devices are enough"
-    return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
-
-
-def _hosted(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
-    """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
-    plan = entry.compiled.plan
-    why = plan.reduction_reason
-    told = {
-        "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
-        "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
-        "": f"Nothing is reduced: {why}",
-    }[plan.reduction_backend]
-    once = once_per_row_of(entry, leaves, devices)
-    if once is not None:
-        told += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
-    return f"{told}.\nStages: {', '.join(plan.stages)}."
+    return Explanation(name, tuple(rows), passes, *told, (*memory_notes(entry, cluster), *there, *entry.notes))
 
 
 def _dense_row(leaf: DensePlan, devices: int) -> ExplainedLeaf:

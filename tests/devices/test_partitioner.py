@@ -17,27 +17,12 @@ from jax import lax
 
 import autopar
 from tests.support.meshes import mesh_of
+from tests.support.partitioned import convolution, start_of, window
 
 N = 4
 RNG = np.random.default_rng(0)
 IDS = jnp.asarray(RNG.integers(0, 8, (8,)), jnp.int32)
 Case = tuple[Callable[..., Any], Sequence[tuple[int, ...]]]
-
-
-def start_of(x: jax.Array) -> jax.Array:
-    """A 6 that is computed: one that is known is folded into the program."""
-    return (6.5 + 0.1 * jnp.tanh(x.ravel()[0])).astype(jnp.int32)
-
-
-def convolution(dims: str = "HW", **options: Any) -> Callable[..., jax.Array]:
-    """Of a batch of images with channels last."""
-    numbers = (f"N{dims}C", f"{dims}IO", f"N{dims}C")
-    given = {"window_strides": (1,) * len(dims), "padding": [(1, 1)] * len(dims), **options}
-    return lambda x, w: lax.conv_general_dilated(x, w, dimension_numbers=numbers, **given)
-
-
-def window(reduce: Any, start: float, sizes: Sequence[int], strides: Sequence[int], padding: Any) -> Callable[..., Any]:
-    return lambda x: lax.reduce_window(x, start, reduce, sizes, strides, padding)
 
 
 def by_example(fun: Callable[..., jax.Array]) -> Callable[..., Any]:
