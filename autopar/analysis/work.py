@@ -15,8 +15,8 @@ from autopar.ir.figures import Work
 from autopar.ir.program import Block, Equation, Program, Var
 
 #: What multiplies; what adds up over an axis of its operands.
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-_SUMS = _PRODUCTS | {"reduce_sum", "reduce_max", "reduce_min"}
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_SUMS = PRODUCTS | {"reduce_sum", "reduce_max", "reduce_min"}
 #: What XLA needs no pass of its own for.
 _PASSED = MOVES | {"optimization_barrier"}
 
@@ -62,7 +62,7 @@ def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:
     """Bytes of the batch's values that an operation reads and writes."""
     if equation.op in _PASSED or equation.bodies:
         return 0.0
-    atoms = (*equation.inputs, *equation.outputs) if equation.op in _PRODUCTS else equation.outputs
+    atoms = (*equation.inputs, *equation.outputs) if equation.op in PRODUCTS else equation.outputs
     return float(sum(a.type.nbytes for a in atoms if isinstance(a, Var) and a in spread))
 
 

@@ -18,8 +18,10 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.flow import dependent
 from autopar.analysis.local import NotLocal, Spread, State
+from autopar.analysis.work import PRODUCTS
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Program, Source, Var
 from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations
 from autopar.passes.localize import Localizer
@@ -48,7 +50,10 @@ def split_update(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     try:
         return _split(program, bound, count)
     except NotLocal as error:
-        remedy = error.remedy or "Leave microbatches= out"
+        remedy = (
+            error.remedy
+            or "Say with batch_axis= which leaves of the batch have no examples, or leave microbatches= out"
+        )
         raise StrategyError(
             f"microbatches={count}: {program.name} isn't the same function of a batch in parts: {error}. {remedy}"
         ) from error
@@ -58,16 +63,17 @@ def _split(program: Program, bound: BoundPlan, count: int) -> tuple[Program, str
     walk = _Microbatch(_shared(program, bound, count), program)
     axes = _axes(program, bound)
     given: list[State] = [None if axis is None else Spread(axis) for axis in axes]
+    parts: dict[Var, Var] = {}
     for var, state in zip(program.block.inputs, given, strict=True):
         if state is None:
             walk.env[var] = var, None
         else:
-            walk.define(var, state)
+            parts[walk.define(var, state)] = var
     outputs, states = walk.program(program, given)
-    parts = {walk.part(v): v for v, state in zip(program.block.inputs, given, strict=True) if state is not None}
     batch_axes = {v: axis for v, axis in zip(program.block.inputs, axes, strict=True) if axis is not None}
     local, _ = eliminate_dead(Block(tuple(parts), tuple(walk.equations), tuple(outputs)))
     before, body, after = _divide(local)
+    _check_divided(program, walk, before, body)
     joined = [e for e in local.equations if e.op == "ap.reduce"]
     stacked = {a: s.axis for a, s in zip(outputs, states, strict=True) if isinstance(s, Spread)}
     values = [e.inputs[0] for e in joined] + list(stacked)
@@ -88,11 +94,36 @@ def _split(program: Program, bound: BoundPlan, count: int) -> tuple[Program, str
     }
     step = Equation("ap.microbatches", (*(parts[v] for v in used), *whole), tuple(results), params, (microbatch,))
     ends = dict(zip(stacked, results[len(joined) :], strict=True))
-    equations = (*needed_equations(program.block, walk.whole_values), *before, step, *after)
+    first = [_with_own_bodies(e) for e in needed_equations(program.block, walk.whole_values)]
+    equations = (*first, *before, step, *after)
     block = Block(program.block.inputs, equations, tuple(ends.get(a, a) for a in outputs))
     return dataclasses.replace(program, block=eliminate_dead(block)[0]), (
         f"{count} microbatches: {len(joined)} reductions over them, then the update"
     )
+
+
+def _with_own_bodies(equation: Equation) -> Equation:
+    """What is computed of the whole batch may be computed of its parts as well."""
+    bodies = tuple(clone(body)[0] for body in equation.bodies)
+    return dataclasses.replace(equation, bodies=bodies) if bodies else equation
+
+
+def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equation], body: Sequence[Equation]) -> None:
+    """That what works on examples is in the microbatches.
+
+    Raises:
+      NotLocal: nothing is, or products of weights with the whole batch aren't.
+    """
+    plain = [e for e in before if not e.op.startswith(PREFIX)]
+    of_batch = dependent(plain, walk.whole_values)
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    of_weights = dependent(before, [v for v, given in pairs if given.role != "batch" and not _counts(v)])
+    for equation in plain:
+        is_work = equation.op in PRODUCTS or equation.bodies
+        if is_work and all(not some.isdisjoint(equation.inputs) for some in (of_batch, of_weights)):
+            raise NotLocal("examples meet those of other microbatches", equation.source)
+    if not body:
+        raise NotLocal("nothing in it works on single examples")
 
 
 def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
@@ -191,12 +222,6 @@ class _Microbatch(Localizer):
         if known is None:
             raise NotLocal("examples meet those of other microbatches", None if source is None else source.source)
         return known
-
-    def part(self, var: Var) -> Var:
-        """A microbatch's part of an input."""
-        part = self.env[var][0]
-        assert isinstance(part, Var), "inputs are variables"
-        return part
 
     def known(self, atom: Atom) -> Atom | None:
         if not isinstance(atom, Var) or atom in self._of_weights:

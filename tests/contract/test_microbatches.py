@@ -11,7 +11,9 @@ import optax
 import pytest
 
 import autopar
+from autopar.planning.verify import compare_runs
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+from tests.zoo import MODELS, OPTIMIZERS
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
@@ -56,6 +58,16 @@ def test_a_state_that_is_carried_along_with_the_examples() -> None:
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-14)
         state = expected[0]
+
+
+@pytest.mark.parametrize("model", ["transformer_tied", "multi_hot"])
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_models(model: str, strategy: str) -> None:
+    """Against the float64 oracle, as the contract says."""
+    case = MODELS[model].make(OPTIMIZERS["clipped"].make())
+    entry = autopar.parallelize(case.step, microbatches=2, strategy=strategy).entry(case.state, case.batches(0))
+    found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(k))) for k in range(4)])
+    assert found.ok, str(found)
 
 
 def test_sums_of_small_floats_are_kept_in_float32() -> None:
@@ -108,6 +120,11 @@ def test_examples_that_depend_on_one_another_are_refused_with_their_line() -> No
         h = x @ w
         return jnp.mean(h @ h.T)
 
+    def loop(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda total, part: (total + jnp.tanh(part @ w).sum(), None), 0.0, x.reshape(3, 2, 4))[0]
+
+    said = _refused(loop, microbatches=2)
+    assert "meet those of other microbatches" in said and "test_microbatches.py:" in said
     said = _refused(batch_norm, microbatches=2)
     assert "depend on a sum over all" in said and "test_microbatches.py:" in said
     said = _refused(pairs, microbatches=2)
