@@ -15,6 +15,7 @@ from autopar.ir.schedule import SCHEDULES
 
 #: "before": once, ahead of the microbatches. "F", "B": for each microbatch. "update": once, behind them.
 Phase = Choice["before", "F", "B", "update"]
+PHASES: tuple[Phase, ...] = ("before", "F", "B", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class StagedStep:
       microbatches: M.
       inputs: The step's inputs.
       parts: A microbatch's part of an input -> (the input, the axis of its examples).
-      programs: All programs; of a phase and stage one, of "update" one a level.
+      programs: All programs by phase, level and stage; of a phase and stage one, of "update" one a level.
       joins: A value of one microbatch -> (what all microbatches' values are joined to, the name of a reduction or the
         axis of the examples).
       homes: The stage of each input of the state.

@@ -48,7 +48,8 @@ def analyze_batch(
     if microbatches > 1:
         _check_divides(dict(inputs), named, starts, devices, microbatches)
     axes = _follow(program, starts, parts)
-    return _with_ids(program, axes, devices), _note(program, parts, named, starts, axes)
+    over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
+    return _with_ids(program, axes, devices), _note(program, over, named, starts, axes)
 
 
 def _check_divides(
@@ -73,14 +74,14 @@ def _with_ids(program: Program, axes: BatchAxes, devices: int) -> Program:
     return dataclasses.replace(program, batch=axes, ids=ids)
 
 
-def _note(program: Program, devices: int, named: Mapping[Var, int], starts: Mapping[Var, int], axes: BatchAxes) -> str:
+def _note(program: Program, over: str, named: Mapping[Var, int], starts: Mapping[Var, int], axes: BatchAxes) -> str:
     if named and not starts:
         sizes = ", ".join(map(str, sorted({v.shape[axis] for v, axis in named.items()})))
-        return f"nothing is spread: {devices} devices don't divide the batch ({sizes})"
+        return f"nothing is spread: {over} don't divide the batch ({sizes})"
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     carried = [given.path for v, given in pairs if given.role == "state" and v in axes]
     count = len(axes) - len(starts) - len(carried)
-    note = f"{len(starts)} inputs are spread over {devices} devices, and {count} values that follow from them"
+    note = f"{len(starts)} inputs are spread over {over}, and {count} values that follow from them"
     return f"{note}; carried along with the examples: {', '.join(carried)}" if carried else note
 
 

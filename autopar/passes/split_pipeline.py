@@ -1,8 +1,8 @@
 """Cut a step whose microbatches are apart into the programs of its stages.
 
 `split_update` has the gradient program of one microbatch; here its equations go to the forward or backward program of
-a stage (`analysis.stages`), and those of the update to where their leaves are. Numbers of a few elements, such as
-learning rates and the factor of a clip, are computed wherever they are read, so that only sums cross stages. A gradient
+a stage (`analysis.stages`), and those of the update to where their leaves are. What is made of scalars alone, such as
+learning rates and the factor of a clip, is computed wherever it is read, so that only sums cross stages. A gradient
 that is a sum over stages (of tied embeddings) is summed by the update.
 """
 
@@ -17,12 +17,12 @@ from autopar.analysis.stages import NOWHERE, Label, label_equations
 from autopar.analysis.work import products
 from autopar.errors import StrategyError
 from autopar.ir.paths import matches
-from autopar.ir.pipeline import Phase, Pipeline, StagedStep, StageProgram
+from autopar.ir.pipeline import PHASES, Phase, Pipeline, StagedStep, StageProgram
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
-from autopar.ir.slicing import eliminate_dead
+from autopar.ir.slicing import eliminate_dead, needed_equations
 
-#: Elements of what every stage computes by itself.
-_SMALL = 16
+#: Elements of what every stage computes by itself, at most: scalars.
+_SMALL = 1
 #: Elements that are moved in the time of a floating-point operation, for cutting only.
 _MOVED = 8.0
 
@@ -61,7 +61,11 @@ def split_pipeline(program: Program, pipeline: Pipeline) -> StagedStep:
 def _parts(program: Program) -> _Parts:
     equations = program.block.equations
     k = next(k for k, e in enumerate(equations) if e.op == "ap.microbatches")
-    return _Parts(equations[:k], equations[k], equations[k + 1 :])
+    first = Block(program.block.inputs, equations[:k], equations[k].inputs)
+    before = needed_equations(first, [a for a in first.outputs if isinstance(a, Var)])
+    known = {v for e in before for v in e.outputs}
+    rest = [e for e in equations[:k] if known.isdisjoint(e.outputs)]  # what the update alone reads
+    return _Parts(before, equations[k], (*rest, *equations[k + 1 :]))
 
 
 def _read_by(parts: _Parts) -> dict[Var, Var]:
@@ -300,7 +304,7 @@ class _Cutter:
         levels: dict[Var, int] = {}
         for equation in self.parts.after:
             atoms = [a for a in equation.inputs if isinstance(a, Var)]
-            large = [a for a in (*atoms, *equation.outputs) if getattr(a.type, "size", _SMALL + 1) > _SMALL]
+            large = [a for a in atoms if a not in self.anywhere and getattr(a.type, "size", _SMALL + 1) > _SMALL]
             if not large:
                 self.anywhere.update(dict.fromkeys(equation.outputs, equation))
                 continue
@@ -326,14 +330,14 @@ class _Cutter:
         outputs = [a for a in self.program.block.outputs if isinstance(a, Var)]
         wanted.update(outputs)
         alone = [a for a in (*joins, *outputs) if a in self.anywhere and not self._is_made(a, whole)]
-        last = self.pipeline.count - 1
+        last, level = self.pipeline.count - 1, self._highest(whole)
         for atom in alone:
-            key: tuple[Phase, int, int] = ("F", last, 0) if atom in joins else ("update", last, self._highest(whole))
+            key: tuple[Phase, int, int] = ("F", last, 0) if atom in joins else ("update", last, level)
             whole[key] = self._whole([*self.found.get(key, []), self.anywhere[atom]])
             self.found[key] = whole[key]
             wanted.update(_inputs(whole[key]))
         programs = []
-        for (phase, stage, level), equations in sorted(whole.items(), key=lambda item: (item[0][2], item[0][1])):
+        for (phase, stage, level), equations in sorted(whole.items(), key=lambda item: _position(*item[0])):
             made = [v for e in equations for v in e.outputs if v in wanted]
             kept = [v for v in made if v not in self.anywhere or v in joins or v in outputs]
             block = Block(tuple(_inputs(equations)), tuple(equations), tuple(kept))
@@ -361,6 +365,11 @@ class _Cutter:
         for equation in equations:
             add(equation)
         return list(found.values())
+
+
+def _position(phase: Phase, stage: int, level: int) -> tuple[int, int, int]:
+    """Where a program stands among the others."""
+    return PHASES.index(phase), level, stage
 
 
 def _inputs(equations: Sequence[Equation]) -> list[Var]:

@@ -128,7 +128,7 @@ class Explanation:
             parts.append(Text(self.hosted))
         parts.append(self._totals())
         for name, note, seconds in self.passes:
-            parts.append(Text.assemble(("  " + name.ljust(14), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
+            parts.append(Text.assemble(("  " + name.ljust(15), "dim"), f"{note} ({seconds * 1e3:.0f} ms)"))
         return parts
 
     def __str__(self) -> str:

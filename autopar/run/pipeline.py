@@ -23,6 +23,7 @@ from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Literal, Var
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.schedule import Schedule
+from autopar.run.buffers import with_own_buffers
 
 Array = Any
 
@@ -43,7 +44,10 @@ class PipelineRunner:
     ) -> None:
         self._step, self._devices, self._out_tree, self._donate = step, devices, out_tree, donate
         self._order = tuple(schedule.issue_order())
-        self._compiled = {id(p): _compiled(p, step.microbatches) for p in step.programs}
+        self._states = {k for k, var in enumerate(step.inputs) if var in step.homes}
+        self._is_new = True
+        given = _last_readers(step) if donate else {}
+        self._compiled = {id(p): _compiled(p, step.microbatches, given.get(id(p), ())) for p in step.programs}
         self._once = {phase: [p for p in step.programs if p.phase == phase] for phase in ("before", "update")}
         self._each = {(p.phase, p.stage): p for p in step.programs if p.phase in ("F", "B")}
         self._reads = Counter(a for p in self._each.values() for a in p.block.inputs)
@@ -60,6 +64,8 @@ class PipelineRunner:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arrays; new states are where their stages are."""
         values = _Values(self._devices)
+        if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
+            leaves, self._is_new = with_own_buffers(leaves, self._states), False
         for var, leaf in zip(self._step.inputs, leaves, strict=True):
             values.given[var] = leaf
         for program in self._once["before"]:
@@ -155,12 +161,30 @@ class _Values:
         return next(iter(held.values())) if held else self.at(var, stage)
 
 
-def _compiled(program: StageProgram, count: int) -> Callable[..., Sequence[Array]]:
+def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
+    """Of each program the positions of the state's leaves that no later one reads: their buffers take the new ones."""
+    found: dict[Var, tuple[int, int]] = {}
+    outputs = set(step.outputs)
+    for program in step.programs:
+        for k, var in enumerate(program.block.inputs):
+            if var in step.homes and step.homes[var] == program.stage and var not in outputs:
+                found[var] = id(program), k
+            else:
+                found.pop(var, None)  # read where it was sent to
+    positions: dict[int, list[int]] = {}
+    updates = {id(p) for p in step.programs if p.phase == "update"}
+    for name, k in found.values():
+        if name in updates:
+            positions.setdefault(name, []).append(k + 1)  # behind the microbatch's number
+    return {name: tuple(numbers) for name, numbers in positions.items()}
+
+
+def _compiled(program: StageProgram, count: int, donated: tuple[int, ...]) -> Callable[..., Sequence[Array]]:
     def run(number: Array, *inputs: Array) -> Sequence[Array]:
         return [jnp.asarray(x) for x in emit(program.block, {}, Microbatch(number, count, None))(*inputs)]
 
     run.__name__ = f"{program.phase}_{program.stage}"
-    return jax.jit(run)
+    return jax.jit(run, donate_argnums=donated)
 
 
 def _slices(value: Any, axis: int, count: int) -> list[Any]:

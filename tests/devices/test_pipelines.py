@@ -70,6 +70,43 @@ def test_each_stage_keeps_its_weights() -> None:
     assert "stage 3: " in str(autopar.explain(planned, state, batch(0)))
 
 
+def test_a_state_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any) -> None:
+    step, make = language_model(CLIPPED)
+    three, two = (autopar.parallelize(step, pipeline=autopar.Pipeline(n, microbatches=n)) for n in (3, 2))
+    old, _ = three(make(), batch(0))
+    autopar.save(tmp_path / "state", old)
+    state, metrics = three(old, batch(1))
+    assert all(x.is_deleted() for x in jax.tree.leaves((old["params"], optax.tree_utils.tree_get(old["opt"], "mu"))))
+    restored = autopar.restore(tmp_path / "state", make()).state
+    found, expected = two(restored, batch(1))
+    for a, b in zip(
+        jax.tree.leaves((state["params"], metrics)), jax.tree.leaves((found["params"], expected)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+    together = jax.device_put(state, jax.devices()[0])
+    assert float(jax.jit(lambda s: s["params"]["out"].sum() + s["params"]["words"].sum())(together))
+    with pytest.raises(autopar.DonatedStateError):
+        three(old, batch(1))
+
+
+def test_nothing_is_sent_but_activations_their_gradients_and_sums() -> None:
+    """Slots stay with their weights; the update of a stage reads scalars of the others."""
+    step, make = language_model(CLIPPED)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=3))
+    staged = planned.entry(make(), batch(0)).compiled.program.staged
+    made = {v: p for p in staged.programs for v in p.block.outputs}
+    given = {v for v, (_, join) in staged.joins.items() if isinstance(join, str)}
+    sums = {whole: made[v] for v, (whole, _) in staged.joins.items() if v in given}
+    for program in staged.programs:
+        for var in program.block.inputs:
+            home = staged.homes.get(var)
+            assert home in (None, program.stage), f"{program.phase} {program.stage} reads a leaf of stage {home}"
+            source = made.get(var) or sums.get(var)
+            if program.phase == "update" and source is not None and source.stage != program.stage:
+                assert var.shape == (), f"{var.type} crosses stages in the update"
+    assert max(p.level for p in staged.programs if p.phase == "update") == 2
+
+
 def test_stages_by_patterns() -> None:
     step, make = language_model(CLIPPED)
     patterns = [["params/words", "params/layers/0"], ["params/layers/[1-3]", "params/out"]]
