@@ -100,7 +100,9 @@ def test_nothing_is_sent_but_activations_their_gradients_and_sums() -> None:
     for program in staged.programs:
         for var in program.block.inputs:
             home = staged.homes.get(var)
-            assert home in (None, program.stage), f"{program.phase} {program.stage} reads a leaf of stage {home}"
+            assert home in (None, program.stage) or not var.shape, (
+                f"{program.phase} {program.stage} reads a leaf of stage {home}"
+            )
             source = made.get(var) or sums.get(var)
             if program.phase == "update" and source is not None and source.stage != program.stage:
                 assert var.shape == (), f"{var.type} crosses stages in the update"
