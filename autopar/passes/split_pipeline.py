@@ -48,8 +48,14 @@ def split_pipeline(program: Program, pipeline: Pipeline) -> StagedStep:
       pipeline: Stages and microbatches.
 
     Raises:
-      StrategyError: more stages than there are weights to cut at, or patterns that don't cover the weights.
+      StrategyError: more stages than there are weights to cut at, patterns that don't cover the weights, or effects.
     """
+    effect = next((e for e in program.block.walk() if e.effects), None)
+    if effect is not None:
+        raise StrategyError(
+            f"pipeline: {program.name} has an effect, {effect.op} ({effect.where}), and stages may run it several "
+            "times. Leave it out, or run the step without pipeline="
+        )
     parts = _parts(program)
     weights = _weights(program, parts)
     homes = _cut(program, parts, weights, pipeline)

@@ -24,6 +24,7 @@ from autopar.ir.program import Literal, Var
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.schedule import Schedule
 from autopar.run.buffers import with_own_buffers
+from autopar.tables.kinds import copied
 
 Array = Any
 
@@ -73,10 +74,12 @@ class PipelineRunner:
         self._run_microbatches(values)
         for program in self._once["update"]:
             self._run(program, values)
-        last = len(self._devices) - 1
-        return self._out_tree.unflatten(
-            a.value if isinstance(a, Literal) else values.anywhere(a, last) for a in self._step.outputs
-        )
+        last, seen, results = len(self._devices) - 1, set[int](), []
+        for atom in self._step.outputs:
+            found = atom.value if isinstance(atom, Literal) else values.anywhere(atom, last)
+            results.append(copied(found) if id(found) in seen else found)  # each leaf of a state has its own buffer
+            seen.add(id(found))
+        return self._out_tree.unflatten(results)
 
     def _run(self, program: StageProgram, values: _Values) -> None:
         operands = [values.at(a, program.stage) for a in program.block.inputs]

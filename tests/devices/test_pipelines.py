@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -138,6 +139,33 @@ def test_bad_pipelines(pipeline: dict[str, Any], options: dict[str, Any], said: 
     with pytest.raises(autopar.AutoparError) as error:
         autopar.parallelize(step, pipeline=autopar.Pipeline(**pipeline), **options)(make(), batch(0))
     assert said in str(error.value).replace("given/", "batch/")
+
+
+def test_effects_are_refused() -> None:
+    step, make = language_model(CLIPPED)
+
+    def talking(state: Any, given: Any) -> Any:
+        jax.debug.print("{}", state["opt"][1][0].count)
+        return step(state, given)
+
+    with pytest.raises(autopar.StrategyError, match=r"has an effect, debug_\w+ \(.*test_pipelines.py:\d+\)"):
+        autopar.parallelize(talking, pipeline=autopar.Pipeline(2, microbatches=2))(make(), batch(0))
+
+
+def test_leaves_of_one_value_have_buffers_of_their_own() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2))(state["params"])
+        new = jax.tree.map(lambda p, g: p - g, state["params"], grads)
+        return {"params": new, "copy": new}, loss
+
+    params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2))
+    state, expected = {"params": params, "copy": params}, {"params": params, "copy": params}
+    x = jnp.arange(16.0).reshape(4, 4) / 16
+    for _ in range(3):
+        expected, b = jax.jit(step)(expected, x)
+        state, a = planned(state, x)
+        np.testing.assert_allclose(a, b, atol=1e-14)
 
 
 def test_more_stages_than_weights() -> None:
