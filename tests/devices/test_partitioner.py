@@ -337,7 +337,7 @@ def test_clipped_gradients_by_example(gradients: Any, emit: Any) -> None:
     assert ("a convolution in groups" in text) == (emit == "pjit")
     if emit == "pjit" and gradients is not in_cond:  # a branch may be given either of two layouts
         line = next(s for s in text.splitlines() if "a convolution in groups" in s)
-        assert "test_partitioner.py:" in line and "is run by each device on its examples" in line
+        assert "partitioned.py:" in line and "is run by each device on its examples" in line
 
 
 def test_examples_that_the_devices_do_not_divide() -> None:

@@ -295,7 +295,7 @@ def test_explain_says_where_one_device_would_compute_something_else(step: Any, s
     planned = autopar.parallelize(step, mesh=mesh_of(DEVICES), axis_name=AXIS)
     told = str(autopar.explain(planned, make_state(), make_batch()))
     assert [line for line in (OWN, ADDED) if line in told] == said
-    assert not said or "test_per_device.py" in told
+    assert not said or "per_device.py" in told
 
 
 def _noisy(state: State, batch: Any, key: jax.Array, flags: jax.Array) -> tuple[State, Any]:
