@@ -113,19 +113,19 @@ class Deferred:
     ) -> list[Array]:
         """The update log's records with one step more; those of earlier steps stay if it is to be done again."""
         p = self.replay
-        found = list(map(jnp.asarray, values))
+        recorded = list(map(jnp.asarray, values))
         later: list[Array] = []
         if p.scale_only is not None:
-            *rates, holds = factors(self.body, p.changed, p.read, p.scale_only, found, jnp)
+            *rates, holds = factors(self.body, p.changed, p.read, p.scale_only, recorded, jnp)
             if p.fading is not None:
-                numbers = fading_numbers(self.body, p.changed, p.read, p.scale_only, p.fading, found, jnp)
+                numbers = fading_numbers(self.body, p.changed, p.read, p.scale_only, p.fading, recorded, jnp)
                 later = self._suffixes(records).and_then(now, rates, holds, numbers)
                 if exceeded is not None:
                     later = [jnp.where(exceeded, x, y) for x, y in zip(records[-len(later) :], later, strict=True)]
-            found += [*rates, holds]
-        pairs = zip(records, found, strict=False)
+            recorded += [*rates, holds]
+        pairs = zip(records, recorded, strict=False)
         written = [jax.lax.dynamic_update_index_in_dim(old, new.astype(old.dtype), now, 0) for old, new in pairs]
-        return [*written, *(new.astype(old.dtype) for old, new in zip(records[len(found) :], later, strict=True))]
+        return [*written, *(new.astype(old.dtype) for old, new in zip(records[len(recorded) :], later, strict=True))]
 
     def _suffixes(self, records: Sequence[Array]) -> Suffixes:
         p = self.replay

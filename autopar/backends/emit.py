@@ -186,8 +186,8 @@ class _Emitter:
         if self._devices is None:
             return run(*operands)
         is_spread = self._backends.get(equation.params["family"], self._single).is_spread
-        given, returned = deferred.spread(is_spread)
-        return self._devices.local(run, given, returned if is_flush else returned[: replay.changed], *operands)
+        operand_axes, returned = deferred.spread(is_spread)
+        return self._devices.local(run, operand_axes, returned if is_flush else returned[: replay.changed], *operands)
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -202,28 +202,28 @@ class _Emitter:
             body, (needed, *read) = equation.bodies[0], more
             others = Others(needed, lambda route: self.block(body, [route, *read])[0], p["rows"])
         is_part = equation.op == "ap.reduce_part"
-        found = self._backend(equation).reduce_rows(p, rows, route, *more[:1], others=others, part=is_part)
-        return [found.astype(p["dtype"])]
+        result = self._backend(equation).reduce_rows(p, rows, route, *more[:1], others=others, part=is_part)
+        return [result.astype(p["dtype"])]
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Whether rows change that the step doesn't touch."""
         p = equation.params
         backend = self._backends.get(p["family"], self._single)
-        given = split(equation.op, p, operands)
+        named = split(equation.op, p, operands)
         needed = jnp.zeros((), bool)
-        for a, b, axis in zip(given["old"], given["new"], p["axes"], strict=True):
+        for a, b, axis in zip(named["old"], named["new"], p["axes"], strict=True):
             needed = needed | jnp.any(backend.last_rows(a, axis) != backend.last_rows(b, axis))
-        for value, (known, axis) in zip(given["constant"], p["constants"], strict=True):
+        for value, (known, axis) in zip(named["constant"], p["constants"], strict=True):
             needed = needed | ~jnp.all(_is(backend.last_rows(value, axis), known))
         # Where the padding row may hide what they do by a predicate of its own.
-        for value in (*given["frontier"], *given["finite"]):
+        for value in (*named["frontier"], *named["finite"]):
             if jax_compat.is_float(jnp.asarray(value).dtype):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
-        for value in given["nonzero"]:
+        for value in named["nonzero"]:
             needed = needed | jnp.any(value == 0)
-        for value in given["first"]:
+        for value in named["first"]:
             needed = needed | _rarely(value)
-        for exceeded in given["guard"]:
+        for exceeded in named["guard"]:
             needed = needed & ~exceeded
         return [needed]
 

@@ -85,12 +85,12 @@ class Suffixes:
 
         Zero where that isn't known.
         """
-        found = {}
+        sizes = {}
         for leaf, by, near_one in zip(self.scale_only.scaled, self.scales, self.scale_only.near_one, strict=True):
             scale = jnp.where(self.holds[k], abs(jnp.exp(by[k]) if near_one else by[k]), 0)
             along = beside(jnp.broadcast_to(scale, changed[0].shape[:1]), changed[leaf])
-            found[leaf] = abs(changed[leaf] * along.astype(changed[leaf].dtype))
-        return found
+            sizes[leaf] = abs(changed[leaf] * along.astype(changed[leaf].dtype))
+        return sizes
 
     def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
         """[B]: whether rows ([B, ...], leaves that the untouched update changes) are only scaled by the steps from `k`
@@ -124,14 +124,14 @@ class Suffixes:
 
     def _reach(self, changed: Sequence[Array], reach: Array, leaf: Array, k: Array) -> Array:
         """Of a pair, for each element of the scaled leaf: that of the highest floor above which all leaves stay."""
-        found = reach[k, 0]
+        reached = reach[k, 0]
         if self.fading.floors:
             least = [
                 changed[x].reshape(leaf.shape) * sink[k] for x, sink in zip(self.fading.floors, self.sinks, strict=True)
             ]
             for number, floor in enumerate(FLOORS[1:], 1):
-                found = jnp.where(reduce(jnp.minimum, least) >= floor, reach[k, number], found)
-        return found
+                reached = jnp.where(reduce(jnp.minimum, least) >= floor, reach[k, number], reached)
+        return reached
 
     def without_fading(self, changed: Sequence[Array], k: Array) -> list[Array]:
         """Rows after the steps from `k` on, if they have faded."""

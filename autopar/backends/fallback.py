@@ -24,17 +24,17 @@ def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
     """A function like `tight`, whose last output says whether `safe`, the same without limits and without that flag,
     did its work."""
     new_states = program.new_states
-    batch = {k for k, given in enumerate(program.inputs) if given.role == "batch"}
+    batch = {k for k, input_ in enumerate(program.inputs) if input_.role == "batch"}
 
     def run(*inputs: Array) -> Sequence[Array]:
         *outputs, exceeded = tight(*inputs)
 
         def again(turn: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
-            given = [
+            arguments = [
                 outputs[new_states[k]] if k in new_states else _inside(turn, x) if k in batch else x
                 for k, x in enumerate(inputs)
             ]
-            return _strong(safe(*given))
+            return _strong(safe(*arguments))
 
         count = jnp.where(exceeded, 1, 0)
         return [*jax.lax.fori_loop(0, count, again, _strong(outputs)), exceeded]

@@ -53,8 +53,8 @@ class GatheredRows(SingleDevice):
             return rows, untouched(rows), requested, find(rows, theirs, extent)
 
         batched = params["batched"] or [False] * len(ids)
-        given = [0 if b else None for b in batched]
-        return Route(*self._devices.local(plan, given, (None, None, 0, None), *ids))
+        operand_axes = [0 if b else None for b in batched]
+        return Route(*self._devices.local(plan, operand_axes, (None, None, 0, None), *ids))
 
     def aggregate(self, params: Params, base: Array, route: single.Route, index: Array, updates: Array) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are aggregated"
@@ -63,8 +63,8 @@ class GatheredRows(SingleDevice):
             return scatter_rows(params, base, local_index(params, requested, index), updates)
 
         axis = params["axis"]
-        given = (axis, 0, params["batch"], params["spread"])
-        return self._devices.local(add, given, axis, base, route.requested, index, updates)
+        operand_axes = (axis, 0, params["batch"], params["spread"])
+        return self._devices.local(add, operand_axes, axis, base, route.requested, index, updates)
 
     def deliver(self, params: Params, sums: Array, route: single.Route, base: Array | None = None) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are delivered"

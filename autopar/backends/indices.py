@@ -50,14 +50,14 @@ def sorted_unique(ids: Array, size: int, fill: int) -> Array:
 
 def find(rows: Array, ids: Array, extent: int) -> Array:
     """Where ids are in a sorted list of rows that holds them; the list's length for `extent` and above."""
-    found = jnp.searchsorted(rows, ids, side="left", method="scan_unrolled").astype(jnp.int32)
-    return jnp.where(ids < extent, found, rows.shape[0])
+    places = jnp.searchsorted(rows, ids, side="left", method="scan_unrolled").astype(jnp.int32)
+    return jnp.where(ids < extent, places, rows.shape[0])
 
 
 def find_own(rows: Array, ids: Array) -> Array:
     """The same for a list that may lack some of the ids: the list's length for those."""
-    found = jnp.searchsorted(rows, ids, side="left", method="scan_unrolled").astype(jnp.int32)
-    return jnp.where(rows.at[found].get(mode="clip") == ids, found, rows.shape[0])
+    places = jnp.searchsorted(rows, ids, side="left", method="scan_unrolled").astype(jnp.int32)
+    return jnp.where(rows.at[places].get(mode="clip") == ids, places, rows.shape[0])
 
 
 def local_index(
@@ -72,8 +72,8 @@ def local_index(
     `own`. `params`: `position`, `extent` and `clip`; `places_of`: where the row with an id is stored."""
     position, extent, index = params["position"], params["extent"], jnp.asarray(index)
     ids = in_range(index[..., position], extent, params["clip"])
-    found = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)
-    local = jnp.where(ids < extent, found, rows.shape[0])
+    places = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)
+    local = jnp.where(ids < extent, places, rows.shape[0])
     if index.shape[-1] == 1:
         return local[..., None]
     return index.astype(jnp.int32).at[..., position].set(local)
@@ -141,11 +141,11 @@ def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) ->
     """
     leaf, is_row = jnp.asarray(leaf), rows[-1] < leaf.shape[axis]
     numbers = rows.at[-1].set(jnp.where(is_row, rows[-1], spare))
-    found = leaf.at[along(axis, numbers)].get(mode="clip")
-    if not state or not jax_compat.is_float(found.dtype):
-        return found
+    pulled = leaf.at[along(axis, numbers)].get(mode="clip")
+    if not state or not jax_compat.is_float(pulled.dtype):
+        return pulled
     last = along(axis, slice(-1, None))
-    return found.at[last].set(jnp.where(jnp.isfinite(found[last]) | is_row, found[last], jnp.ones((), found.dtype)))
+    return pulled.at[last].set(jnp.where(jnp.isfinite(pulled[last]) | is_row, pulled[last], jnp.ones((), pulled.dtype)))
 
 
 def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:

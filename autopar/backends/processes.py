@@ -83,7 +83,7 @@ class Processes:
         number = _exchanges[self.members]
         _exchanges[self.members] += 1
         store.key_value_set_bytes(self._key(number, self.rank), about.encode() + b"\0" + value)
-        found = []
+        values = []
         for k, member in enumerate(self.members):
             with PROGRESS.during(about, "waits"):
                 theirs, _, data = self._wait(store, self._key(number, k), member, about).partition(b"\0")
@@ -92,10 +92,10 @@ class Processes:
                     f"process {member} is at '{theirs.decode()}' where this one, process {jax.process_index()}, is at "
                     f"'{about}'. All processes have to make the same calls in the same order"
                 )
-            found.append(data)
+            values.append(data)
         if number:  # all have come to this one, so all have read the one before
             store.key_value_delete(self._key(number - 1, self.rank))
-        return found
+        return values
 
     def _key(self, number: int, rank: int) -> str:
         return f"autopar/{'-'.join(map(str, self.members))}/{number}/{rank}"

@@ -54,9 +54,9 @@ def reduce_across(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
     """The devices' results reduced over axes of the mesh, in `shard_map`."""
     kind = REDUCERS[op]
     if kind.across is not None and part.dtype != jnp.bool_:
-        found = kind.across(part, name)
+        result = kind.across(part, name)
         if op == "sum" or not jax_compat.is_float(part.dtype):
-            return found
+            return result
         is_nan = jax.lax.pmax(jnp.isnan(part).astype(jnp.int32), name)  # the collectives may lose a NaN
-        return jnp.where(is_nan > 0, jnp.asarray(jnp.nan, part.dtype), found)
+        return jnp.where(is_nan > 0, jnp.asarray(jnp.nan, part.dtype), result)
     return kind.reduce(jax.lax.all_gather(part, name), (0,))

@@ -106,8 +106,8 @@ class ShardedRows(RowBackend):
             return rows, untouched(rows)[None], exceeded, requested, slot, find(owned, wanted, end)
 
         batched = params["batched"] or [False] * len(ids)
-        given = [0 if b else None for b in batched]
-        return Route(*self._devices.local(plan, given, (0,) * 6, *ids))
+        operand_axes = [0 if b else None for b in batched]
+        return Route(*self._devices.local(plan, operand_axes, (0,) * 6, *ids))
 
     def pull(self, params: Params, leaf: Array, route: Route) -> Array:
         axis = params["axis"]
@@ -130,8 +130,8 @@ class ShardedRows(RowBackend):
         def lookup(fetched: Array, requested: Array, index: Array) -> Array:
             return gather_rows(params, fetched, self._local(params, requested, index))
 
-        given = (params["axis"], 0, params["batch"])
-        return self._devices.local(lookup, given, params["spread"], fetched, route.requested, index)
+        operand_axes = (params["axis"], 0, params["batch"])
+        return self._devices.local(lookup, operand_axes, params["spread"], fetched, route.requested, index)
 
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
         axis = params["axis"]
@@ -146,8 +146,8 @@ class ShardedRows(RowBackend):
             return scatter_rows(params, base, self._local(params, requested, index), updates)
 
         axis = params["axis"]
-        given = (axis, 0, params["batch"], params["spread"])
-        return self._devices.local(add, given, axis, base, route.requested, index, updates)
+        operand_axes = (axis, 0, params["batch"], params["spread"])
+        return self._devices.local(add, operand_axes, axis, base, route.requested, index, updates)
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
         axis, owned = params["axis"], route.rows.shape[0] // self._devices.parts
@@ -159,8 +159,8 @@ class ShardedRows(RowBackend):
             return jnp.moveaxis(start.at[back].add(self._exchange(sent), mode="drop"), 0, axis)
 
         more = () if base is None else (base,)
-        given = (axis, 0, 0, *(axis for _ in more))
-        return self._devices.local(exchange, given, axis, sums, route.slot, route.back, *more)
+        operand_axes = (axis, 0, 0, *(axis for _ in more))
+        return self._devices.local(exchange, operand_axes, axis, sums, route.slot, route.back, *more)
 
     def push(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
         """Updates that every device has: each owner takes those of its rows."""
@@ -203,8 +203,8 @@ class ShardedRows(RowBackend):
         assert not part or self._devices.parts == 1, "an owner's part is the owner's"
         axis = params["axis"]
 
-        def across(found: Array) -> Array:
-            return found if part else reduce_across(params["op"], found, self._devices.axis)
+        def across(own_result: Array) -> Array:
+            return own_result if part else reduce_across(params["op"], own_result, self._devices.axis)
 
         def routed(rows: Array, numbers: Array, *alone: Array) -> Array:
             mine = self._layout.rows_on(self._devices.position())
@@ -218,8 +218,8 @@ class ShardedRows(RowBackend):
         def reduced(rows: Array, some: Route) -> Array:
             return self._devices.local(untouched, (axis, 0, 0), None, rows, some.rows, route.rows)
 
-        found = self._devices.local(routed, (axis, 0, *(None for _ in alone)), None, rows, route.rows, *alone)
-        return self.join_others(params, found, others, reduced)
+        result = self._devices.local(routed, (axis, 0, *(None for _ in alone)), None, rows, route.rows, *alone)
+        return self.join_others(params, result, others, reduced)
 
     def last_rows(self, rows: Array, axis: int) -> Array:
         return self._devices.local(lambda rows: rows[along(axis, slice(-1, None))], (axis,), axis, rows)

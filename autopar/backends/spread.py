@@ -20,15 +20,15 @@ Array = Any
 
 def backends(bound: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
     """Family -> its backend; `allreduce_rows` needs none but the partitioner, or `reduce`."""
-    found: dict[int, RowBackend] = {}
+    by_family: dict[int, RowBackend] = {}
     for family in bound.families:
         if family.layout is not None and family.bounds.capacity is not None:
-            found[family.family] = ShardedRows(devices, family.layout, family.bounds.capacity)
+            by_family[family.family] = ShardedRows(devices, family.layout, family.bounds.capacity)
         elif family.method == "allgather":
-            found[family.family] = GatheredRows(devices)
+            by_family[family.family] = GatheredRows(devices)
         elif isinstance(devices, Mapped):
-            found[family.family] = ReplicatedRows(devices)
-    return found
+            by_family[family.family] = ReplicatedRows(devices)
+    return by_family
 
 
 def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:

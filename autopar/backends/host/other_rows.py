@@ -65,8 +65,8 @@ class OtherRows:
             which = np.arange(start, start + self._size) < end
             first, last = np.searchsorted(touched, (start, end))
             which[touched[first:last] - start] = False
-            (found,) = self._run(which, *taken)
-            part = REDUCERS[self._params["op"]].join(part, np.asarray(found))
+            (reduced,) = self._run(which, *taken)
+            part = REDUCERS[self._params["op"]].join(part, np.asarray(reduced))
         return part
 
     def _blocks(self, operands: Sequence[Any], count: int) -> Iterator[_Taken]:

@@ -73,14 +73,14 @@ class Ranks:
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
 
-    def _exchanged(self, what: str, exchange: Callable[..., T], *given: Any) -> T:
+    def _exchanged(self, what: str, exchange: Callable[..., T], *args: Any) -> T:
         """Marked as a wait for others."""
         if self.exchange.size > 1:
             mark(self.step, what, "waits")
-        found = exchange(*given)
+        result = exchange(*args)
         if self.exchange.size > 1:
             mark(self.step, "computing")
-        return found
+        return result
 
     # --- programs ---
 
@@ -173,5 +173,5 @@ class Ranks:
         """The largest of all ranks' needs, where their programs must have one shape."""
         if not self.is_global:
             return needs
-        (found,) = self.exchange.reduce([np.array(needs, np.int64)], "max")
-        return int(found[0]), int(found[1])
+        (largest,) = self.exchange.reduce([np.array(needs, np.int64)], "max")
+        return int(largest[0]), int(largest[1])

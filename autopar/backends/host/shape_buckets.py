@@ -101,12 +101,12 @@ class ShapeBuckets:
         """Makes a bucket that would have fitted many of the watched steps, where that saves enough."""
         steps = sorted(self._watched, key=_requested)
         before = sum(self._taken(needs) for needs in steps)
-        found: list[tuple[int, ShapeBucket]] = []
+        candidates: list[tuple[int, ShapeBucket]] = []
         for count in range(_WATCHED // 8, _WATCHED, _WATCHED // 8):
             bucket = self._around(steps[:count])
             saved = sum(max(self._taken(n) - bucket.requested, 0) for n in steps if bucket.fits(n))
-            found.append((saved, bucket))
-        saved, bucket = max(found, key=lambda pair: pair[0])
+            candidates.append((saved, bucket))
+        saved, bucket = max(candidates, key=lambda pair: pair[0])
         if saved < _GAIN * before:
             return None
         self._add(bucket)

@@ -161,13 +161,13 @@ class StagedProgram:
 
     def _needed_whole(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
         """What leaves the device programs: for the caller, for owners, to be reduced."""
-        found: set[Atom] = set(self._outputs)
+        atoms: set[Atom] = set(self._outputs)
         for item in items:
             if isinstance(item, ProgramStage):
-                found.update(item.block.inputs if item.side == "owner" else ())
+                atoms.update(item.block.inputs if item.side == "owner" else ())
             elif item.op in _READS_WHOLE:
-                found.update(a for e in item.equations for a in e.inputs)
-        return found
+                atoms.update(a for e in item.equations for a in e.inputs)
+        return atoms
 
     # --- compiled programs ---
 
@@ -190,8 +190,8 @@ class StagedProgram:
 
         def act(step: RunningStep) -> None:
             values = step.values
-            given = [read(_shown(values[v])) for v in names]
-            for var, value in zip(outputs, compiled(*given), strict=True):
+            operands = [read(_shown(values[v])) for v in names]
+            for var, value in zip(outputs, compiled(*operands), strict=True):
                 values[var] = value
 
         return act
@@ -297,8 +297,8 @@ class StagedProgram:
     def _flush(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
         """Deferred rows, where the update log is full."""
         spec = self._log_specs[equation]
-        given = split(equation.op, equation.params, operands)
-        leaves, (stamps,), entries = (given[name] for name in ("leaves", "stamps", "entries"))
+        named = split(equation.op, equation.params, operands)
+        leaves, (stamps,), entries = (named[name] for name in ("leaves", "stamps", "entries"))
         entries = [np.asarray(self._ranks.own(x)) for x in entries]
         ends = [*entries[:2], *entries[2 + len(spec.replay.records) :]]
         if int(entries[0]) >= spec.replay.length:
@@ -341,11 +341,11 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
 def _route(
     requested: Requested, places: np.ndarray, layout: RowLayout, rows: int, requested_rows: int, ranks: Ranks
 ) -> HostRoute:
-    found = requested.rows
+    touched = requested.rows
     # The first row that the step doesn't touch; some row if it touches all.
-    gaps = np.flatnonzero(found != np.arange(found.size, dtype=found.dtype))
-    spare = int(gaps[0]) if gaps.size else found.size if found.size < layout.shard_rows else 0
-    numbers = padded(found, rows, layout.shard_rows)
+    gaps = np.flatnonzero(touched != np.arange(touched.size, dtype=touched.dtype))
+    spare = int(gaps[0]) if gaps.size else touched.size if touched.size < layout.shard_rows else 0
+    numbers = padded(touched, rows, layout.shard_rows)
     view = RouteView(
         numbers, np.array([spare], np.int32), ranks.spread(padded(places, requested_rows, layout.stored), 0)
     )

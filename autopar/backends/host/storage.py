@@ -58,9 +58,9 @@ class HostRows:
     @staticmethod
     def of(table: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
         """The shard of a whole table: an array of any kind."""
-        found = HostRows.empty(table.shape, table.dtype, axis, layout, rank, path)
-        found.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
-        return found
+        shard = HostRows.empty(table.shape, table.dtype, axis, layout, rank, path)
+        shard.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
+        return shard
 
     def fill(self, read: Callable[[np.ndarray], np.ndarray], block: int = 1 << 16) -> None:
         """Set all rows from a function of their numbers in the table; spare ones are copies of the last row."""
@@ -82,9 +82,9 @@ class HostRows:
         """Another storage with the same rows, all up to date."""
         self.bring_up_to_date()
         rows = allocate_table(self.rows.shape, self.rows.dtype, self.path)
-        found = HostRows(rows, self.layout, self.rank, self.axis, self.path)
-        np.copyto(found.rows, self.rows)
-        return found
+        other = HostRows(rows, self.layout, self.rank, self.axis, self.path)
+        np.copyto(other.rows, self.rows)
+        return other
 
     def pull(self, rows: np.ndarray, count: int, spare: int, state: bool) -> np.ndarray:
         """The rows with these numbers in the shard, and padding; the row axis where the table has it.
@@ -97,13 +97,13 @@ class HostRows:
         """
         numbers = rows.copy()
         numbers[count:] = spare
-        found = self.rows.take(numbers, axis=0, mode="clip")
-        padding = found[count:]
-        if state and padding.size and jax_compat.is_float(found.dtype):
+        pulled = self.rows.take(numbers, axis=0, mode="clip")
+        padding = pulled[count:]
+        if state and padding.size and jax_compat.is_float(pulled.dtype):
             finite = np.isfinite(padding[-1].astype(np.float32, copy=False))
             if not finite.all():
-                padding[...] = np.where(finite, padding[-1], np.ones((), found.dtype))
-        return rows_back(found, self.axis)
+                padding[...] = np.where(finite, padding[-1], np.ones((), pulled.dtype))
+        return rows_back(pulled, self.axis)
 
     def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
         """Replace rows."""

@@ -33,11 +33,11 @@ class TableReduction:
         """This rank's part of the result, from the operands that `ir.operations` lists."""
         p, rank = self._params, self._ranks.exchange.rank
         layout: RowLayout = p["layout"]
-        given = split("ap.reduce_table", p, operands)
-        stored, touched = given["stored"], _pairs(given["touched"])
-        pairs = zip(given["dense"], p["dense"], strict=True)
+        named = split("ap.reduce_table", p, operands)
+        stored, touched = named["stored"], _pairs(named["touched"])
+        pairs = zip(named["dense"], p["dense"], strict=True)
         dense = [_by_rows(self._own(x), axis, factor, layout.extent) for x, (axis, factor) in pairs]
-        others = [self._ranks.for_owner(x) for x in given["values"]]
+        others = [self._ranks.for_owner(x) for x in named["values"]]
         count, size = int(layout.rows_on(np.int64(rank))), p["rows"]
         total: np.ndarray | None = None
         for start in range(0, max(count, 1), size):  # one block, too, where a rank has no row
@@ -67,9 +67,9 @@ def _padded(rows: np.ndarray, size: int) -> np.ndarray:
     """Rows, first axis first, and zeros after them."""
     if len(rows) == size:
         return rows
-    found = np.zeros((size, *rows.shape[1:]), rows.dtype)
-    found[: len(rows)] = rows
-    return found
+    padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
@@ -78,12 +78,12 @@ def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
 
 def _touched(rows: np.ndarray, route: Any, axis: int, start: int, end: int, size: int) -> np.ndarray:
     """A block of which the step touches some rows; all others are as the padding row is."""
-    given = rows_first(rows, axis)
-    found = np.empty((size, *given.shape[1:]), given.dtype)
-    found[...] = given[-1]
+    touched = rows_first(rows, axis)
+    block = np.empty((size, *touched.shape[1:]), touched.dtype)
+    block[...] = touched[-1]
     first, last = np.searchsorted(route.rows[: route.count], (start, end))
-    found[route.rows[first:last] - start] = given[first:last]
-    return rows_back(found, axis)
+    block[route.rows[first:last] - start] = touched[first:last]
+    return rows_back(block, axis)
 
 
 def _by_rows(value: np.ndarray, axis: int, factor: int, extent: int) -> np.ndarray:
@@ -93,5 +93,5 @@ def _by_rows(value: np.ndarray, axis: int, factor: int, extent: int) -> np.ndarr
 
 
 def _dense(rows: np.ndarray, numbers: np.ndarray, count: int, axis: int) -> np.ndarray:
-    found = _padded(rows[numbers[:count]], len(numbers))
-    return rows_back(found.reshape(-1, *found.shape[2:]), axis)
+    block = _padded(rows[numbers[:count]], len(numbers))
+    return rows_back(block.reshape(-1, *block.shape[2:]), axis)

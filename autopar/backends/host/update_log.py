@@ -60,8 +60,8 @@ class HostUpdateLogSpec:
         for start in range(0, layout.shard_rows, self._rows(leaves)):
             some = slice(start, start + self._rows(leaves))
             with jax.default_device(self._device):
-                found = self._stamps(*(rows_back(leaf.rows[some], leaf.axis) for leaf in changed))
-            stamps.rows[some] = np.asarray(found)
+                new_stamps = self._stamps(*(rows_back(leaf.rows[some], leaf.axis) for leaf in changed))
+            stamps.rows[some] = np.asarray(new_stamps)
         records = [np.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
         segments = [np.zeros(t.shape, t.dtype) for t in self.replay.segments]
         none = np.zeros((), np.int32)

@@ -95,6 +95,6 @@ def host_backends(bound: BoundPlan, view: Devices) -> Mapping[int, RowBackend]:
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
     """int32[size]."""
-    found = np.full((size,), fill, np.int32)
-    found[: values.size] = values
-    return found
+    filled = np.full((size,), fill, np.int32)
+    filled[: values.size] = values
+    return filled
