@@ -52,7 +52,7 @@ def check_same_call(processes: Processes, program: Program, options: str, leaves
     mine = {
         "versions": f"jax {jax.__version__}",
         "options": options,
-        "arguments": [f"{given.path} {var.type}" for given, var in pairs],
+        "arguments": [f"{input_.path} {var.type}" for input_, var in pairs],
         "program": _digest("\n".join(text).encode()),
         "leaves": [_contents(leaf) for leaf in leaves],
     }

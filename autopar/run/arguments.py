@@ -155,8 +155,8 @@ def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[
       ArgumentsError: one of them doesn't.
     """
     known = {a.position for a in call.arguments if a.position is not None}
-    for option, given in (("state_argnums", states), ("batch_argnums", batches)):
-        for k in given or ():
+    for option, positions in (("state_argnums", states), ("batch_argnums", batches)):
+        for k in positions or ():
             if k not in known:
                 raise ArgumentsError(
                     f"{option} names argument {k}; the step was called with {sorted(known)} by position. "
@@ -244,22 +244,22 @@ def find_states(
     nodes = list(_nodes(treedef, 0))
     types = [type_of_shape(leaf) for leaf in leaves]
     claimed: list[tuple[int, int]] = []
-    found: dict[int, int] = {}
+    starts: dict[int, int] = {}
     for k, argument in enumerate(call.arguments):
         named = state_argnums is not None and argument.position in state_argnums
         if (state_argnums is not None and not named) or not argument.types or argument.position in batch_argnums:
             continue
         lone = argument.is_lone_array and not named
-        if lone and any(j not in found for j in range(k) if call.arguments[j].types):
+        if lone and any(j not in starts for j in range(k) if call.arguments[j].types):
             continue
         start = next(_find(argument, nodes, types, claimed), None)
         if start is not None:
-            found[k] = start
+            starts[k] = start
             claimed.append((start, start + len(argument.types)))
         elif not lone:
-            _check_missing(call, argument, nodes, types, found, named)
-    _check_lone(call, found, treedef, state_argnums)
-    return States(found)
+            _check_missing(call, argument, nodes, types, starts, named)
+    _check_lone(call, starts, treedef, state_argnums)
+    return States(starts)
 
 
 def _nodes(treedef: Any, start: int) -> Iterator[tuple[Any, int]]:
@@ -301,11 +301,11 @@ def _check_missing(
     argument: Argument,
     nodes: Sequence[tuple[Any, int]],
     types: Sequence[ArrayType],
-    found: Mapping[int, int],
+    starts: Mapping[int, int],
     named: bool,
 ) -> None:
     """Say so where an argument that isn't returned was meant to be, or is one of two that could."""
-    twin = next((j for j in found if _same_form(call.arguments[j], argument)), None)
+    twin = next((j for j in starts if _same_form(call.arguments[j], argument)), None)
     if twin is not None:
         raise ArgumentsError(
             f"arguments {call.arguments[twin].name!r} and {argument.name!r} have the same form, and the step returns "
@@ -318,7 +318,7 @@ def _check_missing(
         list(zip(argument.paths, argument.types, types[near : near + size], strict=True)) if near is not None else []
     )
     same_shapes = sum(old.shape == new.shape for _, old, new in pairs)
-    if pairs and (named or (not found and size > 1 and 2 * same_shapes > size)):
+    if pairs and (named or (not starts and size > 1 and 2 * same_shapes > size)):
         path, old, new = next(p for p in pairs if not alike(p[1], p[2]))
         raise StateError(
             f"the step returns {argument.name!r} with another type at {path or 'its only leaf'}: {new}, and was given "
@@ -335,9 +335,9 @@ def _same_form(a: Argument, b: Argument) -> bool:
     return a.treedef == b.treedef and len(a.types) > 1 and all(map(alike, a.types, b.types))
 
 
-def _check_lone(call: Call, found: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:
+def _check_lone(call: Call, starts: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:
     """An only output of the same shape as the first argument may be a new state or a prediction."""
-    if state_argnums is not None or list(found) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
+    if state_argnums is not None or list(starts) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
         return
     others = [a for a in call.arguments[1:] if not a.is_lone_array]
     if others:

@@ -36,8 +36,8 @@ class BoundStep:
         states = self.step.state_argnums or (1,)
 
         def all_of(made: Any) -> Sequence[Any]:
-            given = call(made) if call is not None else (made, batch) if states[0] < 2 else (batch, made)
-            return (self.instance, *given) if isinstance(given, (tuple, list)) else given
+            arguments = call(made) if call is not None else (made, batch) if states[0] < 2 else (batch, made)
+            return (self.instance, *arguments) if isinstance(arguments, (tuple, list)) else arguments
 
         return all_of
 

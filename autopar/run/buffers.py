@@ -16,21 +16,21 @@ from autopar.tables.kinds import copied
 def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any]:
     """A call's flat leaves; a leaf of the state (`states` are their numbers) whose buffer another leaf has, too, is
     copied: it is to be updated in place by itself."""
-    found, states = list(leaves), frozenset(states)
+    own_leaves, states = list(leaves), frozenset(states)
     if not states:
-        return found
+        return own_leaves
     seen = {buffer for k, leaf in enumerate(leaves) if k not in states for buffer in _buffers(leaf)}
     for k in sorted(states):
         own = _buffers(leaves[k])
         if seen.intersection(own):
-            found[k] = copied(leaves[k])
+            own_leaves[k] = copied(leaves[k])
         seen.update(own)
-    return found
+    return own_leaves
 
 
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
     """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
-    if not isinstance(cause, DonatedStateError) and not any(told in str(cause) for told in ("deleted", "donated")):
+    if not isinstance(cause, DonatedStateError) and not any(word in str(cause) for word in ("deleted", "donated")):
         return  # a step that failed itself has updated leaves in place, too
     gone = first_deleted((args, dict(kwargs)))
     if gone is not None:
@@ -44,7 +44,7 @@ def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
 def is_shared_buffer(error: Exception) -> bool:
     """Whether JAX says that a buffer is donated twice, or donated and used."""
     text = str(error)
-    return "donate" in text and any(told in text for told in ("same buffer", "same call", "twice", "also used"))
+    return "donate" in text and any(phrase in text for phrase in ("same buffer", "same call", "twice", "also used"))
 
 
 def is_traced(leaf: Any) -> bool:

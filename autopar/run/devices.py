@@ -36,8 +36,8 @@ def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
 
 def _layout(bound: BoundPlan, family: int) -> RowLayout | None:
     """How a family's rows are spread over the devices."""
-    found = bound.family(family)
-    return None if found is None else found.layout
+    family_plan = bound.family(family)
+    return None if family_plan is None else family_plan.layout
 
 
 class DevicesRunner:
@@ -64,7 +64,7 @@ class DevicesRunner:
         self._devices = devices
         self._layouts = bound.layouts
         self._shardings = [devices.sharding(along) for along in bound.placements]
-        self._states = [k for k, given in enumerate(analysed.inputs) if given.role == "state"]
+        self._states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
@@ -104,8 +104,8 @@ class DevicesRunner:
             return self._devices.sharding(analysed.batch.get(atom) if isinstance(atom, Var) else None)
 
         pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
-        found = [of(atom, out.state) for atom, out in pairs]
-        return (*found, *entries, *([self._devices.sharding(None) if self._across else None] if flag else []))
+        shardings = [of(atom, out.state) for atom, out in pairs]
+        return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if flag else []))
 
     def lower(self) -> Any:
         """`jax.jit(...).lower` at the plan's shapes."""
@@ -122,8 +122,8 @@ class DevicesRunner:
         for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
                 known += spec.begin([placed[k] for k in spec.replay.leaves])
-        found = self._call(*placed, *(x for known in entries for x in known))
-        results = [found[k] for k in self._order]
+        returned = self._call(*placed, *(x for known in entries for x in known))
+        results = [returned[k] for k in self._order]
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
             self._flags.append(results.pop())
@@ -149,13 +149,13 @@ class DevicesRunner:
     def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
         """The leaves, those of update logs that go on as they are stored; each log's entries, none where it begins."""
         leaves, entries = list(leaves), []
-        found = [common_log([leaves[k] for k in j.replay.leaves], j) for j in self._log_specs]
-        going = {id(log) for log in found if log is not None}
+        logs = [common_log([leaves[k] for k in j.replay.leaves], j) for j in self._log_specs]
+        going = {id(log) for log in logs if log is not None}
         members = {k for j in self._log_specs for k in j.replay.leaves}
         for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
             if k not in members and isinstance(leaf, DeferredTable) and id(leaf.log) in going:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
-        for spec, log in zip(self._log_specs, found, strict=True):
+        for spec, log in zip(self._log_specs, logs, strict=True):
             entries.append([] if log is None else list(log.entries))
             pairs = zip(spec.replay.leaves, log.leaves if log is not None else (), strict=False)
             for k, stored in pairs:

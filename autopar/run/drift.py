@@ -144,9 +144,9 @@ class AlphaWatch:
         if self._at_work is not None and self._at_work[0] is entry:
             self._at_work = None
 
-    def _start(self, entry: Entry, work: Callable[..., Any], given: Any) -> None:
+    def _start(self, entry: Entry, work: Callable[..., Any], argument: Any) -> None:
         self._pool = self._pool or ThreadPoolExecutor(1, "autopar-alpha")
-        self._at_work = entry, self._pool.submit(work, given)
+        self._at_work = entry, self._pool.submit(work, argument)
 
     def _collected(self) -> bool:
         """Whether nobody is at work any more; what was found is taken in."""
@@ -161,12 +161,12 @@ class AlphaWatch:
             _logger.info("alpha isn't watched any more: %s: %s", type(error).__name__, error)
             self._plans.setdefault(entry, _Watched(None))
             return True
-        found = work.result()
-        if isinstance(found, _Watched):
-            self._plans[entry] = found
+        outcome = work.result()
+        if isinstance(outcome, _Watched):
+            self._plans[entry] = outcome
         else:
             self._latest = watched = self._plans[entry]
-            watched.take(found)
+            watched.take(outcome)
             strays = any(seen.streak for seen in watched.seen.values())
             self._interval = self._every if strays else min(2 * self._interval, max(RAREST, self._every))
         return True
@@ -192,9 +192,9 @@ class _Watched:
 
     def drifted(self) -> dict[str, SeenAlpha]:
         """The tables that have drifted, each one once."""
-        found = {path: seen for path, seen in self.seen.items() if seen.drifted and path not in self._told}
-        self._told.update(found)
-        return found
+        fresh = {path: seen for path, seen in self.seen.items() if seen.drifted and path not in self._told}
+        self._told.update(fresh)
+        return fresh
 
     def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Path -> rows that a call touches."""
@@ -238,7 +238,7 @@ def _families(program: Program) -> list[_Family]:
     which nothing is planned by alpha."""
     if any(e.effects for e in program.block.equations):
         return []
-    found = [_Family(program, space) for space in program.rows.spaces if space.accesses and space.refusal is None]
+    families = [_Family(program, space) for space in program.rows.spaces if space.accesses and space.refusal is None]
     pairs = zip(program.inputs, program.block.inputs, strict=True)
-    plain = [given.role not in ("state", "table") and not jax_compat.is_key(var.type.dtype) for given, var in pairs]
-    return [f for f in found if any(f.used) and all(p for p, u in zip(plain, f.used, strict=True) if u)]
+    plain = [input_.role not in ("state", "table") and not jax_compat.is_key(var.type.dtype) for input_, var in pairs]
+    return [f for f in families if any(f.used) and all(p for p, u in zip(plain, f.used, strict=True) if u)]

@@ -83,9 +83,9 @@ class Entry:
         program = self.compiled.analysed
         kept = [
             local(x.copy() if isinstance(x, np.ndarray) else x)
-            if wanted and given.role != "state" and not is_traced(x) and hasattr(x, "__array__")
+            if wanted and input_.role != "state" and not is_traced(x) and hasattr(x, "__array__")
             else None
-            for x, wanted, given in zip(leaves, id_inputs(program), program.inputs, strict=True)
+            for x, wanted, input_ in zip(leaves, id_inputs(program), program.inputs, strict=True)
         ]
         return kept if any(x is not None for x in kept) else None
 
@@ -156,7 +156,7 @@ class Entry:
 
     def run_called(self, *leaves: Any) -> list[Any]:
         """The planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
-        states = {k for k, given in enumerate(self.compiled.analysed.inputs) if given.role == "state"}
+        states = {k for k, input_ in enumerate(self.compiled.analysed.inputs) if input_.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
         results = jax.tree.leaves(self.runner(copies))
         return list(materialize(results, copy=False) if self.compiled.plan.on_hosts else results)

@@ -49,7 +49,7 @@ class HostRunner:
             if space.family in hosted
             for leaf, axis in zip(space.leaves, space.axes, strict=True)
         }
-        self._states = {k for k, given in enumerate(self._program.inputs) if given.role == "state"}
+        self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
         self._new = {out: k for k, out in self._program.new_states.items()}
         #: Outputs that are tables as they were before the step.
         self._old = {
@@ -119,18 +119,18 @@ class HostRunner:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
             results = [before.get(out, value) for out, value in enumerate(results)]
-            found = [self._result(out, value) for out, value in enumerate(results)]
+            returned = [self._result(out, value) for out, value in enumerate(results)]
         except BaseException:
             if step.has_written:  # else the tables are as they were
                 self._hand_on(leaves, tables)
             raise
         new = self._hand_on(leaves, tables)
         self._returned = {
-            k: weakref.ref(found[out])
+            k: weakref.ref(returned[out])
             for out, k in self._new.items()
-            if k not in self._tables and isinstance(found[out], jax.Array)
+            if k not in self._tables and isinstance(returned[out], jax.Array)
         }
-        pairs = enumerate(found)
+        pairs = enumerate(returned)
         return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
 
     def _ran(self, inputs: Sequence[Any], step: RunningStep) -> Sequence[Any]:
@@ -150,18 +150,18 @@ class HostRunner:
 
     def _logs(self, tables: Mapping[int, HostRows]) -> list[HostUpdateLog]:
         """What deferred rows miss: an update log for each family of such. All other tables are brought up to date."""
-        found = []
+        logs = []
         waiting: set[int] = set()
         for spec in self._log_specs:
             members = spec.replay.leaves
             leaves = [tables[k] for k in members]
             layout, ranks = self._tables[members[0]][1], self._ranks.exchange
-            found.append(common_host_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank))
+            logs.append(common_host_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank))
             waiting.update(members)
         for k, storage in tables.items():
             if k not in waiting:
                 storage.bring_up_to_date()
-        return found
+        return logs
 
     def _written(self, results: Sequence[Any], logs: Sequence[HostUpdateLog]) -> Sequence[Any]:
         """The step's own results; the update logs have what it wrote down."""
@@ -192,15 +192,15 @@ class HostRunner:
         return self._staged.once_per_row if self._staged is not None else None
 
     def _compiled_for(self, bucket: ShapeBucket) -> StagedProgram:
-        found = self._programs.get(bucket)
-        if found is None:
+        staged = self._programs.get(bucket)
+        if staged is None:
             plan = self._bound.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._options)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
             mark(self._ranks.step, "compiling", "compiles")
-            found = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated, self._log_specs)
-            self._programs[bucket] = found
-        return found
+            staged = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated, self._log_specs)
+            self._programs[bucket] = staged
+        return staged
 
     # --- arguments ---
 
@@ -224,29 +224,29 @@ class HostRunner:
 
     def _storages(self, leaves: Sequence[Any]) -> dict[int, HostRows]:
         """What the step works on, by input. A table that comes twice is copied: each is updated by itself."""
-        found: dict[int, HostRows] = {}
+        storages: dict[int, HostRows] = {}
         for k, (axis, layout) in self._tables.items():
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
                 leaf = np.asarray(leaf) if is_table(leaf) else leaf
                 path = self._program.inputs[k].path
-                found[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
+                storages[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
                 continue
             storage = leaf.waiting
             is_new = k in self._new.values()
-            again = any(storage is other for other in found.values())
-            found[k] = storage.copy() if is_new and (again or not self._donate) else storage
-        return found
+            again = any(storage is other for other in storages.values())
+            storages[k] = storage.copy() if is_new and (again or not self._donate) else storage
+        return storages
 
     def _hand_on(self, leaves: Sequence[Any], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
         """New handles of the tables that the step updates; those of its arguments are deleted."""
-        found = {}
+        handles = {}
         for k in self._new.values():
             if k in tables:
                 leaf = leaves[k]
                 same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.waiting is tables[k]
-                found[k] = leaf.handed_on() if same else HostTable(tables[k])
-        return found
+                handles[k] = leaf.handed_on() if same else HostTable(tables[k])
+        return handles
 
     def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
@@ -300,11 +300,11 @@ class HostRunner:
                 return leaf
             shards = sorted(leaf.addressable_shards, key=lambda s: s.index[along].start or 0)
             parts = {s.index[along].start: s.data for s in shards}
-            found = list(parts.values())
+            arrays = list(parts.values())
             if ranks.is_single:
-                return found[0]
+                return arrays[0]
             shape = (*leaf.shape[:along], leaf.shape[along] // size, *leaf.shape[along + 1 :])
-            return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), found)
+            return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), arrays)
         count = leaf.shape[along] // size
         index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
         own = (leaf if jax_compat.is_key(leaf.dtype) else np.asarray(leaf))[index]

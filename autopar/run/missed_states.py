@@ -26,9 +26,9 @@ from autopar.run.arguments import Argument, Call, alike, tops, type_of_shape
 
 def warn_of_missed_states(name: str, call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> None:
     """Warn of arguments that may be the state of a step of which nothing was recognised as such; as `missed_states`."""
-    found = missed_states(call, outputs, block, batches)
-    if found:
-        warn(_told(name, found), StateWarning)
+    missed = missed_states(call, outputs, block, batches)
+    if missed:
+        warn(_told(name, missed), StateWarning)
 
 
 def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> list[Argument]:
@@ -45,7 +45,7 @@ def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]
     parts = sorted(tops(tree), key=lambda part: part[0])
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
     evidence = carried(block, scaled="little" if differentiates else "never")
-    found: list[Argument] = []
+    missed: list[Argument] = []
     taken: set[int] = set()
     start = 0
     for argument in call.arguments:
@@ -58,19 +58,19 @@ def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]
                 continue
             pairs = [(start + n, o) for n, o in enumerate(new) if block.outputs[o] is not block.inputs[start + n]]
             if any(evidence[o] >> k & 1 for k, o in pairs):
-                found.append(argument)
+                missed.append(argument)
                 taken.update(new)
                 break
         start += size
-    has_data = any(argument.types and argument not in found for argument in call.arguments)
-    return found if has_data and (len(found) > 1 or differentiates) else []
+    has_data = any(argument.types and argument not in missed for argument in call.arguments)
+    return missed if has_data and (len(missed) > 1 or differentiates) else []
 
 
-def _told(name: str, found: Sequence[Argument]) -> str:
+def _told(name: str, missed: Sequence[Argument]) -> str:
     """What to tell the user of them."""
-    names = " and ".join(repr(argument.name) for argument in found)
-    places = tuple(argument.position for argument in found if argument.position is not None)
-    by_name = "" if len(places) == len(found) else " and pass it by position"
+    names = " and ".join(repr(argument.name) for argument in missed)
+    places = tuple(argument.position for argument in missed if argument.position is not None)
+    by_name = "" if len(places) == len(missed) else " and pass it by position"
     shown = f"({', '.join(map(str, places))}{',' if len(places) == 1 else ''})" if places else "(...)"
     return (
         f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in place "

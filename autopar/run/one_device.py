@@ -32,7 +32,7 @@ class OneDeviceRunner:
         self._order = sorted(range(len(order)), key=order.__getitem__)
         self._out_tree = out_tree
         self._types = [v.type for v in program.block.inputs]
-        self._states = {k for k, given in enumerate(program.inputs) if given.role == "state"} if donate else set()
+        self._states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"} if donate else set()
         self._is_new = True
 
         def step(*leaves: Any) -> Any:
@@ -64,9 +64,9 @@ class OneDeviceRunner:
                 raise
             return self._results(self._run(*with_own_buffers(leaves, self._states)))
 
-    def _results(self, found: Any) -> Any:
+    def _results(self, returned: Any) -> Any:
         """The step's, of what was returned to JAX, whose own way to a tree is the faster one."""
-        return found if self._is_in_order else self._out_tree.unflatten([found[k] for k in self._order])
+        return returned if self._is_in_order else self._out_tree.unflatten([returned[k] for k in self._order])
 
 
 class Lowered:

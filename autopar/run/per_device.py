@@ -95,7 +95,7 @@ class CallOfOne:
         axes = self._example_axes(states, keys)
         notes = [f"each device's number is used ({where})" for where in _numbers_used(block, device.axis)]
         notes += own_sums(block, axes, device.axis, count)
-        paths = [given.path for given in describe_leaves(self.call, states, None)[0]]
+        paths = [input_.path for input_ in describe_leaves(self.call, states, None)[0]]
         notes += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
         static = frozenset(self.static_argnums)
         dynamic = [k for k in range(len(args)) if k not in static]
@@ -131,10 +131,10 @@ class CallOfOne:
         """Of all leaves the axis that devices share, None where each has all: of states, and of single keys."""
         inputs, _ = describe_leaves(self.call, states, None)
         shapes = [t.shape for a in self.call.arguments for t in a.types]
-        examples = [k for k, given in enumerate(inputs) if given.role != "state"]
-        found = example_axes(self.device.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
+        examples = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
+        batch_axes = example_axes(self.device.batch_axis, [(inputs[k].path, shapes[k]) for k in examples])
         axes: list[int | None] = [None] * len(inputs)
-        for k, axis in zip(examples, found, strict=True):
+        for k, axis in zip(examples, batch_axes, strict=True):
             if k in keys:
                 continue
             axes[k] = axis
@@ -156,20 +156,20 @@ class CallOfOne:
         named = States({k: 0 for k, a in enumerate(self.call.arguments) if a.position in self.state_argnums})
         may_be = frozenset(self._may_be_keys(named))
         try:
-            found = self._looked(self._example_axes(named, may_be))
+            look = self._looked(self._example_axes(named, may_be))
         except Exception:
             if not may_be:
                 raise
             return self._shared_all(named, may_be)
-        keys = found[2]
-        return found if keys == may_be else self._looked(self._example_axes(named, keys))
+        keys = look[2]
+        return look if keys == may_be else self._looked(self._example_axes(named, keys))
 
     def _shared_all(self, states: States, may_be: Collection[int]) -> tuple[States, Block, frozenset[int]]:
         """The first look with the devices' shards of all leaves, also of those that may be keys."""
         try:
             return self._looked(self._example_axes(states, ()))
         except Exception as error:
-            paths = [given.path for given in describe_leaves(self.call, states, None)[0]]
+            paths = [input_.path for input_ in describe_leaves(self.call, states, None)[0]]
             names = [paths[k] for k in sorted(may_be)]
             error.add_note(
                 f"autopar gave each of {self.device.count} devices its part of {', '.join(names)}. If one is a single "
@@ -197,10 +197,10 @@ class CallOfOne:
         """Leaves whose axis for the examples may be one of a key's words: uint32, and no axis was given by name."""
         inputs, _ = describe_leaves(self.call, states, None)
         types = [t for a in self.call.arguments for t in a.types]
-        examples = [k for k, given in enumerate(inputs) if given.role != "state"]
+        examples = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
         axes = example_axes(self.device.batch_axis, [(inputs[k].path, types[k].shape) for k in examples])
-        given = self.device.batch_axis
-        named = [p for p in given if p not in ("*", "**")] if isinstance(given, Mapping) else []
+        batch_axis = self.device.batch_axis
+        named = [p for p in batch_axis if p not in ("*", "**")] if isinstance(batch_axis, Mapping) else []
         may_be = [k for k, axis in zip(examples, axes, strict=True) if may_be_words(types[k], axis)]
         return [k for k in may_be if not any(matches(p, inputs[k].path) for p in named)]
 
@@ -210,13 +210,13 @@ class CallOfOne:
         statics = {k: args[k] for k in self.static_argnums if k < len(args)}
         of_arrays = {a.name for a in self.call.arguments if a.position is None}
         fixed = {n: v for n, v in kwargs.items() if n not in of_arrays}
-        given = (
+        shapes = (
             [a for k, a in enumerate(args) if k not in statics],
             {n: v for n, v in kwargs.items() if n in of_arrays},
         )
         if axes is not None:
-            leaves, tree = jax.tree.flatten(given)
-            given = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])
+            leaves, tree = jax.tree.flatten(shapes)
+            shapes = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])
 
         def of_one(positional: Any, by_name: Any) -> Any:
             rest = iter(positional)
@@ -224,7 +224,7 @@ class CallOfOne:
 
         try:
             traced = jax.make_jaxpr(of_one, axis_env=[(self.device.axis, self.device.count)], return_shape=True)
-            jaxpr, outputs = traced(*given)
+            jaxpr, outputs = traced(*shapes)
         except Exception as error:
             if self.state_argnums is None:
                 error.add_note(
@@ -235,7 +235,7 @@ class CallOfOne:
             raise
         block = block_of(jaxpr)
         states = match_states(self.call, block, outputs, self.state_argnums, self.batch_argnums)
-        paths = [given.path for given in describe_leaves(self.call, states, None)[0]]
+        paths = [input_.path for input_ in describe_leaves(self.call, states, None)[0]]
         keys = frozenset(k for k in self._may_be_keys(states) if self._is_key(paths[k], block, k))
         return states, block, keys
 

@@ -112,8 +112,8 @@ class Planner:
             inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
             program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
             compiled = self._compile(program, options, leaves).with_reason(move.paths, move.reason)
-        given = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
-        return Entry(call, states, compiled, *given, fun=fun, notes=tuple(notes), stage_devices=self.stage_devices)
+        rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
+        return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), stage_devices=self.stage_devices)
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
         """The same step once more, by another example and headroom."""
@@ -140,12 +140,12 @@ class Planner:
         """The user's step; of one that is written for one of several devices that of all of them, and notes on it."""
         if self.per_device is None:
             return self.fun, ()
-        given = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
-        return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
+        argnums = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
+        return CallOfOne(self.fun, self.name, call, self.per_device, *argnums).everywhere()
 
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
         """The user's; tables that come in the memory of the hosts stay there."""
-        paths = [given.path for given, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
+        paths = [input_.path for input_, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
         return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, world().size)
 
     @property

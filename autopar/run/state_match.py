@@ -36,21 +36,21 @@ def match_states(
     """
     states = find_states(call, outputs, state_argnums, batch_argnums)
     score = None
-    found = dict(states.outputs)
-    for group in _groups(call, found):
-        others = [(found[k], found[k] + len(call.arguments[k].types)) for k in found if k not in group]
+    starts = dict(states.outputs)
+    for group in _groups(call, starts):
+        others = [(starts[k], starts[k] + len(call.arguments[k].types)) for k in starts if k not in group]
         free = result_places(call.arguments[group[0]], outputs, others)
         if len(free) > 1:
             score = score or _scores(call, block)
-            found |= _best({k: found[k] for k in group}, free, score)
-    states = States(found)
+            starts |= _best({k: starts[k] for k in group}, free, score)
+    states = States(starts)
     return states if state_argnums is not None else states.confirmed(call, block, tops(jax.tree.structure(outputs)))
 
 
-def _groups(call: Call, found: Mapping[int, int]) -> list[list[int]]:
+def _groups(call: Call, starts: Mapping[int, int]) -> list[list[int]]:
     """States of one form."""
     groups: dict[Any, list[int]] = {}
-    for k in found:
+    for k in starts:
         groups.setdefault(_form(call.arguments[k]), []).append(k)
     return list(groups.values())
 
@@ -74,19 +74,19 @@ def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
     return lambda k, first: sum(of_leaf(i, first + i - starts[k]) for i in range(starts[k], starts[k + 1]))
 
 
-def _best(found: dict[int, int], free: Sequence[int], score: Callable[[int, int], int]) -> dict[int, int]:
+def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int], int]) -> dict[int, int]:
     """The pairs with the highest score; where nothing tells, in order: improved by turns until no turn improves it."""
     improved = True
     while improved:
         improved = False
-        for k in found:
+        for k in starts:
             for first in free:
-                other = next((j for j in found if found[j] == first and j != k), None)
-                before = score(k, found[k]) + (0 if other is None else score(other, first))
-                after = score(k, first) + (0 if other is None else score(other, found[k]))
+                other = next((j for j in starts if starts[j] == first and j != k), None)
+                before = score(k, starts[k]) + (0 if other is None else score(other, first))
+                after = score(k, first) + (0 if other is None else score(other, starts[k]))
                 if after > before:
                     if other is not None:
-                        found[other] = found[k]
-                    found[k] = first
+                        starts[other] = starts[k]
+                    starts[k] = first
                     improved = True
-    return found
+    return starts

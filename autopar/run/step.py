@@ -233,7 +233,7 @@ class ParallelStep:
             entry.example, entry.headroom = example, headroom
             return entry
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
-        self._entries.update({key: again for key, found in self._entries.items() if found is entry})
+        self._entries.update({key: again for key, old in self._entries.items() if old is entry})
         self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not entry}
         self._last = _NONE
         self.latest = again

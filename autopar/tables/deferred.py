@@ -38,22 +38,22 @@ class UpdateLogSpec:
         self.layout = layout
         self._signature = [str((replay, layout, devices)), *format_block(deferred.body)]
         n, m = replay.changed, len(replay.leaves)
-        given, returned = deferred.spread(layout is not None)
-        axes = given[m:]
+        operand_axes, returned = deferred.spread(layout is not None)
+        axes = operand_axes[m:]
         self.shardings = tuple(map(devices.sharding, axes))
 
         def run(*operands: Any) -> tuple[Any, ...]:
             return deferred.flush(operands[:m], operands[m], Entries.of(replay, operands[m + 1 :]), due=True, full=True)
 
         def begin(*leaves: Any) -> tuple[Any, ...]:
-            stamps = devices.local(lambda *some: deferred.stamps(some), given[:n], axes[0], *leaves)
+            stamps = devices.local(lambda *some: deferred.stamps(some), operand_axes[:n], axes[0], *leaves)
             records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
             segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
             return stamps, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
 
         places = tuple(map(devices.sharding, returned))
         self.flush = jax.jit(
-            lambda *operands: devices.local(run, given, returned, *operands),
+            lambda *operands: devices.local(run, operand_axes, returned, *operands),
             out_shardings=places,
             donate_argnums=(*range(n), m, m + 1, m + 2),
         )
@@ -152,19 +152,19 @@ class DeferredTable(TableLeaf):
 
     def materialize(self, *, copy: bool = True) -> jax.Array:
         """The table as an ordinary array; without `copy` the one that the next step updates, where it is ordinary."""
-        found = self.current()
-        if isinstance(found, Table):
-            return found.materialize()
-        return jnp.copy(found) if copy else found
+        table = self.current()
+        if isinstance(table, Table):
+            return table.materialize()
+        return jnp.copy(table) if copy else table
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = np.asarray(self.current())
-        return np.array(found, dtype or found.dtype)
+        array = np.asarray(self.current())
+        return np.array(array, dtype or array.dtype)
 
     def __getitem__(self, index: Any) -> jax.Array:
         leaf = self.current()
-        found = leaf[index]
-        return jnp.copy(found) if found is leaf else found  # later steps update the leaf in place
+        picked = leaf[index]
+        return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
 
     @property
     def _where(self) -> str:

@@ -44,9 +44,9 @@ class HostTable(TableLeaf):
     @property
     def storage(self) -> HostRows:
         """This rank's shard, all rows up to date; a DonatedStateError if it was given to a step."""
-        found = self.waiting
-        found.bring_up_to_date()
-        return found
+        shard = self.waiting
+        shard.bring_up_to_date()
+        return shard
 
     @property
     def waiting(self) -> HostRows:
@@ -96,11 +96,11 @@ class HostTable(TableLeaf):
 
     @uninterrupted
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        found = np.empty((self.layout.extent, *self._storage.rows.shape[1:]), self.dtype)
+        table = np.empty((self.layout.extent, *self._storage.rows.shape[1:]), self.dtype)
         for start in range(0, self.layout.extent, _BLOCK_ROWS):
             numbers = np.arange(start, min(start + _BLOCK_ROWS, self.layout.extent))
-            found[numbers] = self.read_rows(numbers)
-        return np.moveaxis(found, 0, self.axis).astype(dtype or self.dtype, copy=False)
+            table[numbers] = self.read_rows(numbers)
+        return np.moveaxis(table, 0, self.axis).astype(dtype or self.dtype, copy=False)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of an array. Rows picked by numbers are read by themselves. Collective."""
@@ -114,9 +114,9 @@ class HostTable(TableLeaf):
         extent = self.layout.extent
         if wanted.size and (wanted.min() < -extent or wanted.max() >= extent):
             raise IndexError(f"row {wanted.flat[0]} of a table with {extent} rows")
-        found = self.read_rows(wanted.reshape(-1) % extent).reshape(*wanted.shape, *self.shape[1:])
+        rows = self.read_rows(wanted.reshape(-1) % extent).reshape(*wanted.shape, *self.shape[1:])
         rest = index[1:] if isinstance(index, tuple) else ()
-        return found[(*(slice(None),) * wanted.ndim, *rest)]
+        return rows[(*(slice(None),) * wanted.ndim, *rest)]
 
     @property
     def _where(self) -> str:
