@@ -34,13 +34,13 @@ def agreed(source: Stream, processes: Processes, last: Last, epoch: int, start: 
         part = next(parts, None)
         mine = {"size": 0 if part is None else part.size, "full": source.full, "leaves": _leaves(part or source.latest)}
         about = f"batch {number} of shard's source"
-        told = [json.loads(x) for x in processes.gather(json.dumps(mine).encode(), about)]
-        sizes = tuple(t["size"] for t in told)
+        answers = [json.loads(x) for x in processes.gather(json.dumps(mine).encode(), about)]
+        sizes = tuple(answer["size"] for answer in answers)
         if not any(sizes) or (last == "drop" and not all(sizes)):
             return
-        full = max(t["full"] or 0 for t in told)
+        full = max(answer["full"] or 0 for answer in answers)
         _check_sizes(sizes, full, number, last, processes)
-        _check_leaves([t["leaves"] for t in told], number, processes)
+        _check_leaves([answer["leaves"] for answer in answers], number, processes)
         if last == "drop" and min(sizes) < full:
             continue
         part = part or source.latest
@@ -68,7 +68,7 @@ def _leaves(part: Part | None) -> list[list[Any]] | None:
     """What must be the same on all processes: paths, dtypes, shapes but for the examples, and what isn't by example."""
     if part is None:
         return None
-    told = []
+    descriptions = []
     leaves = jax.tree_util.tree_leaves_with_path({"batch": part.batch})
     for (path, leaf), axis in zip(leaves, part.axes, strict=True):
         shape: list[Any] = list(leaf.shape)
@@ -77,17 +77,17 @@ def _leaves(part: Part | None) -> list[list[Any]] | None:
             shape[axis] = "examples"
         else:
             contents = hashlib.blake2b(np.ascontiguousarray(leaf).tobytes(), digest_size=8).hexdigest()
-        told.append([path_name(path), str(leaf.dtype), shape, contents])
-    return told
+        descriptions.append([path_name(path), str(leaf.dtype), shape, contents])
+    return descriptions
 
 
-def _check_leaves(told: Sequence[list[list[Any]] | None], number: int, processes: Processes) -> None:
-    for k, theirs in enumerate(told):
+def _check_leaves(descriptions: Sequence[list[list[Any]] | None], number: int, processes: Processes) -> None:
+    for k, theirs in enumerate(descriptions):
         if theirs is None:
             raise ArgumentsError(f"shard: the source of process {processes.members[k]} gives no batch at all")
-        if theirs != told[0]:
-            assert told[0] is not None, "looked at first"
-            pairs = itertools.zip_longest(told[0], theirs, fillvalue=["no such leaf", "", [], None])
+        if theirs != descriptions[0]:
+            assert descriptions[0] is not None, "looked at first"
+            pairs = itertools.zip_longest(descriptions[0], theirs, fillvalue=["no such leaf", "", [], None])
             a, b = next((a, b) for a, b in pairs if a != b)
             what = "is another one" if a[:3] == b[:3] else f"is {b[1]}{b[2]} there and {a[1]}{a[2]} here"
             raise ArgumentsError(

@@ -85,9 +85,9 @@ def shard(
         raise ArgumentsError("shuffle= needs examples that can be indexed: give them, and batch_size=")
     if isinstance(shuffle, int) and shuffle < 0:
         raise ArgumentsError(f"shuffle={shuffle}: a seed is not negative")
-    for name, given, least in (("shuffle", shuffle, 0), ("epochs", epochs, 0), ("batch_size", batch_size, 1)):
-        if given is not None and (not isinstance(given, (int, np.integer)) or given < least):
-            raise ArgumentsError(f"{name}={given!r}: give a whole number, {least} or more, or None")
+    for name, value, least in (("shuffle", shuffle, 0), ("epochs", epochs, 0), ("batch_size", batch_size, 1)):
+        if value is not None and (not isinstance(value, (int, np.integer)) or value < least):
+            raise ArgumentsError(f"{name}={value!r}: give a whole number, {least} or more, or None")
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if not isinstance(mask, str):
@@ -157,10 +157,10 @@ class Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         while len(self._waiting) <= self._ahead:
-            found = next(self._coming, None)
-            if found is None:
+            placed = next(self._coming, None)
+            if placed is None:
                 break
-            self._waiting.append(found)
+            self._waiting.append(placed)
         if not self._waiting:
             raise StopIteration
         (self._epoch, self._batch), batch = self._waiting.popleft()
@@ -279,13 +279,13 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
 
     def own(index: Any) -> np.ndarray:
-        found = part.held.find(index[axis], part.total)
-        if found is None:
+        held = part.held.find(index[axis], part.total)
+        if held is None:
             raise ArgumentsError(
                 "per_process=True: a device of this process is to hold examples of another one's source. The mesh's "
                 "devices must be ordered by process along the data axis, and be as many of each"
             )
-        return np.asarray(leaf)[(*index[:axis], found)].astype(dtype, copy=False)
+        return np.asarray(leaf)[(*index[:axis], held)].astype(dtype, copy=False)
 
     return jax.make_array_from_callback(shape, sharding, own)
 
@@ -296,8 +296,8 @@ def _check_same(part: Part, processes: Processes) -> None:
     for leaf in jax.tree.leaves(part.batch):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    found = processes.gather(digest.digest(), "the first batch of shard")
-    k = next((k for k, other in enumerate(found) if other != found[0]), None)
+    digests = processes.gather(digest.digest(), "the first batch of shard")
+    k = next((k for k, other in enumerate(digests) if other != digests[0]), None)
     if k is not None:
         raise ArgumentsError(
             f"shard: the first batch isn't the same on process {processes.members[k]} as on process "

@@ -95,8 +95,8 @@ def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, ranks:
     version = led(ranks, CheckpointError, folder.begin)
     try:
         written = together(ranks, CheckpointError, lambda: _write(version, known, ranks))
-        found = _manifest(state, known, written, position, ranks)
-        led(ranks, CheckpointError, lambda: folder.commit(version, found.write(version)))
+        manifest = _manifest(state, known, written, position, ranks)
+        led(ranks, CheckpointError, lambda: folder.commit(version, manifest.write(version)))
     finally:  # of what was there before, or of what was written in vain
         if ranks.rank == 0:
             folder.clean()

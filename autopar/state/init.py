@@ -122,14 +122,14 @@ class Maker:
             f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
             "Name the state with parallelize(step, state_argnums=...)"
         )
-        entry, found = entry_of(step, name, made, batch, call, no_state)
+        entry, numbers = entry_of(step, name, made, batch, call, no_state)
         make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
         if bound.on_hosts:
-            return HostMaker.of_plan(make, entry, found)
+            return HostMaker.of_plan(make, entry, numbers)
         if devices is None:
-            return Maker(make, None, None, [None] * len(found), False)
-        shardings = [devices.sharding(None if k is None else bound.placements[k]) for k in found]
-        layouts = [None if k is None else bound.layouts.get(k) for k in found]
+            return Maker(make, None, None, [None] * len(numbers), False)
+        shardings = [devices.sharding(None if k is None else bound.placements[k]) for k in numbers]
+        layouts = [None if k is None else bound.layouts.get(k) for k in numbers]
         return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
 
     @functools.cached_property
@@ -156,13 +156,13 @@ class Maker:
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, with Tables in place of even shards."""
-        devices, found = self.devices, list(leaves)
+        devices, tables = self.devices, list(leaves)
         if self.whole and devices is not None:
-            return self._spread(devices, found)
+            return self._spread(devices, tables)
         for k, layout in enumerate(self.layouts):
             if devices is not None and layout is not None:
-                found[k] = Table(arranger(*layout, devices)(found[k]), *layout)
-        return found
+                tables[k] = Table(arranger(*layout, devices)(tables[k]), *layout)
+        return tables
 
     def _spread(self, devices: Devices, leaves: list[Any]) -> list[Any]:
         """Leaves that are whole, each where its plan has it; they are given up one by one."""
@@ -228,7 +228,7 @@ class HostMaker(Maker):
         if self.devices is None or self.whole:
             return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
         shape = resized(leaf.shape, table.axis, table.layout.extent)
-        found = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
+        storage = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
         shard = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
         def read(numbers: np.ndarray) -> np.ndarray:
@@ -236,8 +236,8 @@ class HostMaker(Maker):
             requested = ranks.ask(places, table.layout.shard_rows)
             return ranks.fetch(requested, shard[requested.rows])[back]
 
-        found.fill(read)
-        return found
+        storage.fill(read)
+        return storage
 
 
 def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
@@ -280,9 +280,9 @@ def entry_of(
       made: The state, of shapes: each an object of its own, by which it is found among the step's arguments.
       no_state: Why nothing of it is, if so.
     """
-    given = _call_of(step, name, made, batch, call)
+    arguments = _call_of(step, name, made, batch, call)
     try:
-        entry = step.entry(*given)
+        entry = step.entry(*arguments)
     except AutoparError:
         raise
     # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
@@ -291,12 +291,12 @@ def entry_of(
             f"{step.name} can't be traced with what {name} returns and these other arguments: "
             f"{type(error).__name__}: {error}"
         ) from error
-    order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(given, {}))))}
-    found = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
+    order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(arguments, {}))))}
+    numbers = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
     inputs = entry.compiled.analysed.inputs
-    if not any(k is not None and inputs[k].role == "state" for k in found):
+    if not any(k is not None and inputs[k].role == "state" for k in numbers):
         raise StateError(no_state)
-    return entry, found
+    return entry, numbers
 
 
 def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None) -> tuple[Any, ...]:
@@ -313,7 +313,7 @@ def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: CallArg
         raise ArgumentsError(
             f"call={call!r}: give a function, call=lambda made: (made, ...), of all the step's arguments"
         )
-    given = call(made)
-    if not isinstance(given, (tuple, list)):
-        raise ArgumentsError(f"call gives a tuple of the step's arguments, not a {type(given).__name__}")
-    return tuple(given)
+    arguments = call(made)
+    if not isinstance(arguments, (tuple, list)):
+        raise ArgumentsError(f"call gives a tuple of the step's arguments, not a {type(arguments).__name__}")
+    return tuple(arguments)

@@ -68,33 +68,33 @@ def places_of_step(
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
     bound = entry.compiled.bound
-    found = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
+    planned = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
     if not bound.on_hosts and step.devices is not None:
         for k, along in enumerate(bound.placements):
             layout, axis = bound.layouts.get(k, (None, 0))
             sharding = step.devices.sharding(along)
-            found[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
-    return [place if k is None else found.get(k, place) for k, place in zip(inputs, places, strict=True)]
+            planned[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
+    return [place if k is None else planned.get(k, place) for k, place in zip(inputs, places, strict=True)]
 
 
 def matched(manifest: Manifest, like: Any) -> list[int]:
     """For each leaf of a template the number of the saved leaf that has its path; a CheckpointError if the structures
     differ, or a shape or dtype does."""
-    given = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
+    pairs = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
     saved = {record.path: number for number, record in enumerate(manifest.leaves)}
-    paths = [path for path, _ in given]
+    paths = [path for path, _ in pairs]
     in_order = paths == [record.path for record in manifest.leaves]
     missing = [path for path in paths if path not in saved]
     extra = [path for path in saved if path not in set(paths)]
     if not in_order and (missing or extra or len(saved) != len(manifest.leaves) or len(paths) != len(saved)):
-        found = [f"the template has {missing[0] or 'a leaf alone'}, which wasn't saved"] if missing else []
-        found += [f"{extra[0] or 'a leaf alone'} was saved, which the template hasn't"] if extra else []
+        reasons = [f"the template has {missing[0] or 'a leaf alone'}, which wasn't saved"] if missing else []
+        reasons += [f"{extra[0] or 'a leaf alone'} was saved, which the template hasn't"] if extra else []
         raise CheckpointError(
-            f"the state has another structure than the checkpoint: {'; '.join(found) or 'leaves have equal paths'} "
+            f"the state has another structure than the checkpoint: {'; '.join(reasons) or 'leaves have equal paths'} "
             f"({len(paths)} leaves in the template, {len(manifest.leaves)} saved)"
         )
     numbers = list(range(len(paths))) if in_order else [saved[path] for path in paths]
-    for number, (path, leaf) in zip(numbers, given, strict=True):
+    for number, (path, leaf) in zip(numbers, pairs, strict=True):
         _check_type(manifest.leaves[number], path, leaf)
     return numbers
 
@@ -222,7 +222,7 @@ def _as_jax(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace) -> 
         keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=record.key)
         return keys if place.sharding is None else across.place_array(keys, place.sharding)
     if place.sharding is None:
-        found = jnp.asarray(source.whole())
+        array = jnp.asarray(source.whole())
     else:
-        found = jax.make_array_from_callback(record.shape, place.sharding, source.part)
-    return jax_compat.weak(found) if record.weak else found
+        array = jax.make_array_from_callback(record.shape, place.sharding, source.part)
+    return jax_compat.weak(array) if record.weak else array

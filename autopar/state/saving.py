@@ -69,7 +69,7 @@ def _shards(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.
 def saved_leaves(state: Any) -> list[SavedLeaf]:
     """The leaves of a state; an error if one can't be saved, or was given to a step."""
     pairs = jax.tree_util.tree_flatten_with_path(state)[0]
-    found = []
+    leaves = []
     for number, (path, leaf) in enumerate(pairs):
         known = path_name(path)
         if isinstance(leaf, jax_compat.Tracer):
@@ -84,8 +84,8 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
             )
         leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
-        found.append(_leaf(known, name, leaf))
-    return found
+        leaves.append(_leaf(known, name, leaf))
+    return leaves
 
 
 def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:

@@ -32,12 +32,12 @@ def check_files(version: Path, files: Iterable[FileRecord]) -> None:
         path = version / record.name
         with named(path, "read"):
             try:
-                found = path.stat().st_size
+                nbytes = path.stat().st_size
             except FileNotFoundError:
                 raise CheckpointError(f"{path} is missing: the checkpoint isn't whole. {_REMEDY}") from None
-            if found != record.nbytes:
+            if nbytes != record.nbytes:
                 raise CheckpointError(
-                    f"{path} has {found} bytes instead of {record.nbytes}: it was cut short, or written to. {_REMEDY}"
+                    f"{path} has {nbytes} bytes instead of {record.nbytes}: it was cut short, or written to. {_REMEDY}"
                 )
             if record.crc32 is not None and _crc32(path, "restoring") != record.crc32:
                 raise CheckpointError(f"{path} isn't what was written (its checksum differs): it is damaged. {_REMEDY}")

@@ -56,14 +56,14 @@ def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, .
         with _checkpointer(orbax) as checkpointer:
             checkpointer.save(version / DENSE_FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
     except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"{version / DENSE_FOLDER} can't be written by Orbax: {told}{disk_space(version, error)}"
+            f"{version / DENSE_FOLDER} can't be written by Orbax: {message}{disk_space(version, error)}"
         ) from error
-    found = [
+    records = [
         flushed(version, Path(folder) / name) for folder, _, files in os.walk(version / DENSE_FOLDER) for name in files
     ]
-    return tuple(sorted(found, key=lambda record: record.name))
+    return tuple(sorted(records, key=lambda record: record.name))
 
 
 def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
@@ -90,5 +90,5 @@ def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, A
                 version / DENSE_FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how)
             )
         except Exception as error:  # of files that are damaged and, being of format 1, have no checksums
-            told = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {told}") from error
+            message = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {message}") from error

@@ -96,7 +96,7 @@ class Folder:
                 self.path.mkdir(parents=True)
                 flush(self.path.parent)
             self.clean()
-            numbers = [int(found[1]) for p in self.path.iterdir() if (found := _VERSION.fullmatch(p.name))]
+            numbers = [int(match[1]) for p in self.path.iterdir() if (match := _VERSION.fullmatch(p.name))]
             version = self.path / f"version-{max(numbers, default=0) + 1:06d}"
             version.mkdir()
             flush(self.path)
@@ -119,9 +119,9 @@ class Folder:
         if line is not None and read is None:
             return
         kept = read and read[1]
-        for found in self.path.iterdir():
-            if _VERSION.fullmatch(found.name) and found.name != kept:
-                shutil.rmtree(found, ignore_errors=True)
+        for child in self.path.iterdir():
+            if _VERSION.fullmatch(child.name) and child.name != kept:
+                shutil.rmtree(child, ignore_errors=True)
         (self.path / _NEW_POINTER).unlink(missing_ok=True)
 
     def _line(self) -> str | None:
@@ -166,8 +166,8 @@ def named(path: Path, done: str) -> Iterator[None]:
     except CheckpointError:  # some are OSErrors, too
         raise
     except OSError as error:
-        told = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}" if error.errno else str(error)
-        raise CheckpointError(f"{path} can't be {done}: {told}{disk_space(path.parent, error)}") from error
+        message = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}" if error.errno else str(error)
+        raise CheckpointError(f"{path} can't be {done}: {message}{disk_space(path.parent, error)}") from error
 
 
 def disk_space(folder: Path, error: Exception) -> str:

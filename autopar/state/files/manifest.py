@@ -105,11 +105,11 @@ class Manifest:
 
     def write(self, version: Path) -> int:
         """To a version's directory, down to the disk; returns its checksum."""
-        found = dataclasses.asdict(self)
-        for leaf in found["leaves"]:
+        fields = dataclasses.asdict(self)
+        for leaf in fields["leaves"]:
             if leaf["layout"] is not None:
                 leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
-        data = (json.dumps(found, indent=1) + "\n").encode()
+        data = (json.dumps(fields, indent=1) + "\n").encode()
         write_file(version / NAME, data)
         return zlib.crc32(data)
 
@@ -146,7 +146,7 @@ def _leaf(read: dict[str, Any]) -> LeafRecord:
         layout["cyclic"] = layout.pop(_CYCLIC)
     files = tuple(FileRecord(**file) for file in read.pop("files"))
     shape = tuple(read.pop("shape"))
-    found = LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))
-    if found.kind != "value":
-        _ = found.numpy_dtype  # a TypeError if there is no such dtype
-    return found
+    record = LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))
+    if record.kind != "value":
+        _ = record.numpy_dtype  # a TypeError if there is no such dtype
+    return record

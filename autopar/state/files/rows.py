@@ -78,27 +78,27 @@ class RowFiles:
             return np.empty(shape, self.dtype)
         path = version / self.record.files[shard].name
         try:
-            found = np.load(path, mmap_mode="r")
+            array = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
             raise CheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
-        if found.shape != shape or found.dtype.itemsize != self.dtype.itemsize:
+        if array.shape != shape or array.dtype.itemsize != self.dtype.itemsize:
             raise CheckpointError(
-                f"{path} holds {found.dtype}{list(found.shape)} instead of {self.dtype}{list(shape)}: "
+                f"{path} holds {array.dtype}{list(array.shape)} instead of {self.dtype}{list(shape)}: "
                 "it is of another checkpoint"
             )
-        return found.view(self.dtype)
+        return array.view(self.dtype)
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         """[n, ...]: a copy of rows by their numbers, row axis first."""
         go_on("restoring a checkpoint")
-        found = np.empty((numbers.size, *self._others), self.dtype)
+        picked = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
         owners, places = places // self.layout.shard_rows, places % self.layout.shard_rows
         for shard, rows in enumerate(self._shards):
             (wanted,) = np.nonzero(owners == shard)
             if wanted.size:
-                found[_run(wanted)] = rows[_run(places[wanted])]
-        return found
+                picked[_run(wanted)] = rows[_run(places[wanted])]
+        return picked
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
         """[n, ...]: a copy of what has these numbers along an axis, that axis first."""
@@ -109,12 +109,12 @@ class RowFiles:
     def whole(self) -> np.ndarray:
         """The table, [..., V, ...]."""
         extent = self.layout.extent
-        found = np.empty((extent, *self._others), self.dtype)
-        step = block_rows(found.shape, self.dtype)
+        table = np.empty((extent, *self._others), self.dtype)
+        step = block_rows(table.shape, self.dtype)
         for start in range(0, extent, step):
             numbers = np.arange(start, min(start + step, extent))
-            found[start : start + step] = self.read(numbers)
-        return np.moveaxis(found, 0, self.record.axis)
+            table[start : start + step] = self.read(numbers)
+        return np.moveaxis(table, 0, self.record.axis)
 
     def part(self, index: Any) -> np.ndarray:
         """What `table[index]` is."""

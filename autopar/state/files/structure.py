@@ -25,15 +25,15 @@ def describe_tree(tree: Any, numbers: Iterator[int] | None = None) -> Node:
         return {"none": True}
     if len(children) == 1 and not children[0][0]:
         return {"leaf": next(numbers)}
-    found = [describe_tree(child, numbers) for _, child in children]
+    nodes = [describe_tree(child, numbers) for _, child in children]
     kind = type(tree)
     if kind in (list, tuple):
-        return {kind.__name__: found}
+        return {kind.__name__: nodes}
     if kind is dict:
         keys = [path[0].key for path, _ in children]
         if all(type(key) in (str, int) for key in keys):
-            return {"dict": [[key, node] for key, node in zip(keys, found, strict=True)]}
-    return {"other": f"{kind.__module__}.{kind.__qualname__}", "children": found}
+            return {"dict": [[key, node] for key, node in zip(keys, nodes, strict=True)]}
+    return {"other": f"{kind.__module__}.{kind.__qualname__}", "children": nodes}
 
 
 def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
