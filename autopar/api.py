@@ -20,6 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.strategy import METHODS, Emit, Sparse, Strategy, asks_for_hosts
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
+from autopar.measure.stage_rates import stage_rates_of
 from autopar.mpi.world import world
 from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
@@ -116,8 +117,8 @@ def parallelize(
         the other, their gradients are summed, and the update runs once: the same function in a M-th of the memory of
         activations (gradient accumulation). A step whose examples depend on one another, as by batch norm, is a
         StrategyError with its line.
-      pipeline: Run the step in stages, each on a device of its own, whose microbatches follow one another. Which
-        weights a stage has is found; new states lie where their stages are. All tables are dense.
+      pipeline: Run the step in stages on devices of their own, through which microbatches follow one another
+        (`Pipeline`). Which weights a stage has is found; new states lie where their stages are. All tables are dense.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
@@ -140,7 +141,7 @@ def parallelize(
         return lambda fun: parallelize(fun, **given)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
-    plan, strategy, sparse, emit = _decided(plan, strategy, sparse, emit)
+    plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
@@ -168,7 +169,7 @@ def parallelize(
     devices, stage_devices = Devices.of(mesh, data_axis), []
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
-        sparse, emit, stage_devices = "off", "pjit", devices.mesh.devices.ravel()[: pipeline.count].tolist()
+        sparse, emit, stage_devices = "off", "pjit", devices.mesh.devices.ravel()[: pipeline.devices].tolist()
         devices = Devices.of(jax.sharding.Mesh(devices.mesh.devices.ravel()[:1], ("data",)))
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
@@ -186,7 +187,11 @@ def parallelize(
             microbatches=microbatches if pipeline is None else pipeline.microbatches,
             pipeline=pipeline,
         ),
-        machine=Machine(rates if plan is None else None, functools.partial(memory_of, devices)),
+        machine=Machine(
+            rates=rates if plan is None else None,
+            memory=functools.partial(memory_of, devices),
+            stages=functools.partial(stage_rates_of, tuple(stage_devices)) if stage_devices else None,
+        ),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),
         batch_argnums=_positions(step, "batch_argnums", batch_argnums),
@@ -203,9 +208,9 @@ def _check_pipeline(
 ) -> None:
     if not isinstance(pipeline, Pipeline):
         raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
-    if pipeline.count > devices.mesh.size:
+    if pipeline.devices > devices.mesh.size:
         raise ArgumentsError(
-            f"pipeline: {pipeline.count} stages, and there are {devices.mesh.size} devices. Each stage needs one"
+            f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {devices.mesh.size}"
         )
     others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
     others |= {"strategy": strategy != "auto"}
@@ -217,20 +222,26 @@ def _check_pipeline(
 
 
 def _decided(
-    plan: Plan | str | Path | None, strategy: Strategy | None, sparse: Sparse | None, emit: Emit | None
-) -> tuple[Plan | None, Strategy, Sparse, Emit]:
+    plan: Plan | str | Path | None,
+    strategy: Strategy | None,
+    sparse: Sparse | None,
+    emit: Emit | None,
+    pipeline: Pipeline | None,
+) -> tuple[Plan | None, Strategy, Sparse, Emit, Pipeline | None]:
     """What is decided beforehand, and the options that say so; else the user's, or their defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
-        return None, strategy, "exact" if sparse is None else sparse, "pjit" if emit is None else emit
-    given = {"strategy": strategy, "sparse": sparse, "emit": emit}
+        return None, strategy, "exact" if sparse is None else sparse, "pjit" if emit is None else emit, pipeline
+    given = {"strategy": strategy, "sparse": sparse, "emit": emit, "pipeline": pipeline}
     named = [f"{name}=" for name, value in given.items() if value is not None]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
     if not isinstance(plan, (Plan, str, Path)):
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
-    found = plan if isinstance(plan, Plan) else Plan.load(plan)
-    return found, found.strategy, found.sparse, found.emit
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if plan.pipeline is not None:
+        return None, "auto", "exact", "pjit", plan.pipeline.pipeline
+    return plan, plan.strategy, plan.sparse, plan.emit, None
 
 
 def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:

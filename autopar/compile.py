@@ -130,12 +130,9 @@ def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Res
     pipeline = request.options.pipeline
     if pipeline is None:
         return program, bound, "every device runs all stages"
-    staged = split_pipeline(program, pipeline)
-    return (
-        dataclasses.replace(program, staged=staged),
-        bound,
-        staged.describe({v: given.path for v, given in zip(program.block.inputs, program.inputs, strict=True)}),
-    )
+    staged, plan = split_pipeline(program, pipeline, request.measured)
+    program = dataclasses.replace(program, staged=staged)
+    return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
 
 
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:

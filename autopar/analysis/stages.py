@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.ir.schedule import Kind
 
 #: Of what depends on no weight.
 NOWHERE = -1
@@ -20,9 +21,9 @@ NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The stage of an equation, and its direction: "F" or "B"; `NOWHERE` for what each stage computes by itself."""
+    """The stage of an equation, and its direction; `NOWHERE` for what each stage computes by itself."""
 
-    direction: str
+    direction: Kind
     stage: int
 
 
@@ -60,6 +61,23 @@ def label_equations(
         for atom in equation.inputs:
             if isinstance(atom, Var):
                 reached[atom] = max(reached.get(atom, NOWHERE), stage)
+    return found
+
+
+def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equation, Label]:
+    """The labels with "W" in place of "B" for what no other stage waits for: gradients of a stage's own weights."""
+    found: dict[Equation, Label] = {}
+    read: dict[Var, set[Label]] = {}
+    for equation in reversed(block.equations):
+        label = labels[equation]
+        if label.direction == "B":
+            readers = {r for v in equation.outputs for r in read.get(v, ())}
+            if all(r.direction == "W" and r.stage == label.stage for r in readers):
+                label = Label("W", label.stage)
+        found[equation] = label
+        for atom in equation.inputs:
+            if isinstance(atom, Var):
+                read.setdefault(atom, set()).add(label)
     return found
 
 

@@ -34,6 +34,14 @@ def products(block: Block) -> float:
     return _of(block, {}).parameters
 
 
+def equation_work(equation: Equation) -> tuple[float, float]:
+    """Floating-point operations of an equation's products, and bytes that it reads and writes."""
+    block = Block((), (equation,), ())
+    inside = {a: 0 for e in block.walk() for a in (*e.inputs, *e.outputs) if isinstance(a, Var)}
+    work = _of(block, inside)
+    return work.examples + work.parameters, work.moved_bytes
+
+
 def _of(block: Block, spread: Mapping[Var, int]) -> Work:
     examples = parameters = moved = 0.0
     sums: Counter[int] = Counter()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.cost.rates import Rates
+from autopar.cost.rates import Rates, StageRates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,11 +19,13 @@ class Measurements:
       memory: Bytes of memory of each device; None where that limits nothing.
       ids: Family -> the flat ids that the example batch looks up, int32, the number of rows for "no row"; without an
         entry where they aren't known.
+      stages: Of a pipeline, what the programs of stages take; None: not measured.
     """
 
     rates: Rates | None = None
     memory: int | None = None
     ids: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+    stages: StageRates | None = None
 
 
 #: Where nothing is known.

@@ -115,6 +115,30 @@ class Rates:
         return Rates(**read, fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()})
 
 
+@dataclass(frozen=True, slots=True)
+class StageRates:
+    """What the programs of a pipeline's stages take, each on a device of its own.
+
+    Attributes:
+      flop_s: Seconds of a floating-point operation in large matrix products.
+      byte_s: Seconds of a byte that a program reads or writes beside its products.
+      call_s: Seconds of a program that has next to nothing to do.
+      send_byte_s: Seconds of a byte from a device to another.
+    """
+
+    flop_s: float
+    byte_s: float
+    call_s: float
+    send_byte_s: float
+
+    def seconds(self, flops: float, moved_bytes: float) -> float:
+        """Of a program."""
+        return self.call_s + flops * self.flop_s + moved_bytes * self.byte_s
+
+
+#: Where nothing is measured: in floating-point operations.
+NOMINAL = StageRates(flop_s=1.0, byte_s=2.0, call_s=0.0, send_byte_s=8.0)
+
 #: Of devices that take no time for anything.
 NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.0), {})
 

@@ -11,11 +11,11 @@ from typing import Literal as Choice
 
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Atom, Block, Var
-from autopar.ir.schedule import SCHEDULES
+from autopar.ir.schedule import SCHEDULES, Places, Schedule
 
-#: "before": once, ahead of the microbatches. "F", "B": for each microbatch. "update": once, behind them.
-Phase = Choice["before", "F", "B", "update"]
-PHASES: tuple[Phase, ...] = ("before", "F", "B", "update")
+#: "before": once, ahead of the microbatches. "F", "B", "W": for each microbatch. "update": once, behind them.
+Phase = Choice["before", "F", "B", "W", "update"]
+PHASES: tuple[Phase, ...] = ("before", "F", "B", "W", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +23,93 @@ class Pipeline:
     """How a step is to be run in stages.
 
     Attributes:
-      stages: How many, or for each stage the patterns over paths of its parameters.
-      schedule: "1f1b", or "gpipe", which takes the memory of more activations.
-      microbatches: M, parts of the batch that are in the pipeline together.
+      stages: S, how many, or for each stage the patterns over paths of its parameters.
+      schedule: "1f1b"; "gpipe", which holds more activations; "zero-bubble" (H1), which waits less and holds those of
+        1F1B's first stage on every device; "interleaved", with several stages on each device.
+      microbatches: M, parts of the batch that are in the pipeline together. By "interleaved" a multiple of the number
+        of devices.
+      replicas: Devices of each stage, one number for all or one for each: they hold the same weights, and take the
+        microbatches in turn.
+      stages_per_device: Of "interleaved", stages on each device: stage k is on device k modulo the number of devices.
+        2 by default; 1 of other schedules.
+
+    Raises:
+      ArgumentsError: an option that no pipeline has, or options that don't go together.
     """
 
     stages: int | Sequence[Sequence[str]] = 2
     schedule: str = "1f1b"
     microbatches: int = 8
+    replicas: int | Sequence[int] = 1
+    stages_per_device: int | None = None
 
     def __post_init__(self) -> None:
-        count = self.stages if isinstance(self.stages, int) else len(self.stages)
-        if isinstance(self.stages, bool) or isinstance(self.stages, str) or count < 1:
+        if isinstance(self.stages, (bool, str)) or self.count < 1:
             raise ArgumentsError(f"stages={self.stages!r}: give a number, or for each stage patterns over paths")
         if self.schedule not in SCHEDULES:
             raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
-            raise ArgumentsError(f"microbatches={self.microbatches!r}: give a whole number, 1 or more")
+        _check_count("microbatches", self.microbatches)
+        for count in _counts(self.replicas, self.count):
+            _check_count("replicas", count)
+        if not isinstance(self.replicas, int) and len(self.replicas) != self.count:
+            raise ArgumentsError(f"replicas={self.replicas!r}: {len(self.replicas)} numbers for {self.count} stages")
+        if self.stages_per_device is not None:
+            _check_count("stages_per_device", self.stages_per_device)
+        if self.schedule == "interleaved":
+            self._check_interleaved()
+        elif self.stages_per_device not in (None, 1):
+            raise ArgumentsError(
+                f"stages_per_device={self.stages_per_device} with schedule={self.schedule!r}: several stages on a "
+                "device take schedule='interleaved'"
+            )
+
+    def _check_interleaved(self) -> None:
+        if any(count != 1 for count in _counts(self.replicas, self.count)):
+            raise ArgumentsError(f"replicas={self.replicas!r} with schedule='interleaved', whose stages have none")
+        if self.count % self.chunks:
+            raise ArgumentsError(f"{self.count} stages can't be {self.chunks} on each device (stages_per_device)")
+        if self.microbatches % self.devices:
+            raise ArgumentsError(
+                f"microbatches={self.microbatches} with schedule='interleaved' on {self.devices} devices: give a "
+                "multiple of their number"
+            )
 
     @property
     def count(self) -> int:
         """S."""
         return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each device."""
+        return self.stages_per_device or (2 if self.schedule == "interleaved" else 1)
+
+    @property
+    def devices(self) -> int:
+        """How many devices the stages need."""
+        return max(max(replicas) for replicas in self.places) + 1
+
+    @property
+    def places(self) -> Places:
+        """The devices of each stage, by number."""
+        if self.schedule == "interleaved":
+            return tuple((k % (self.count // self.chunks),) for k in range(self.count))
+        counts = _counts(self.replicas, self.count)
+        return tuple(tuple(range(sum(counts[:k]), sum(counts[: k + 1]))) for k in range(self.count))
+
+    def scheduled(self, microbatches: int) -> Schedule:
+        """The schedule of so many microbatches."""
+        return SCHEDULES[self.schedule](self.places, microbatches)
+
+
+def _counts(replicas: int | Sequence[int], stages: int) -> Sequence[int]:
+    """The number of each stage."""
+    return [replicas] * stages if isinstance(replicas, int) else replicas
+
+
+def _check_count(name: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ArgumentsError(f"{name}={count!r}: give a whole number, 1 or more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,11 +159,3 @@ class StagedStep:
     homes: Mapping[Var, int]
     weights: tuple[Var, ...]
     outputs: tuple[Atom, ...]
-
-    def describe(self, paths: Mapping[Var, str]) -> str:
-        """The weights of each stage, in words."""
-        shown = []
-        for stage in range(self.stages):
-            names = [paths[v] for v in self.weights if self.homes[v] == stage]
-            shown.append(f"stage {stage}: {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}")
-        return f"{len(self.programs)} programs; {'; '.join(shown)}"

@@ -18,6 +18,7 @@ from autopar.ir.figures import Alpha, Growth, Term, Work
 from autopar.ir.plan_difference import PlanDifference, difference
 from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
+from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.strategy import HOSTED, METHODS, Emit, Method, Sparse, Where
 
 #: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
@@ -125,6 +126,7 @@ class Plan:
       dense: The other leaves of the state.
       state_bytes: Bytes of the state on each device.
       microbatches: M, the parts of a batch that run one after the other before the update.
+      pipeline: Its stages, if it is run in stages.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
       reduction_backend: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
@@ -147,6 +149,7 @@ class Plan:
     dense: tuple[DensePlan, ...]
     state_bytes: int
     microbatches: int = 1
+    pipeline: PipelinePlan | None = None
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     reduction_backend: str = field(default="", metadata={"formerly": "road"})
@@ -211,7 +214,7 @@ class Plan:
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (self.devices, self.microbatches, self.strategy, limits)
+        about = (self.devices, self.microbatches, self.strategy, limits, _stages_of(self))
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -314,8 +317,17 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "sparse": plan.sparse,
         "emit": plan.emit,
         "microbatches": str(plan.microbatches),
+        "pipeline": _stages_of(plan) or "none",
         "bytes of state on a device": str(plan.state_bytes),
     }
+
+
+def _stages_of(plan: Plan) -> str:
+    """The decisions about a pipeline, in words; empty without one."""
+    if plan.pipeline is None:
+        return ""
+    stages = (f"{', '.join(s.weights)} on {', '.join(map(str, s.devices))}" for s in plan.pipeline.stages)
+    return f"{plan.pipeline.schedule}: {'; '.join(stages)}"
 
 
 def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from autopar.backends.devices import Devices
-from autopar.cost.rates import Rates
+from autopar.cost.rates import Rates, StageRates
 from autopar.ir.program import Program
 from autopar.measure.alpha import example_ids
 
@@ -23,10 +23,12 @@ class Machine:
     Attributes:
       rates: What exchanges and updates take, measured if need be; None: nobody is to measure.
       memory: Bytes of memory of each device, None where that limits nothing; None: that isn't known.
+      stages: What the programs of a pipeline's stages take; None: there is no pipeline.
     """
 
     rates: Callable[[], Rates] | None = None
     memory: Callable[[], int | None] | None = None
+    stages: Callable[[], StageRates] | None = None
 
     @property
     def memory_bytes(self) -> int | None:

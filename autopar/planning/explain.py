@@ -24,9 +24,11 @@ from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import DensePlan, TablePlan
 from autopar.ir.rowspace import RowSpace
+from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.planning.elsewhere import elsewhere
 from autopar.planning.explain_notes import hosted_text, is_undivided, isolated_notes, memory_notes, predicted_note
+from autopar.planning.explain_stages import stage_notes, stage_table
 from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
@@ -91,6 +93,7 @@ class Explanation:
       notes: What is to be known of how the step was read.
       processes: Whose devices they are.
       hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
+      pipeline: Its stages, if it is run in stages.
     """
 
     name: str
@@ -103,6 +106,7 @@ class Explanation:
     processes: int = 1
     hosted: str = ""
     notes: tuple[str, ...] = ()
+    pipeline: PipelinePlan | None = None
 
     @property
     def dense_bytes(self) -> int:
@@ -123,6 +127,8 @@ class Explanation:
             return [Text.assemble((f"Plan of {self.name}", "bold"), f": {text}"), *map(Text, self.notes)]
         parts: list[RenderableType] = [self._table(narrow=options.max_width < _WIDE)]
         parts += [_reason(r, "rank" if self.hosted else "device") for r in self.rows if r.reason]
+        if self.pipeline is not None:
+            parts += [stage_table(self.pipeline), *map(Text, stage_notes(self.pipeline))]
         parts += map(Text, self.notes)
         if self.hosted:
             parts.append(Text(self.hosted))
@@ -148,6 +154,8 @@ class Explanation:
 
     @property
     def _where(self) -> str:
+        if self.pipeline is not None:
+            return f"{len(self.pipeline.stages)} stages on {self.pipeline.devices} devices"
         if self.hosted:
             return "one process" if self.devices == 1 else f"{self.devices} ranks"
         several = f" of {self.processes} processes" if self.processes > 1 else ""
@@ -238,7 +246,9 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     there += isolated_notes(entry, 1 if cluster is not None else jax.local_device_count())
     if is_undivided(entry):
         there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
-    return Explanation(name, tuple(rows), passes, *told, (*memory_notes(entry, cluster), *there, *entry.notes))
+    return Explanation(
+        name, tuple(rows), passes, *told, (*memory_notes(entry, cluster), *there, *entry.notes), plan.pipeline
+    )
 
 
 def _dense_row(leaf: DensePlan, devices: int) -> ExplainedLeaf:

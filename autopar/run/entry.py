@@ -20,7 +20,6 @@ from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
-from autopar.ir.schedule import SCHEDULES
 from autopar.ir.sizes import HEADROOM
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
@@ -133,8 +132,8 @@ class Entry:
     def runner(self) -> Runner:
         """Who calls the planned step."""
         if self.options.pipeline is not None:
-            staged, count = self.compiled.program.staged, self.options.pipeline.count
-            schedule = SCHEDULES[self.options.pipeline.schedule](count, staged.microbatches)
+            staged = self.compiled.program.staged
+            schedule = self.options.pipeline.scheduled(staged.microbatches)
             return PipelineRunner(staged, schedule, self.stage_devices, self.out_tree, self.donate)
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)

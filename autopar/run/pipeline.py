@@ -2,27 +2,29 @@
 
 Each program of a stage is compiled by itself for its device. Programs are issued in an order in which their operands
 exist, and JAX runs those of different devices at the same time; a value that another stage reads is sent as soon as it
-is made. What no later program reads is let go, so that a stage holds the activations that its schedule says.
+is made. What no later program reads is let go, so that a stage holds the activations that its schedule says. The
+devices of a stage (replicas) take microbatches in turn, hold the same weights, and each runs the update.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch, wide
 from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Literal, Var
 from autopar.ir.reductions import REDUCERS
-from autopar.ir.schedule import Schedule
+from autopar.ir.schedule import Places, Schedule
 from autopar.run.buffers import with_own_buffers
 from autopar.tables.kinds import copied
 
@@ -30,12 +32,12 @@ Array = Any
 
 
 class PipelineRunner:
-    """Calls a planned step on flat arrays, a stage on each device.
+    """Calls a planned step on flat arrays, its stages on devices of their own.
 
     Args:
       step: The programs.
       schedule: The order of each device's tasks.
-      devices: One for each stage.
+      devices: Those of the schedule, by number.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
     """
@@ -43,14 +45,15 @@ class PipelineRunner:
     def __init__(
         self, step: StagedStep, schedule: Schedule, devices: Sequence[Any], out_tree: Any, donate: bool
     ) -> None:
-        self._step, self._devices, self._out_tree, self._donate = step, devices, out_tree, donate
+        self._step, self._schedule, self._devices = step, schedule, devices
+        self._out_tree, self._donate = out_tree, donate
         self._order = tuple(schedule.issue_order())
         self._states = {k for k, var in enumerate(step.inputs) if var in step.homes}
         self._is_new = True
-        given = _last_readers(step) if donate else {}
-        self._compiled = {id(p): _compiled(p, step.microbatches, given.get(id(p), ())) for p in step.programs}
+        donated = _last_readers(step) if donate else {}
+        self._compiled = {id(p): _compiled(p, step.microbatches, donated.get(id(p), ())) for p in step.programs}
         self._once = {phase: [p for p in step.programs if p.phase == phase] for phase in ("before", "update")}
-        self._each = {(p.phase, p.stage): p for p in step.programs if p.phase in ("F", "B")}
+        self._each = {(p.phase, p.stage): p for p in step.programs if p.phase in ("F", "B", "W")}
         self._reads = Counter(a for p in self._each.values() for a in p.block.inputs)
         self._joined_at = {v: p.stage for p in self._each.values() for v in p.outputs if v in step.joins}
 
@@ -64,119 +67,180 @@ class PipelineRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arrays; new states are where their stages are."""
-        values = _Values(self._devices)
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
-        for var, leaf in zip(self._step.inputs, leaves, strict=True):
-            values.given[var] = leaf
+        values = Values(self._devices, dict(zip(self._step.inputs, leaves, strict=True)))
         for program in self._once["before"]:
-            self._run(program, values)
+            self._run_once(program, values)
         self._run_microbatches(values)
         for program in self._once["update"]:
-            self._run(program, values)
-        last, seen, results = len(self._devices) - 1, set[int](), []
+            self._run_once(program, values)
+        seen, results = set[int](), []
         for atom in self._step.outputs:
-            found = atom.value if isinstance(atom, Literal) else values.anywhere(atom, last)
-            results.append(copied(found) if id(found) in seen else found)  # each leaf of a state has its own buffer
-            seen.add(id(found))
+            result = atom.value if isinstance(atom, Literal) else values.result(atom, self._schedule.places)
+            results.append(copied(result) if id(result) in seen else result)  # each leaf of a state has its own buffer
+            seen.add(id(result))
         return self._out_tree.unflatten(results)
 
-    def _run(self, program: StageProgram, values: _Values) -> None:
-        operands = [values.at(a, program.stage) for a in program.block.inputs]
-        results = self._compiled[id(program)](np.int32(0), *operands)
-        for var, value in zip(program.outputs, results, strict=True):
-            values.put(var, program.stage, value)
+    def _run_once(self, program: StageProgram, values: Values) -> None:
+        """A program on each device of its stage. Operands are sent to all before the first one donates its own."""
+        places = self._schedule.places[program.stage]
+        operands = [[values.at(a, device) for a in program.block.inputs] for device in places]
+        for device, own in zip(places, operands, strict=True):
+            self._run(program, 0, own, functools.partial(values.put, device=device))
 
-    def _run_microbatches(self, values: _Values) -> None:
+    def _run(
+        self, program: StageProgram, microbatch: int, operands: Sequence[Array], put: Callable[..., None]
+    ) -> Mapping[Var, Array]:
+        results = self._compiled[id(program)](np.int32(microbatch), *operands)
+        made = dict(zip(program.outputs, results, strict=True))
+        for var, value in made.items():
+            put(var, value=value)
+        return made
+
+    def _run_microbatches(self, values: Values) -> None:
         step = self._step
-        parts = [_Values(self._devices, values) for _ in range(step.microbatches)]
-        slices = {whole: _slices(values.given[whole], axis, step.microbatches) for whole, axis in step.parts.values()}
-        for part, own in enumerate(parts):
-            own.given = {var: slices[whole][part] for var, (whole, _) in step.parts.items()}
-            own.waiting = Counter(self._reads)
-        sums: dict[Var, Array] = {}
+        slices = {whole: _slices(values.leaf(whole), axis, step.microbatches) for whole, axis in step.parts.values()}
+        of_parts = []
+        for k in range(step.microbatches):
+            own = {var: slices[whole][k] for var, (whole, _) in step.parts.items()}
+            of_parts.append(Values(self._devices, own, values, self._reads))
+        sums: dict[int, dict[Var, Array]] = {}
         stacks: dict[Var, list[Array]] = {v: [] for v, (_, join) in step.joins.items() if not isinstance(join, str)}
         for task in self._order:
             program = self._each.get((task.kind, task.stage))
             if program is None:
                 continue
-            own = parts[task.microbatch]
-            operands = [own.take(a, program.stage) for a in program.block.inputs]
-            results = self._compiled[id(program)](np.int32(task.microbatch), *operands)
-            found = dict(zip(program.outputs, results, strict=True))
-            for var, value in found.items():
-                if own.waiting[var]:
-                    own.put(var, program.stage, value)
-                if var in stacks:
-                    stacks[var].append(value)
-            names = tuple(v for v in found if v in step.joins and v not in stacks)
-            new = [found[v] for v in names]
-            joins = tuple(str(step.joins[v][1]) for v in names)
-            if names:
-                joined = _next(joins, [sums[v] for v in names], new) if names[0] in sums else _first(new)
-                sums.update(zip(names, joined, strict=True))
-        for var, (whole, join) in step.joins.items():
-            value = sums[var].astype(whole.dtype) if isinstance(join, str) else jnp.concatenate(stacks[var], axis=join)
-            values.put(whole, self._joined_at[var], value)
+            device = self._schedule.device_of(task.stage, task.microbatch)
+            values_of = of_parts[task.microbatch]
+            operands = [values_of.take(a, device) for a in program.block.inputs]
+            made = self._run(program, task.microbatch, operands, functools.partial(values_of.put, device=device))
+            joined = {var: value for var, value in made.items() if var in step.joins}
+            for var in [v for v in joined if v in stacks]:
+                stacks[var].append(joined.pop(var))
+            self._add(sums.setdefault(device, {}), joined)
+        self._join(sums, stacks, values)
+
+    def _add(self, totals: dict[Var, Array], new: Mapping[Var, Array]) -> None:
+        """What a microbatch has made, to the sums of its device."""
+        names = tuple(new)
+        if not names:
+            return
+        if names[0] in totals:
+            joins = tuple(str(self._step.joins[v][1]) for v in names)
+            joined = _next(joins, [totals[v] for v in names], list(new.values()))
+        else:
+            joined = _first(list(new.values()))
+        totals.update(zip(names, joined, strict=True))
+
+    def _join(self, sums: dict[int, dict[Var, Array]], stacks: Mapping[Var, list[Array]], values: Values) -> None:
+        """Sums of all replicas, and results for each example, for the update."""
+        for stage, (first, *others) in enumerate(self._schedule.places):
+            names = [v for v in sums.get(first, {}) if self._joined_at[v] == stage]
+            for device in others:
+                if device in sums and names:
+                    sent = jax.device_put([sums[device][v] for v in names], self._devices[first])
+                    self._add(sums[first], dict(zip(names, sent, strict=True)))
+            for var in names:
+                whole = self._step.joins[var][0]
+                values.put(whole, first, sums[first][var].astype(whole.dtype))
+        for var, parts in stacks.items():
+            (whole, axis), first = self._step.joins[var], self._schedule.places[self._joined_at[var]][0]
+            values.put(whole, first, jnp.concatenate(jax.device_put(parts, self._devices[first]), axis=int(axis)))
 
 
-class _Values:
-    """Values by name and stage. One that another stage made is sent when it is first asked for.
+class Values:
+    """Values by name and device. One that another device made is sent when it is first asked for.
 
-    Attributes:
-      given: What the call was given; sent to whoever reads it.
-      waiting: Value -> how many programs are still to read it.
+    Args:
+      devices: By number.
+      leaves: What the call, or the microbatch, was given.
+      outer: Values of the whole step, of a microbatch's.
+      reads: How many programs read a value before it is let go; values that aren't there are kept.
     """
 
-    def __init__(self, devices: Sequence[Any], outer: _Values | None = None) -> None:
-        self._devices, self._outer = devices, outer
-        self._held: dict[Var, dict[int, Array]] = {}
-        self.given: dict[Var, Any] = {}
-        self.waiting: Counter[Var] = Counter()
+    def __init__(
+        self,
+        devices: Sequence[Any],
+        leaves: Mapping[Var, Any],
+        outer: Values | None = None,
+        reads: Mapping[Var, int] | None = None,
+    ) -> None:
+        self._devices, self._leaves, self._outer = devices, leaves, outer
+        self._made: dict[Var, dict[int, Array]] = {}
+        self._sent: dict[Var, dict[int, Array]] = {}
+        self._waiting = Counter(reads or {})
+        self._drops = reads is not None
 
-    def put(self, var: Var, stage: int, value: Array) -> None:
-        self._held.setdefault(var, {})[stage] = value
+    def leaf(self, var: Var) -> Any:
+        """An argument of the call."""
+        return self._leaves[var]
 
-    def at(self, var: Var, stage: int) -> Array:
-        """The value on a stage's device."""
-        held = self._held.get(var)
-        if held is None and var not in self.given:
+    def put(self, var: Var, device: int, value: Array) -> None:
+        """A value that a device has made; one that nobody is going to read is let go."""
+        if not self._drops or self._waiting[var]:
+            self._made.setdefault(var, {})[device] = value
+
+    def at(self, var: Var, device: int) -> Array:
+        """The value on a device."""
+        made = self._made.get(var, {})
+        if device in made:
+            return made[device]
+        if not made and var not in self._leaves:
             assert self._outer is not None, "values are made before they are read"
-            return self._outer.at(var, stage)
-        held = self._held.setdefault(var, {})
-        if stage not in held:
-            source = next(iter(held.values())) if held else self.given[var]
-            held[stage] = jax.device_put(source, self._devices[stage])
-        return held[stage]
+            return self._outer.at(var, device)
+        sent = self._sent.setdefault(var, {})
+        if device not in sent:
+            source = next(iter(made.values())) if made else self._leaves[var]
+            sent[device] = _on_device(source, self._devices[device])
+        return sent[device]
 
-    def take(self, var: Var, stage: int) -> Array:
+    def take(self, var: Var, device: int) -> Array:
         """The same, for one of the programs that read it: let go after the last one."""
-        value = self.at(var, stage)
-        if var in self.waiting:
-            self.waiting[var] -= 1
-            if not self.waiting[var]:
-                self._held.pop(var, None)
+        value = self.at(var, device)
+        if self._drops and var in self._waiting:
+            self._waiting[var] -= 1
+            if not self._waiting[var]:
+                self._made.pop(var, None)
+                self._sent.pop(var, None)
         return value
 
-    def anywhere(self, var: Var, stage: int) -> Array:
-        """The value where it is; on a stage's device if it is nowhere yet."""
-        held = self._held.get(var)
-        return next(iter(held.values())) if held else self.at(var, stage)
+    def result(self, var: Var, places: Places) -> Array:
+        """The value where it was made first, one array on all devices of that stage if these have made it, too."""
+        made = self._made.get(var)
+        if made is None:
+            return self.at(var, places[-1][0])
+        first = next(iter(made))
+        replicas = next(replicas for replicas in places if first in replicas)
+        if len(replicas) == 1 or not made.keys() >= set(replicas):
+            return made[first]
+        mesh = jax.sharding.Mesh(np.array([self._devices[k] for k in replicas]), ("replica",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.make_array_from_single_device_arrays(var.shape, sharding, [made[k] for k in replicas])
+
+
+def _on_device(value: Any, device: Any) -> Array:
+    """A value on a device, without a copy if it is there."""
+    if isinstance(value, jax.Array) and not jax_compat.is_key(value.dtype) and value.is_fully_replicated:
+        shards = [shard.data for shard in value.addressable_shards if shard.device == device]
+        if shards:
+            return shards[0]
+    return jax.device_put(value, device)
 
 
 def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
     """Of each program the positions of the state's leaves that no later one reads: their buffers take the new ones."""
-    found: dict[Var, tuple[int, int]] = {}
+    readers: dict[Var, tuple[int, int]] = {}
     outputs = set(step.outputs)
     for program in step.programs:
         for k, var in enumerate(program.block.inputs):
             if var in step.homes and step.homes[var] == program.stage and var not in outputs:
-                found[var] = id(program), k
+                readers[var] = id(program), k
             else:
-                found.pop(var, None)  # read where it was sent to
+                readers.pop(var, None)  # read where it was sent to
     positions: dict[int, list[int]] = {}
     updates = {id(p) for p in step.programs if p.phase == "update"}
-    for name, k in found.values():
+    for name, k in readers.values():
         if name in updates:
             positions.setdefault(name, []).append(k + 1)  # behind the microbatch's number
     return {name: tuple(numbers) for name, numbers in positions.items()}

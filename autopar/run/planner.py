@@ -160,6 +160,8 @@ class Planner:
 def measure(program: Program, options: Options, machine: Machine, example: Sequence[Any] | None) -> Measurements:
     """What there is to know before a plan is made of an analysed program, and no more than that."""
     memory = machine.memory_bytes  # here, where all processes are
+    if options.pipeline is not None:
+        return Measurements(memory=memory, stages=None if machine.stages is None else machine.stages())
     if options.devices == 1:
         return Measurements(memory=memory)
     rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None

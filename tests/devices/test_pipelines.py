@@ -31,12 +31,31 @@ def test_microbatches_of_each_device(strategy: Any) -> None:
     assert difference(planned, step, make) < 1e-12
 
 
-@pytest.mark.parametrize(("stages", "count"), [(1, 2), (2, 1), (2, 3), (3, 8), (4, 8)])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_stages(stages: int, count: int, schedule: str) -> None:
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        autopar.Pipeline(1, "1f1b", 2),
+        autopar.Pipeline(2, "gpipe", 1),
+        autopar.Pipeline(2, "1f1b", 3, replicas=(2, 1)),
+        autopar.Pipeline(3, "1f1b", 8),
+        autopar.Pipeline(3, "gpipe", 4, replicas=(1, 3, 2)),
+        autopar.Pipeline(4, "gpipe", 8),
+        autopar.Pipeline(4, "interleaved", 4),
+        autopar.Pipeline(3, "zero-bubble", 8),
+        autopar.Pipeline(2, "zero-bubble", 8, replicas=2),
+    ],
+    ids=lambda p: f"{p.count} {p.schedule} {p.microbatches} {p.replicas}",
+)
+def test_stages(pipeline: autopar.Pipeline) -> None:
     step, make = language_model(CLIPPED, dropout=0.2)
-    pipeline = autopar.Pipeline(stages, schedule, count)
-    assert difference(autopar.parallelize(step, pipeline=pipeline), step, make) < 1e-12
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert (plan.places, plan.schedule, plan.microbatches) == (
+        pipeline.places,
+        pipeline.schedule,
+        pipeline.microbatches,
+    )
 
 
 @pytest.mark.parametrize("tx", [CLIPPED, optax.inject_hyperparams(optax.adam)(optax.cosine_decay_schedule(0.1, 9))])
@@ -50,13 +69,13 @@ def test_schedules_agree_bit_by_bit() -> None:
     """The same programs on the same values: when they run changes nothing."""
     step, make = language_model(optax.sgd(0.1), dropout=0.2)
     found = []
-    for schedule in ("1f1b", "gpipe"):
+    for schedule in ("1f1b", "gpipe", "interleaved"):  # the last one on two devices
         planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4)), make()
         for k in range(3):
             state, metrics = planned(state, batch(k))
         found.append([np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))])
-    for a, b in zip(*found, strict=True):
-        assert np.array_equal(a, b)
+    for first, *others in zip(*found, strict=True):
+        assert all(np.array_equal(first, other) for other in others)
 
 
 def test_each_stage_keeps_its_weights() -> None:
@@ -68,7 +87,65 @@ def test_each_stage_keeps_its_weights() -> None:
     for path, device in homes.items():
         if ".mu" in path or ".nu" in path:  # moments are where their weights are
             assert device == homes["['params']" + path.split("u", 1)[1]], path
-    assert "stage 3: " in str(autopar.explain(planned, state, batch(0)))
+    assert "(4 stages on 4 devices)" in str(autopar.explain(planned, state, batch(0)))
+
+
+def test_replicas_hold_the_same_weights_and_donate_them() -> None:
+    step, make = language_model(CLIPPED)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, replicas=(1, 3)))
+    old, _ = planned(make(), batch(0))
+    last = old["params"]["out"]
+    assert last.is_fully_replicated and {d.id for d in last.devices()} == {1, 2, 3}
+    for shard in last.addressable_shards:
+        assert np.array_equal(shard.data, last)
+    planned(old, batch(1))
+    assert last.is_deleted()
+    with pytest.raises(autopar.DonatedStateError):
+        planned(old, batch(1))
+
+
+def test_a_plan_has_the_stages(tmp_path: Any) -> None:
+    step, make = language_model(CLIPPED, tied=True)
+    pipeline = autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1))
+    plan = autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
+    assert [len(stage.devices) for stage in plan.pipeline.stages] == [1, 2, 1]
+    assert plan.pipeline.tied_bytes and plan.pipeline.seconds > 0
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and not plan.diff(loaded)
+    planned = autopar.parallelize(step, plan=loaded)
+    assert difference(planned, step, make) < 1e-12
+    assert planned.plan.pipeline.stages == plan.pipeline.stages
+    other = autopar.plan(autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4)), make(), batch(0))
+    assert "pipeline" in str(plan.diff(other))
+    with pytest.raises(autopar.ArgumentsError, match="pipeline= given together with plan="):
+        autopar.parallelize(step, plan=loaded, pipeline=pipeline)
+
+
+def test_a_shared_mask_is_drawn_once_by_each_stage() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=3))
+    staged = planned.entry(make(), batch(0)).compiled.program.staged
+    draws = {p.phase for p in staged.programs for e in p.block.walk() if e.op in ("random_bits", "threefry2x32")}
+    assert draws == {"before"}
+
+
+def test_a_sum_that_no_microbatch_makes() -> None:
+    """Of weights alone: each microbatch has it."""
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, Any]:
+        def loss(p: Any) -> Any:
+            scale = jnp.sum(p["b"] ** 2)
+            each = (jnp.tanh(x @ p["a"]) @ p["b"]).sum(-1)
+            return jnp.mean(each) + scale, (jnp.broadcast_to(scale, each.shape), each)
+
+        (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(state)
+        return jax.tree.map(lambda p, g: p - g, state, grads), metrics
+
+    params, x = {"a": jnp.eye(4), "b": jnp.eye(4)}, jnp.arange(16.0).reshape(4, 4) / 16
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2), donate=False)
+    for a, b in zip(jax.tree.leaves(planned(params, x)), jax.tree.leaves(jax.jit(step)(params, x)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-13)
 
 
 def test_a_state_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any) -> None:
@@ -127,11 +204,17 @@ def test_stages_by_patterns() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "options", "said"),
     [
-        ({"stages": 9}, {}, "9 stages, and there are 8 devices"),
+        ({"stages": 9}, {}, "9 stages need 9 devices, and there are 8"),
         ({"stages": 2, "schedule": "zigzag"}, {}, "there are 'gpipe', '1f1b'"),
         ({"stages": 2, "microbatches": 5}, {}, f"doesn't divide the batch: batch/ids has {EXAMPLES} examples"),
         ({"stages": 2}, {"strategy": "ps"}, "strategy= given together with pipeline="),
         ({"stages": 0}, {}, "give a number"),
+        ({"stages": 4, "replicas": (2, 2)}, {}, "2 numbers for 4 stages"),
+        ({"stages": 4, "replicas": (2, 4, 1, 2)}, {}, "4 stages need 9 devices"),
+        ({"stages": 4, "stages_per_device": 2}, {}, "take schedule='interleaved'"),
+        ({"stages": 5, "schedule": "interleaved"}, {}, "5 stages can't be 2 on each device"),
+        ({"stages": 4, "schedule": "interleaved", "microbatches": 3}, {}, "a multiple of their number"),
+        ({"stages": 4, "schedule": "interleaved", "replicas": 2}, {}, "whose stages have none"),
     ],
 )
 def test_bad_pipelines(pipeline: dict[str, Any], options: dict[str, Any], said: str) -> None:

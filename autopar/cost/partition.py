@@ -1,0 +1,132 @@
+"""Cut a chain of layers into stages on devices, so that the slowest stage is as fast as can be: a dynamic program.
+
+Source: PipeDream (Narayanan et al., 2019), section 3.1: A(j, m), the time of the slowest stage of the best pipeline of
+layers 0 to j on m devices. Here with every send, the memory of states and activations, and the AllReduce of replicas'
+gradients, which is once a step and so counts for an M-th.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: Of two times that are the same but for rounding.
+_SAME = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What lies between two places at which a step can be cut.
+
+    Attributes:
+      seconds: Of a microbatch's forward and backward.
+      sent: Bytes of a microbatch that cross the border ahead of it, both ways.
+      state, gradient, activation: Bytes of weights with their slots; of the weights' gradients; and of what a
+        microbatch's forward leaves for its backward.
+    """
+
+    seconds: float
+    sent: float = 0.0
+    state: float = 0.0
+    gradient: float = 0.0
+    activation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Stages of a chain.
+
+    Attributes:
+      ends: Of each stage the first layer that isn't its own any more.
+      replicas: Devices of each stage.
+      seconds: For each microbatch, of the slowest stage or send.
+    """
+
+    ends: tuple[int, ...]
+    replicas: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Layers, and what they run on.
+
+    Attributes:
+      layers: In the order of the forward pass.
+      devices: How many there are. All are used.
+      microbatches: M.
+      byte_s: Seconds for each byte that is sent from a device to another.
+      memory: Bytes of each device; None: no limit.
+    """
+
+    layers: Sequence[Layer]
+    devices: int
+    microbatches: int
+    byte_s: float = 0.0
+    memory: float | None = None
+
+    def stage_seconds(self, start: int, end: int, replicas: int) -> float:
+        """Of a stage, for each microbatch."""
+        own = self.layers[start:end]
+        reduced = 2 * (replicas - 1) / replicas * sum(x.gradient for x in own) * self.byte_s / self.microbatches
+        return sum(x.seconds for x in own) / replicas + reduced
+
+    def stage_bytes(self, start: int, end: int, replicas: int, before: int) -> float:
+        """Memory of each device of a stage by 1F1B. `before`: devices of the stages ahead of it."""
+        own = self.layers[start:end]
+        held = -(-min(self.microbatches, self.devices - before) // replicas)
+        return sum(x.state + x.gradient + held * x.activation for x in own)
+
+
+def partition(chain: Chain, stages: int | None = None, replicas: Sequence[int] | None = None) -> Partition | None:
+    """The best stages, of so many if `stages` says so, each of so many devices if `replicas` does; None: none fit.
+
+    Of stages that are equally good, those with the least seconds in all.
+    """
+    count, devices = len(chain.layers), chain.devices
+    prefix = {
+        name: np.cumsum([0.0, *(getattr(x, name) for x in chain.layers)])
+        for name in ("seconds", "state", "gradient", "activation")
+    }
+    sends = np.array([0.0, *(x.sent * chain.byte_s for x in chain.layers[1:])])
+    # (stages, layers, devices) -> (slowest, in all, layers and devices of the stages ahead)
+    best: dict[tuple[int, int, int], tuple[float, float, int, int]] = {(0, 0, 0): (0.0, 0.0, 0, 0)}
+    for k in range(1, (stages or min(count, devices)) + 1):
+        for used in range(1, devices + 1):
+            for own in [replicas[k - 1]] if replicas is not None else range(1, used + 1):
+                before = used - own
+                starts = np.array([i for i in range(count) if (k - 1, i, before) in best], dtype=int)
+                if before < 0 or not len(starts):
+                    continue
+                earlier = np.array([best[k - 1, i, before][:2] for i in starts])
+                held = -(-min(chain.microbatches, devices - before) // own)
+                for end in range(int(starts[0]) + 1, count + 1):
+                    of = {name: total[end] - total[starts[starts < end]] for name, total in prefix.items()}
+                    n = len(of["seconds"])
+                    reduced = 2 * (own - 1) / own * of["gradient"] * chain.byte_s / chain.microbatches
+                    seconds = of["seconds"] / own + reduced
+                    slowest = np.maximum(np.maximum(earlier[:n, 0], seconds), sends[starts[:n]])
+                    if chain.memory is not None:
+                        size = of["state"] + of["gradient"] + held * of["activation"]
+                        slowest = np.where(size <= chain.memory, slowest, np.inf)
+                    if not np.isfinite(slowest.min()):
+                        continue
+                    total = np.where(slowest <= slowest.min() * _SAME, earlier[:n, 1] + seconds, np.inf)
+                    at = int(total.argmin())
+                    found = float(slowest[at]), float(total[at]), int(starts[at]), before
+                    key = k, end, used
+                    if key not in best or found[:2] < best[key][:2]:
+                        best[key] = found
+    keys = [(k, count, devices) for k in ([stages] if stages else range(1, devices + 1)) if (k, count, devices) in best]
+    if not keys:
+        return None
+    key = min(keys, key=lambda key: best[key][:2])
+    slowest, cuts = best[key][0], []
+    while key[0]:
+        _, _, start, before = best[key]
+        cuts.append((key[1], key[2] - before))
+        key = key[0] - 1, start, before
+    ends, counts = zip(*reversed(cuts), strict=True)
+    return Partition(tuple(ends), tuple(counts), slowest)

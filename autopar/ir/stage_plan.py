@@ -1,0 +1,103 @@
+"""`PipelinePlan`: the stages of a pipeline as a plan has them: what is decided, and what it is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.schedule import Places, Simulated, StageTimes, simulate_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A stage.
+
+    Attributes:
+      devices: By number; several are replicas, which take microbatches in turn.
+      weights: Paths of its parameters, in the order of their first use.
+      seconds: Kind of task ("F", "B", "W": gradients of weights) -> what it takes for a microbatch; nothing where the
+        devices' rates aren't known.
+      flops: Floating-point operations of its products for a microbatch.
+      sent_bytes: Of a microbatch, to the next stage and back from it.
+      state_bytes: Of its weights, slots and other leaves.
+      gradient_bytes: Of the sums that it keeps over the microbatches.
+      activation_bytes: What the forward of a microbatch leaves for its backward.
+    """
+
+    devices: tuple[int, ...]
+    weights: tuple[str, ...]
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    flops: float = 0.0
+    sent_bytes: int = 0
+    state_bytes: int = 0
+    gradient_bytes: int = 0
+    activation_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The stages of a step, and their schedule.
+
+    Attributes:
+      schedule, microbatches, stages_per_device: As in `ir.pipeline.Pipeline`.
+      stages: In order.
+      tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
+      send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
+    """
+
+    schedule: str
+    microbatches: int
+    stages: tuple[StagePlan, ...]
+    stages_per_device: int = 1
+    tied_bytes: int = 0
+    send_byte_s: float = 0.0
+
+    @property
+    def places(self) -> Places:
+        """The devices of each stage."""
+        return tuple(stage.devices for stage in self.stages)
+
+    @property
+    def devices(self) -> int:
+        """How many the stages have together."""
+        return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """What `parallelize` is asked for so."""
+        return Pipeline(
+            stages=tuple(stage.weights for stage in self.stages),
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            replicas=tuple(len(stage.devices) for stage in self.stages),
+            stages_per_device=self.stages_per_device,
+        )
+
+    @property
+    def simulated(self) -> Simulated:
+        """The microbatches in time; where rates aren't known, in floating-point operations."""
+        sends = [self.send_byte_s * stage.sent_bytes / 2 for stage in self.stages]
+        activations = [float(stage.activation_bytes) for stage in self.stages]
+        known = all(stage.seconds for stage in self.stages)
+        kinds = {kind: [s.seconds.get(kind, 0.0) for s in self.stages] for kind in ("F", "B", "W")}
+        if not known:
+            kinds = {kind: [part * s.flops for s in self.stages] for kind, part in (("F", 1 / 3), ("B", 2 / 3))}
+            kinds["W"] = [0.0] * len(self.stages)
+        schedule = self.pipeline.scheduled(self.microbatches)
+        return simulate_schedule(schedule, StageTimes(kinds, sends, activations))
+
+    @property
+    def seconds(self) -> float:
+        """What the microbatches are predicted to take together; 0 where rates aren't known."""
+        return self.simulated.seconds if all(stage.seconds for stage in self.stages) else 0.0
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of each device: state, sums of gradients, activations."""
+        held = self.simulated.held
+        sizes = [round(activations) for activations in held]
+        for stage in self.stages:
+            for device in stage.devices:
+                sizes[device] += stage.state_bytes + stage.gradient_bytes
+        return tuple(sizes)

@@ -1,0 +1,1 @@
+"""What `split_pipeline` is made of."""

@@ -1,0 +1,116 @@
+"""What each stage of a pipeline computes, sends and holds: of the stages that a step is cut into, or of all its layers.
+
+What several stages read of a weight that lives in one (tied embeddings) is sent in each step, its gradient back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autopar.analysis.stages import NOWHERE, Label
+from autopar.analysis.work import equation_work
+from autopar.cost.partition import Layer
+from autopar.cost.rates import StageRates
+from autopar.ir.program import Equation, Var
+from autopar.passes.staging.parts import Parts, homes_before, read_by
+
+
+@dataclass(slots=True)
+class StageLoad:
+    """Of one stage, for a microbatch where nothing else is said.
+
+    Attributes:
+      flops, moved: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
+      sent: Bytes that cross the border ahead of it, both ways.
+      tied: Bytes that cross it in a step for weights that are used on both sides.
+      activation: What its forward leaves for its backward.
+      gradient: Of the sums over microbatches.
+      state: Of its leaves.
+    """
+
+    flops: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, float] = field(default_factory=dict)
+    sent: int = 0
+    tied: int = 0
+    activation: int = 0
+    gradient: int = 0
+    state: int = 0
+
+    def seconds(self, rates: StageRates) -> dict[str, float]:
+        """Kind of task -> its seconds."""
+        return {kind: rates.seconds(self.flops[kind], self.moved[kind]) for kind in self.flops}
+
+    def as_layer(self, rates: StageRates, microbatches: int) -> Layer:
+        """What a partition goes by."""
+        sent = self.sent + self.tied / microbatches
+        return Layer(sum(self.seconds(rates).values()), sent, self.state, self.gradient, self.activation)
+
+
+def stage_loads(
+    parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], stages: int
+) -> list[StageLoad]:
+    """The load of each stage.
+
+    Args:
+      parts: The step.
+      labels: Its equations' (`label_parts`).
+      homes: The stage of each leaf of the state.
+      stages: S.
+    """
+    loads = [StageLoad() for _ in range(stages)]
+    made: dict[Var, Label] = {}
+    for equation in parts.body.equations:
+        label = labels[equation]
+        if label.stage == NOWHERE:
+            continue
+        flops, moved = equation_work(equation)
+        load = loads[label.stage]
+        load.flops[label.direction] = load.flops.get(label.direction, 0.0) + flops
+        load.moved[label.direction] = load.moved.get(label.direction, 0.0) + moved
+        made.update(dict.fromkeys(equation.outputs, label))
+    for var, readers in _readers(parts, labels).items():
+        if var in made:
+            _add_value(loads, _bytes(var), made[var], readers)
+    outer, known = read_by(parts), homes_before(parts, homes)
+    for inner, readers in _readers(parts, labels).items():
+        home = known.get(outer[inner]) if inner in outer else None
+        if home is not None:
+            for border in (b for stage in {r.stage for r in readers} for b in _borders(home, stage)):
+                loads[border].tied += 2 * _bytes(inner)
+    for inner, outer_var in zip(parts.body.outputs, parts.step.outputs, strict=True):
+        if isinstance(inner, Var) and inner in made:
+            loads[made[inner].stage].gradient += _bytes(outer_var)
+    for var, stage in homes.items():
+        loads[stage].state += _bytes(var)
+    return loads
+
+
+def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[Label]]:
+    """Value -> where it is read."""
+    found: dict[Var, set[Label]] = {}
+    for equation in parts.body.equations:
+        label = labels[equation]
+        for atom in equation.inputs if label.stage != NOWHERE else ():
+            if isinstance(atom, Var):
+                found.setdefault(atom, set()).add(label)
+    return found
+
+
+def _add_value(loads: list[StageLoad], size: int, made: Label, readers: set[Label]) -> None:
+    """What is sent of a value, and what is kept of it from a forward to a backward."""
+    for stage in {r.stage for r in readers}:
+        for border in _borders(made.stage, stage):
+            loads[border].sent += size
+    kept = {r.stage for r in readers if made.direction == "F" and r.direction != "F"}
+    for stage in kept:
+        loads[stage].activation += size
+
+
+def _borders(start: int, end: int) -> Iterator[int]:
+    """The stages whose border with the one ahead lies between two stages."""
+    return iter(range(min(start, end) + 1, max(start, end) + 1))
+
+
+def _bytes(var: Var) -> int:
+    return int(getattr(var.type, "nbytes", 0))

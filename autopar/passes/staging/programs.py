@@ -1,0 +1,195 @@
+"""The programs of each stage: its forward and backward, what comes before the microbatches, and its update.
+
+What is made of scalars alone, such as learning rates and the factor of a clip, is computed wherever it is read, so that
+only sums cross stages. What all microbatches share and no weight is part of, such as the random bits of a dropout mask,
+is computed once by each stage that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from autopar.analysis.stages import NOWHERE, Label
+from autopar.ir.pipeline import PHASES, Phase, Pipeline, StagedStep, StageProgram
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+from autopar.passes.staging.parts import SMALL, Parts, homes_before, read_by
+
+#: Phase, stage, level.
+_Key = tuple[Phase, int, int]
+
+
+@dataclass(eq=False)
+class StageCutter:
+    """Hands out equations to programs.
+
+    Attributes:
+      program, parts, pipeline: What is cut, and how.
+      labels: Of the gradient program's equations.
+      homes: The stage of each leaf of the state.
+      weights: In order.
+    """
+
+    program: Program
+    parts: Parts
+    labels: Mapping[Equation, Label]
+    homes: Mapping[Var, int]
+    weights: tuple[Var, ...]
+    pipeline: Pipeline
+    #: The equations of each program.
+    found: dict[_Key, list[Equation]] = field(default_factory=dict)
+    #: Values that every program computes by itself -> what makes them.
+    anywhere: dict[Var, Equation] = field(default_factory=dict)
+    #: Values that every stage computes once, ahead of the microbatches -> what makes them.
+    shared: dict[Var, Equation] = field(default_factory=dict)
+
+    def run(self) -> StagedStep:
+        """The programs."""
+        parts = self.parts
+        outer = read_by(parts)
+        inside = dict(zip(parts.body.inputs, parts.step.params["axes"], strict=True))
+        pieces = {v: (outer[v], axis) for v, axis in inside.items() if axis is not None}
+        renamed = {v: outer[v] for v, axis in inside.items() if axis is None}
+        self._before()
+        for equation in parts.body.equations:
+            label = self.labels[equation]
+            inputs = tuple(renamed.get(a, a) if isinstance(a, Var) else a for a in equation.inputs)
+            equation = dataclasses.replace(equation, inputs=inputs)
+            if label.stage == NOWHERE:
+                self.anywhere.update(dict.fromkeys(equation.outputs, equation))
+            else:
+                self.found.setdefault((label.direction, label.stage, 0), []).append(equation)
+        self._update()
+        joins = dict(self._joins(renamed))
+        return StagedStep(
+            stages=self.pipeline.count,
+            microbatches=self.pipeline.microbatches,
+            inputs=self.program.block.inputs,
+            parts=pieces,
+            programs=self._programs(joins),
+            joins=joins,
+            homes=self.homes,
+            weights=self.weights,
+            outputs=self.program.block.outputs,
+        )
+
+    def _joins(self, renamed: Mapping[Var, Var]) -> Iterator[tuple[Var, tuple[Var, str | int]]]:
+        """What is joined over the microbatches. What no microbatch makes is copied by each."""
+        made = {v for e in self.parts.body.equations for v in e.outputs}
+        step = self.parts.step
+        for inner, outer, join in zip(self.parts.body.outputs, step.outputs, step.params["joins"], strict=True):
+            if isinstance(inner, Var) and inner in made:
+                yield inner, (outer, join)
+                continue
+            source = renamed.get(inner, inner) if isinstance(inner, Var) else inner
+            stage = self.homes.get(source, self.pipeline.count - 1) if isinstance(source, Var) else 0
+            copy = Var(inner.type)
+            equation = Equation("copy", (source,), (copy,), primitive=jax.lax.copy_p)
+            self.found.setdefault(("F", stage, 0), []).append(equation)
+            yield copy, (outer, join)
+
+    def _before(self) -> None:
+        """What all microbatches have: with the deepest weight that it depends on, or at each stage that reads it."""
+        homes = homes_before(self.parts, self.homes)
+        for equation in self.parts.before:
+            if equation.outputs[0] in homes:
+                self.found.setdefault(("before", homes[equation.outputs[0]], 0), []).append(equation)
+            else:
+                self.shared.update(dict.fromkeys(equation.outputs, equation))
+
+    def _update(self) -> None:
+        """Each equation with its largest operand; levels count how often values have crossed."""
+        homes: dict[Var, int] = dict(self.homes)
+        made = {v: self.labels[e].stage for e in self.parts.body.equations for v in e.outputs}
+        pairs = zip(self.parts.body.outputs, self.parts.step.outputs, strict=True)
+        homes.update({outer: max(made.get(inner, 0), 0) if isinstance(inner, Var) else 0 for inner, outer in pairs})
+        levels: dict[Var, int] = {}
+        for equation in self.parts.after:
+            atoms = [a for a in equation.inputs if isinstance(a, Var)]
+            apart = [a for a in atoms if a not in self.anywhere and a not in self.shared]
+            large = [a for a in apart if getattr(a.type, "size", SMALL + 1) > SMALL]
+            if not large:
+                self.anywhere.update(dict.fromkeys(equation.outputs, equation))
+                continue
+            known = [a for a in atoms if a in homes]
+            stage = homes[max(known, key=lambda a: getattr(a.type, "size", 0))] if known else 0
+            level = max((self._level(a, stage, homes, levels) for a in atoms), default=0)
+            self.found.setdefault(("update", stage, level), []).append(equation)
+            homes.update(dict.fromkeys(equation.outputs, stage))
+            levels.update(dict.fromkeys(equation.outputs, level))
+
+    def _level(self, atom: Atom, stage: int, homes: Mapping[Var, int], levels: Mapping[Var, int]) -> int:
+        """The level at which a stage has a value."""
+        if isinstance(atom, Literal):
+            return 0
+        if atom in self.anywhere:
+            return max((self._level(a, stage, homes, levels) for a in self.anywhere[atom].inputs), default=0)
+        return levels[atom] + (homes[atom] != stage) if atom in levels else 0
+
+    def _programs(self, joins: Mapping[Var, tuple[Var, str | int]]) -> tuple[StageProgram, ...]:
+        """Blocks of the equations that were found, with those that every program or stage computes by itself."""
+        whole = {key: self._whole(equations) for key, equations in self.found.items()}
+        outputs = [a for a in self.program.block.outputs if isinstance(a, Var)]
+        made = {v for equations in whole.values() for e in equations for v in e.outputs}
+        last = self.pipeline.count - 1
+        update: _Key = ("update", last, max((level for phase, _, level in whole if phase == "update"), default=0) + 1)
+        for atom in (*joins, *outputs):
+            if atom in self.anywhere and atom not in made:
+                key: _Key = ("F", last, 0) if atom in joins else update
+                whole[key] = self._whole([*whole.get(key, []), self.anywhere[atom]])
+        self._add_shared(whole, outputs)
+        kept = {a for equations in whole.values() for a in _inputs(equations)} | {*joins, *outputs}
+        known = {*joins, *outputs}
+        programs = []
+        for (phase, stage, level), equations in sorted(whole.items(), key=lambda item: _position(*item[0])):
+            values = [v for e in equations for v in e.outputs if v in kept]
+            values = [v for v in values if v not in self.anywhere or v in known]
+            block = Block(tuple(_inputs(equations)), tuple(equations), tuple(values))
+            programs.append(StageProgram(phase, stage, level, block))
+        return tuple(programs)
+
+    def _add_shared(self, whole: dict[_Key, list[Equation]], outputs: Iterable[Var]) -> None:
+        """What stages read of shared values, computed by a program of their own ahead of the microbatches."""
+        wanted: dict[int, dict[Var, None]] = {}
+        for (_, stage, _), equations in whole.items():
+            wanted.setdefault(stage, {}).update(dict.fromkeys(a for a in _inputs(equations) if a in self.shared))
+        wanted.setdefault(self.pipeline.count - 1, {}).update(dict.fromkeys(a for a in outputs if a in self.shared))
+        for stage, values in wanted.items():
+            own = _with_sources([self.shared[v] for v in values], self.shared)
+            if own:
+                whole["before", stage, 0] = [*own, *whole.get(("before", stage, 0), [])]
+
+    def _whole(self, equations: Sequence[Equation]) -> list[Equation]:
+        """Equations with those that make what they read and every program computes by itself."""
+        return _with_sources(equations, self.anywhere)
+
+
+def _with_sources(equations: Sequence[Equation], made_by: Mapping[Var, Equation]) -> list[Equation]:
+    """Equations, each behind those that make what it reads, as far as these are known."""
+    found: dict[int, Equation] = {}
+
+    def add(equation: Equation) -> None:
+        if id(equation) in found:
+            return
+        for atom in equation.inputs:
+            if isinstance(atom, Var) and atom in made_by:
+                add(made_by[atom])
+        found[id(equation)] = equation
+
+    for equation in equations:
+        add(equation)
+    return list(found.values())
+
+
+def _position(phase: Phase, stage: int, level: int) -> tuple[int, int, int]:
+    """Where a program stands among the others."""
+    return PHASES.index(phase), level, stage
+
+
+def _inputs(equations: Sequence[Equation]) -> list[Var]:
+    """What equations read that none of them makes."""
+    made = {v for e in equations for v in e.outputs}
+    return list(dict.fromkeys(a for e in equations for a in e.inputs if isinstance(a, Var) and a not in made))

@@ -1,0 +1,51 @@
+"""What `explain` says of a pipeline: a row for each stage, and how long a step's microbatches take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from autopar.cost.units import format_bytes
+from autopar.ir.stage_plan import PipelinePlan, StagePlan
+
+#: Weights of a stage that are named.
+_SHOWN = 2
+
+
+def stage_table(plan: PipelinePlan) -> Table:
+    """A row for each stage."""
+    kinds = [k for k in ("F", "B", "W") if any(k in stage.seconds for stage in plan.stages)]
+    table = Table(title="Stages", title_justify="left", title_style="bold")
+    table.add_column("stage", justify="right")
+    table.add_column("devices" if any(len(s.devices) > 1 for s in plan.stages) else "device", justify="right")
+    table.add_column("weights", overflow="fold")
+    for kind in kinds:
+        table.add_column(f"{kind} ms", justify="right", no_wrap=True)
+    for name in ("sent to and from the next", "state", "activations"):
+        table.add_column(name, justify="right")
+    for k, stage in enumerate(plan.stages):
+        times = (f"{stage.seconds.get(kind, 0.0) * 1e3:.2f}" for kind in kinds)
+        sizes = (format_bytes(x) for x in (stage.sent_bytes, stage.state_bytes, stage.activation_bytes))
+        table.add_row(str(k), ", ".join(map(str, stage.devices)), _weights(stage), *times, *sizes)
+    return table
+
+
+def _weights(stage: StagePlan) -> str:
+    more = len(stage.weights) - _SHOWN
+    return ", ".join(stage.weights[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def stage_notes(plan: PipelinePlan) -> Sequence[str]:
+    """What follows from the schedule."""
+    simulated = plan.simulated
+    time = f"{plan.seconds * 1e3:.2f} ms, " if plan.seconds else ""
+    held = ", ".join(format_bytes(size) for size in plan.memory_bytes)
+    notes = [
+        f"{plan.schedule}, {plan.microbatches} microbatches: {time}of which the {plan.devices} devices wait "
+        f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch.",
+        f"Memory of each device for state, gradients and activations: {held}.",
+    ]
+    if plan.tied_bytes:
+        notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
+    return notes
