@@ -21,6 +21,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM
+from autopar.ir.stage_actions import list_actions
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.arguments import Call, States, read_layout
@@ -134,7 +135,8 @@ class Entry:
         if self.options.pipeline is not None:
             staged = self.compiled.program.staged
             schedule = self.options.pipeline.scheduled(staged.microbatches)
-            return PipelineRunner(staged, schedule, self.stage_devices, self.out_tree, self.donate)
+            devices = dict(enumerate(self.stage_devices))
+            return PipelineRunner(staged, list_actions(staged, schedule), devices, self.out_tree, self.donate)
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:

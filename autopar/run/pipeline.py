@@ -9,7 +9,6 @@ devices of a stage (replicas) take microbatches in turn, hold the same weights, 
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Literal, Var
 from autopar.ir.reductions import REDUCERS
-from autopar.ir.schedule import Places, Schedule
+from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
 from autopar.run.buffers import with_own_buffers
 from autopar.tables.kinds import copied
 
@@ -36,26 +35,27 @@ class PipelineRunner:
 
     Args:
       step: The programs.
-      schedule: The order of each device's tasks.
-      devices: Those of the schedule, by number.
+      actions: What all devices do.
+      devices: Those of this process, by number.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
     """
 
     def __init__(
-        self, step: StagedStep, schedule: Schedule, devices: Sequence[Any], out_tree: Any, donate: bool
+        self, step: StagedStep, actions: Actions, devices: Mapping[int, Any], out_tree: Any, donate: bool
     ) -> None:
-        self._step, self._schedule, self._devices = step, schedule, devices
-        self._out_tree, self._donate = out_tree, donate
-        self._order = tuple(schedule.issue_order())
+        self._step, self._devices, self._out_tree, self._donate = step, devices, out_tree, donate
+        self._actions = [
+            (action, drops)
+            for action, drops in zip(actions.actions, actions.drops, strict=True)
+            if not devices.keys().isdisjoint(_ends(action))
+        ]
+        self._leaves, self._homes = actions.leaves, actions.homes
         self._states = {k for k, var in enumerate(step.inputs) if var in step.homes}
         self._is_new = True
         donated = _last_readers(step) if donate else {}
-        self._compiled = {id(p): _compiled(p, step.microbatches, donated.get(id(p), ())) for p in step.programs}
-        self._once = {phase: [p for p in step.programs if p.phase == phase] for phase in ("before", "update")}
-        self._each = {(p.phase, p.stage): p for p in step.programs if p.phase in ("F", "B", "W")}
-        self._reads = Counter(a for p in self._each.values() for a in p.block.inputs)
-        self._joined_at = {v: p.stage for p in self._each.values() for v in p.outputs if v in step.joins}
+        own = {id(a.program): a.program for a, _ in self._actions if isinstance(a, Run)}
+        self._compiled = {k: _compiled(p, step.microbatches, donated.get(k, ())) for k, p in own.items()}
 
     def lower(self) -> Any:
         """A pipeline is several programs."""
@@ -69,154 +69,134 @@ class PipelineRunner:
         """The step's results, of flat arrays; new states are where their stages are."""
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
-        values = Values(self._devices, dict(zip(self._step.inputs, leaves, strict=True)))
-        for program in self._once["before"]:
-            self._run_once(program, values)
-        self._run_microbatches(values)
-        for program in self._once["update"]:
-            self._run_once(program, values)
+        values = self._given(leaves)
+        for action, drops in self._actions:
+            if isinstance(action, Run):
+                self._run(action, values)
+            elif isinstance(action, Send):
+                self._send(action, values)
+            else:
+                self._join(action, values)
+            for device, value in drops:
+                if device in self._devices:
+                    values.drop(value, device)
         seen, results = set[int](), []
         for atom in self._step.outputs:
-            result = atom.value if isinstance(atom, Literal) else values.result(atom, self._schedule.places)
+            result = atom.value if isinstance(atom, Literal) else self._result(atom, values)
             results.append(copied(result) if id(result) in seen else result)  # each leaf of a state has its own buffer
             seen.add(id(result))
         return self._out_tree.unflatten(results)
 
-    def _run_once(self, program: StageProgram, values: Values) -> None:
-        """A program on each device of its stage. Operands are sent to all before the first one donates its own."""
-        places = self._schedule.places[program.stage]
-        operands = [[values.at(a, device) for a in program.block.inputs] for device in places]
-        for device, own in zip(places, operands, strict=True):
-            self._run(program, 0, own, functools.partial(values.put, device=device))
+    def _given(self, leaves: Sequence[Any]) -> Values:
+        """The arguments; leaves of the state on all devices of their stages, before any of these donates its own."""
+        step, given = self._step, dict(zip(self._step.inputs, leaves, strict=True))
+        values = Values(self._devices, given, step.microbatches, step.parts)
+        for var, devices in self._leaves.items():
+            for device in devices:
+                if device in self._devices:
+                    values.at((var, WHOLE), device)
+        return values
 
-    def _run(
-        self, program: StageProgram, microbatch: int, operands: Sequence[Array], put: Callable[..., None]
-    ) -> Mapping[Var, Array]:
-        results = self._compiled[id(program)](np.int32(microbatch), *operands)
-        made = dict(zip(program.outputs, results, strict=True))
+    def _run(self, action: Run, values: Values) -> None:
+        operands = [values.at(value, action.device) for value in action.reads]
+        results = self._compiled[id(action.program)](np.int32(max(action.microbatch, 0)), *operands)
+        made = dict(zip(action.program.outputs, results, strict=True))
         for var, value in made.items():
-            put(var, value=value)
-        return made
+            values.put((var, action.microbatch), action.device, value)
+        if action.sums:
+            self._add(action, made, values)
 
-    def _run_microbatches(self, values: Values) -> None:
-        step = self._step
-        slices = {whole: _slices(values.leaf(whole), axis, step.microbatches) for whole, axis in step.parts.values()}
-        of_parts = []
-        for k in range(step.microbatches):
-            own = {var: slices[whole][k] for var, (whole, _) in step.parts.items()}
-            of_parts.append(Values(self._devices, own, values, self._reads))
-        sums: dict[int, dict[Var, Array]] = {}
-        stacks: dict[Var, list[Array]] = {v: [] for v, (_, join) in step.joins.items() if not isinstance(join, str)}
-        for task in self._order:
-            program = self._each.get((task.kind, task.stage))
-            if program is None:
-                continue
-            device = self._schedule.device_of(task.stage, task.microbatch)
-            values_of = of_parts[task.microbatch]
-            operands = [values_of.take(a, device) for a in program.block.inputs]
-            made = self._run(program, task.microbatch, operands, functools.partial(values_of.put, device=device))
-            joined = {var: value for var, value in made.items() if var in step.joins}
-            for var in [v for v in joined if v in stacks]:
-                stacks[var].append(joined.pop(var))
-            self._add(sums.setdefault(device, {}), joined)
-        self._join(sums, stacks, values)
-
-    def _add(self, totals: dict[Var, Array], new: Mapping[Var, Array]) -> None:
+    def _add(self, action: Run, made: Mapping[Var, Array], values: Values) -> None:
         """What a microbatch has made, to the sums of its device."""
-        names = tuple(new)
-        if not names:
-            return
-        if names[0] in totals:
+        names = tuple(action.sums)
+        new = [made[v] for v in names]
+        if values.has(action.sums[names[0]], action.device):
             joins = tuple(str(self._step.joins[v][1]) for v in names)
-            joined = _next(joins, [totals[v] for v in names], list(new.values()))
+            sums = _next(joins, [values.at(action.sums[v], action.device) for v in names], new)
         else:
-            joined = _first(list(new.values()))
-        totals.update(zip(names, joined, strict=True))
+            sums = _first(new)
+        for var, total in zip(names, sums, strict=True):
+            values.put(action.sums[var], action.device, total)
 
-    def _join(self, sums: dict[int, dict[Var, Array]], stacks: Mapping[Var, list[Array]], values: Values) -> None:
-        """Sums of all replicas, and results for each example, for the update."""
-        for stage, (first, *others) in enumerate(self._schedule.places):
-            names = [v for v in sums.get(first, {}) if self._joined_at[v] == stage]
-            for device in others:
-                if device in sums and names:
-                    sent = jax.device_put([sums[device][v] for v in names], self._devices[first])
-                    self._add(sums[first], dict(zip(names, sent, strict=True)))
-            for var in names:
-                whole = self._step.joins[var][0]
-                values.put(whole, first, sums[first][var].astype(whole.dtype))
-        for var, parts in stacks.items():
-            (whole, axis), first = self._step.joins[var], self._schedule.places[self._joined_at[var]][0]
-            values.put(whole, first, jnp.concatenate(jax.device_put(parts, self._devices[first]), axis=int(axis)))
+    def _send(self, action: Send, values: Values) -> None:
+        value = values.at(action.value, action.source)
+        values.put(action.value, action.target, _on_device(value, self._devices[action.target]))
+
+    def _join(self, action: Join, values: Values) -> None:
+        made = {v: x for v, x in action.made.items() if isinstance(x[1], str)}
+        parts = [[values.at(part, action.device) for part in x[0]] for x in made.values()]
+        joins = tuple(str(x[1]) for x in made.values())
+        totals = _joined(joins, tuple(v.dtype for v in made), parts) if made else []
+        for var, total in zip(made, totals, strict=True):
+            values.put((var, WHOLE), action.device, total)
+        for var, (results, axis) in action.made.items():
+            if var not in made:
+                found = [values.at(part, action.device) for part in results]
+                values.put((var, WHOLE), action.device, jnp.concatenate(found, axis=int(axis)))
+
+    def _result(self, var: Var, values: Values) -> Array:
+        """A result where it is: one array on all devices of its stage, if several have it."""
+        places = self._homes.get(var)
+        if places is None:
+            return values.given(var)
+        shards = [values.at((var, WHOLE), device) for device in places]
+        if len(shards) == 1:
+            return shards[0]
+        mesh = jax.sharding.Mesh(np.array([self._devices[k] for k in places]), ("replica",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.make_array_from_single_device_arrays(var.shape, sharding, shards)
 
 
 class Values:
-    """Values by name and device. One that another device made is sent when it is first asked for.
+    """What the devices of this process hold in a step.
 
     Args:
       devices: By number.
-      leaves: What the call, or the microbatch, was given.
-      outer: Values of the whole step, of a microbatch's.
-      reads: How many programs read a value before it is let go; values that aren't there are kept.
+      given: What the call was given.
+      count: M.
+      parts: A microbatch's part of an argument -> the argument, the axis of its examples.
     """
 
     def __init__(
         self,
-        devices: Sequence[Any],
-        leaves: Mapping[Var, Any],
-        outer: Values | None = None,
-        reads: Mapping[Var, int] | None = None,
+        devices: Mapping[int, Any],
+        given: Mapping[Var, Any],
+        count: int,
+        parts: Mapping[Var, tuple[Var, int]],
     ) -> None:
-        self._devices, self._leaves, self._outer = devices, leaves, outer
-        self._made: dict[Var, dict[int, Array]] = {}
-        self._sent: dict[Var, dict[int, Array]] = {}
-        self._waiting = Counter(reads or {})
-        self._drops = reads is not None
+        self._devices, self._given, self._parts = devices, given, parts
+        self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
+        self._slices = {whole: _slices(given[whole], axis, count) for whole, axis in parts.values()}
 
-    def leaf(self, var: Var) -> Any:
-        """An argument of the call."""
-        return self._leaves[var]
+    def given(self, var: Var) -> Any:
+        """An argument as it is."""
+        return self._given[var]
 
-    def put(self, var: Var, device: int, value: Array) -> None:
-        """A value that a device has made; one that nobody is going to read is let go."""
-        if not self._drops or self._waiting[var]:
-            self._made.setdefault(var, {})[device] = value
+    def has(self, value: Value, device: int) -> bool:
+        """Whether a device has made or been sent it."""
+        return value in self._held[device]
 
-    def at(self, var: Var, device: int) -> Array:
-        """The value on a device."""
-        made = self._made.get(var, {})
-        if device in made:
-            return made[device]
-        if not made and var not in self._leaves:
-            assert self._outer is not None, "values are made before they are read"
-            return self._outer.at(var, device)
-        sent = self._sent.setdefault(var, {})
-        if device not in sent:
-            source = next(iter(made.values())) if made else self._leaves[var]
-            sent[device] = _on_device(source, self._devices[device])
-        return sent[device]
+    def put(self, value: Value, device: int, array: Array) -> None:
+        """What a device has made or been sent."""
+        self._held[device][value] = array
 
-    def take(self, var: Var, device: int) -> Array:
-        """The same, for one of the programs that read it: let go after the last one."""
-        value = self.at(var, device)
-        if self._drops and var in self._waiting:
-            self._waiting[var] -= 1
-            if not self._waiting[var]:
-                self._made.pop(var, None)
-                self._sent.pop(var, None)
-        return value
+    def at(self, value: Value, device: int) -> Array:
+        """The value on a device, an argument being put there when it is first read."""
+        held = self._held[device]
+        if value not in held:
+            var, part = value
+            source = self._slices[self._parts[var][0]][part] if var in self._parts else self._given[var]
+            held[value] = _on_device(source, self._devices[device])
+        return held[value]
 
-    def result(self, var: Var, places: Places) -> Array:
-        """The value where it was made first, one array on all devices of that stage if these have made it, too."""
-        made = self._made.get(var)
-        if made is None:
-            return self.at(var, places[-1][0])
-        first = next(iter(made))
-        replicas = next(replicas for replicas in places if first in replicas)
-        if len(replicas) == 1 or not made.keys() >= set(replicas):
-            return made[first]
-        mesh = jax.sharding.Mesh(np.array([self._devices[k] for k in replicas]), ("replica",))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.make_array_from_single_device_arrays(var.shape, sharding, [made[k] for k in replicas])
+    def drop(self, value: Value, device: int) -> None:
+        """Let a value go."""
+        self._held[device].pop(value, None)
+
+
+def _ends(action: Action) -> tuple[int, ...]:
+    """The devices that take part."""
+    return (action.source, action.target) if isinstance(action, Send) else (action.device,)
 
 
 def _on_device(value: Any, device: Any) -> Array:
@@ -264,6 +244,13 @@ def _slices(value: Any, axis: int, count: int) -> list[Any]:
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _part(value: Array, number: Array, axis: int, count: int) -> Array:
     return Microbatch(number, count, None).share(value, axis)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _joined(joins: tuple[str, ...], dtypes: tuple[Any, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
+    """The sums of all replicas, in their order."""
+    pairs = zip(joins, dtypes, parts, strict=True)
+    return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]
 
 
 @jax.jit
