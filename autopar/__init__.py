@@ -45,6 +45,7 @@ with paused_collection():
     from autopar.tables.host import HostTable
     from autopar.tables.kinds import materialize
     from autopar.tables.sharded import Table
+    from autopar.tables.staged import StageArray
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ __all__ = [
     "Report",
     "Restored",
     "Simulation",
+    "StageArray",
     "StateError",
     "StateWarning",
     "StepError",

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autopar.backends.devices import Devices
+from autopar.backends.processes import Processes, own_devices
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
@@ -167,10 +168,12 @@ def parallelize(
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     devices, stage_devices = Devices.of(mesh, data_axis), []
+    processes: Processes | None = None
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
         sparse, emit, stage_devices = "off", "pjit", devices.mesh.devices.ravel()[: pipeline.devices].tolist()
-        devices = Devices.of(jax.sharding.Mesh(devices.mesh.devices.ravel()[:1], ("data",)))
+        processes = Processes.of(jax.sharding.Mesh(stage_devices, ("stages",)))
+        devices = Devices.of(jax.sharding.Mesh(own_devices(stage_devices)[:1], ("data",)))
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = world().size if hosts else devices.count
@@ -190,7 +193,7 @@ def parallelize(
         machine=Machine(
             rates=rates if plan is None else None,
             memory=functools.partial(memory_of, devices),
-            stages=functools.partial(stage_rates_of, tuple(stage_devices)) if stage_devices else None,
+            stages=None if processes is None else functools.partial(stage_rates_of, tuple(stage_devices), processes),
         ),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),
@@ -199,6 +202,7 @@ def parallelize(
         devices=devices if devices.mesh.size > 1 else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         stage_devices=stage_devices,
+        stage_processes=processes,
     )
     return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
 
@@ -217,8 +221,13 @@ def _check_pipeline(
     named = [f"{name}=" for name, is_given in others.items() if is_given]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")
-    if devices.processes.several:
-        raise ArgumentsError("pipeline: the devices of several processes. Stages run on those of one process")
+    own = {device.process_index for device in devices.mesh.devices.ravel()[: pipeline.devices]}
+    if jax.process_index() not in own:
+        raise ArgumentsError(
+            f"pipeline: its {pipeline.devices} devices are those of processes {', '.join(map(str, sorted(own)))}, and "
+            f"this is process {jax.process_index()} of {jax.process_count()}. Give more stages or replicas, or start "
+            "fewer processes"
+        )
 
 
 def _decided(

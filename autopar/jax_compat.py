@@ -127,6 +127,11 @@ def is_key(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def wrap_keys(data: Any, dtype: Any) -> Any:
+    """Typed PRNG keys of their data."""
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jax.numpy.zeros((), dtype)))
+
+
 def is_float(dtype: Any) -> bool:
     """Whether a dtype is a real floating-point one, the small ones (bfloat16, float8) included."""
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))

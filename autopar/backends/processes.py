@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -111,3 +113,8 @@ class Processes:
                 waited = turn * _PATIENCE_S
                 _logger.warning("%s: waiting for process %d since %d s; all have to come", about, member, waited)
         raise AssertionError("itertools.count doesn't end")
+
+
+def own_devices(devices: Iterable[Any]) -> list[Any]:
+    """Those of this process."""
+    return [device for device in devices if device.process_index == jax.process_index()]

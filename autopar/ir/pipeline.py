@@ -148,6 +148,7 @@ class StagedStep:
       homes: The stage of each input of the state.
       weights: Those that the gradient program reads, in the order of their first use.
       outputs: The step's outputs.
+      new_leaves: Those outputs that are the new value of a leaf of the state, and no scalar -> the leaf's stage.
     """
 
     stages: int
@@ -159,3 +160,4 @@ class StagedStep:
     homes: Mapping[Var, int]
     weights: tuple[Var, ...]
     outputs: tuple[Atom, ...]
+    new_leaves: Mapping[Var, int]

@@ -129,6 +129,7 @@ class _Lister:
                 if makers[value][0] == action.device:
                     actions += self._sends(value, makers, targets)
         homes = {v: self._home(makers[v, WHOLE]) for v in self._results() if (v, WHOLE) in makers}
+        homes |= {v: tuple(devices) for v, devices in self._wanted.items()}
         leaves = {v: self._schedule.places[stage] for v, stage in self._step.homes.items()}
         return Actions(tuple(actions), tuple(self._drops(actions)), leaves, homes)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.backends.devices import Devices
+from autopar.backends.processes import Processes, own_devices
 from autopar.cost.rates import StageRates
 from autopar.measure.loops import product_seconds, walk_seconds
+from autopar.mpi.point_to_point import point_to_point
 
 _SIDE = 512
 #: Of a pass over memory, and of a send: beyond caches.
@@ -21,29 +26,59 @@ _RUNS = 5
 _known: dict[tuple[Any, ...], StageRates] = {}
 
 
-def stage_rates_of(devices: Sequence[Any]) -> StageRates:
+def stage_rates_of(devices: Sequence[Any], processes: Processes) -> StageRates:
     """The rates of these devices, each at work by itself; measured at first need, in this process.
 
-    Devices of one kind are taken to be equal: the first one is measured, and sends from it to the second.
+    Devices of one kind are taken to be equal: the first one is measured, and sends from it to the second. Collective
+    where they are of several processes, which take the first one's figures.
     """
-    key = tuple(devices[:2])
+    key = tuple(devices)
     if key not in _known:
-        _known[key] = _measure(devices)
+        measured = _measure(own_devices(devices), _sent_seconds(devices))
+        if processes.several:
+            first = processes.gather(json.dumps(dataclasses.asdict(measured)).encode(), "rates of stages")[0]
+            measured = StageRates(**json.loads(first))
+        _known[key] = measured
     return _known[key]
 
 
-def _measure(devices: Sequence[Any]) -> StageRates:
-    one = Devices.of(jax.sharding.Mesh(devices[:1], ("data",)))
-    small = jax.device_put(jnp.ones((8,), jnp.float32), devices[0])
+def _measure(own: Sequence[Any], sent: float) -> StageRates:
+    one = Devices.of(jax.sharding.Mesh(own[:1], ("data",)))
+    small = jax.device_put(jnp.ones((8,), jnp.float32), own[0])
     add = jax.jit(lambda x: x + 1)
-    large = jax.device_put(jnp.ones((_BYTES // 4,), jnp.float32), devices[0])
-    sent = _seconds(lambda: jax.device_put(large, devices[1])) if len(devices) > 1 else 0.0
     return StageRates(
         flop_s=product_seconds(one, _SIDE) / (2 * _SIDE**3),
         byte_s=walk_seconds(one, _BYTES) / (2 * _BYTES),
         call_s=_seconds(lambda: add(small)),
         send_byte_s=sent / _BYTES,
     )
+
+
+def _sent_seconds(devices: Sequence[Any]) -> float:
+    """Of a send from the first device to the second one, or between the first two processes."""
+    ranks = list(dict.fromkeys(device.process_index for device in devices))
+    if len(ranks) > 1:
+        return _message_seconds(ranks)
+    if len(devices) == 1:
+        return 0.0
+    large = jax.device_put(jnp.ones((_BYTES // 4,), jnp.float32), devices[0])
+    return _seconds(lambda: jax.device_put(large, devices[1]))
+
+
+def _message_seconds(ranks: Sequence[int]) -> float:
+    """One way, of a message there and back. On other ranks nothing happens."""
+    messages, other = point_to_point(), {ranks[0]: ranks[1], ranks[1]: ranks[0]}.get(jax.process_index())
+    if other is None:
+        return 0.0
+    array = np.ones((_BYTES // 4,), np.float32)
+
+    def swap() -> None:
+        incoming = messages.receive(array.shape, array.dtype, other)
+        messages.send(array, other)
+        incoming.wait()
+        messages.finish()
+
+    return _seconds(swap)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -19,7 +19,8 @@ from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
-from autopar.ir.program import Program
+from autopar.ir.pipeline import Pipeline, StagedStep
+from autopar.ir.program import Program, Var
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.stage_actions import list_actions
 from autopar.measure.alpha import id_inputs
@@ -133,10 +134,7 @@ class Entry:
     def runner(self) -> Runner:
         """Who calls the planned step."""
         if self.options.pipeline is not None:
-            staged = self.compiled.program.staged
-            schedule = self.options.pipeline.scheduled(staged.microbatches)
-            devices = dict(enumerate(self.stage_devices))
-            return PipelineRunner(staged, list_actions(staged, schedule), devices, self.out_tree, self.donate)
+            return self._pipeline_runner(self.options.pipeline)
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:
@@ -146,10 +144,21 @@ class Entry:
         name = getattr(self.fun, "__name__", type(self.fun).__name__)
         return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
 
+    def _pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
+        """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
+        staged: StagedStep = self.compiled.program.staged
+        devices, schedule = self.stage_devices, pipeline.scheduled(staged.microbatches)
+        wanted: dict[Var, Sequence[int]] = {}
+        if len({device.process_index for device in devices}) > 1:
+            results = [a for a in staged.outputs if isinstance(a, Var) and a not in staged.inputs]
+            wanted = dict.fromkeys(results, range(schedule.devices))
+            wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
+        return PipelineRunner(staged, list_actions(staged, schedule, wanted), devices, self.out_tree, self.donate)
+
     @functools.cached_property
     def table_runner(self) -> Runner:
         """The same on one device where an argument is a table of autopar's own, or a result is to be."""
-        if self.devices is not None or self.compiled.plan.on_hosts:
+        if self.devices is not None or self.compiled.plan.on_hosts or self.options.pipeline is not None:
             return self.runner
         one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
         run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run

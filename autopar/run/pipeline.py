@@ -24,8 +24,11 @@ from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Literal, Var
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
+from autopar.launch.progress import PROGRESS
+from autopar.mpi.point_to_point import Incoming, point_to_point
 from autopar.run.buffers import with_own_buffers
 from autopar.tables.kinds import copied
+from autopar.tables.staged import StageArray
 
 Array = Any
 
@@ -36,19 +39,20 @@ class PipelineRunner:
     Args:
       step: The programs.
       actions: What all devices do.
-      devices: Those of this process, by number.
+      devices: All of them, by number; this process runs the programs of its own.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
     """
 
-    def __init__(
-        self, step: StagedStep, actions: Actions, devices: Mapping[int, Any], out_tree: Any, donate: bool
-    ) -> None:
-        self._step, self._devices, self._out_tree, self._donate = step, devices, out_tree, donate
+    def __init__(self, step: StagedStep, actions: Actions, devices: Sequence[Any], out_tree: Any, donate: bool) -> None:
+        self._step, self._out_tree, self._donate = step, out_tree, donate
+        self._ranks = [device.process_index for device in devices]
+        self._devices = {k: d for k, d in enumerate(devices) if d.process_index == jax.process_index()}
+        self._messages = point_to_point() if len(set(self._ranks)) > 1 else None
         self._actions = [
             (action, drops)
             for action, drops in zip(actions.actions, actions.drops, strict=True)
-            if not devices.keys().isdisjoint(_ends(action))
+            if not self._devices.keys().isdisjoint(_ends(action))
         ]
         self._leaves, self._homes = actions.leaves, actions.homes
         self._states = {k for k, var in enumerate(step.inputs) if var in step.homes}
@@ -80,6 +84,9 @@ class PipelineRunner:
             for device, value in drops:
                 if device in self._devices:
                     values.drop(value, device)
+        if self._messages is not None:
+            with PROGRESS.during("waiting for the other stages", "waits"):
+                self._messages.finish()
         seen, results = set[int](), []
         for atom in self._step.outputs:
             result = atom.value if isinstance(atom, Literal) else self._result(atom, values)
@@ -89,12 +96,15 @@ class PipelineRunner:
 
     def _given(self, leaves: Sequence[Any]) -> Values:
         """The arguments; leaves of the state on all devices of their stages, before any of these donates its own."""
-        step, given = self._step, dict(zip(self._step.inputs, leaves, strict=True))
+        step, given = self._step, dict(zip(self._step.inputs, map(_own, leaves), strict=True))
         values = Values(self._devices, given, step.microbatches, step.parts)
         for var, devices in self._leaves.items():
             for device in devices:
                 if device in self._devices:
                     values.at((var, WHOLE), device)
+        for leaf in leaves if self._donate else ():
+            if isinstance(leaf, StageArray):
+                leaf.hand_on()
         return values
 
     def _run(self, action: Run, values: Values) -> None:
@@ -119,8 +129,21 @@ class PipelineRunner:
             values.put(action.sums[var], action.device, total)
 
     def _send(self, action: Send, values: Values) -> None:
+        if action.source not in self._devices:
+            assert self._messages is not None, "there are several ranks"
+            shape, dtype = _sent_type(action.value)
+            incoming = self._messages.receive(shape, dtype, self._ranks[action.source])
+            values.put(action.value, action.target, incoming)
+            return
         value = values.at(action.value, action.source)
-        values.put(action.value, action.target, _on_device(value, self._devices[action.target]))
+        if action.target in self._devices:
+            values.put(action.value, action.target, _on_device(value, self._devices[action.target]))
+            return
+        assert self._messages is not None, "there are several ranks"
+        array = np.asarray(jax.random.key_data(value) if jax_compat.is_key(value.dtype) else value)
+        if action.value[1] == WHOLE:  # the update may give its buffer away
+            array = array.copy()
+        self._messages.send(array, self._ranks[action.target])
 
     def _join(self, action: Join, values: Values) -> None:
         made = {v: x for v, x in action.made.items() if isinstance(x[1], str)}
@@ -134,17 +157,18 @@ class PipelineRunner:
                 found = [values.at(part, action.device) for part in results]
                 values.put((var, WHOLE), action.device, jnp.concatenate(found, axis=int(axis)))
 
-    def _result(self, var: Var, values: Values) -> Array:
-        """A result where it is: one array on all devices of its stage, if several have it."""
-        places = self._homes.get(var)
-        if places is None:
-            return values.given(var)
-        shards = [values.at((var, WHOLE), device) for device in places]
-        if len(shards) == 1:
-            return shards[0]
-        mesh = jax.sharding.Mesh(np.array([self._devices[k] for k in places]), ("replica",))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.make_array_from_single_device_arrays(var.shape, sharding, shards)
+    def _result(self, var: Var, values: Values) -> Any:
+        """A result where it is: one array on all devices of its stage that this process has."""
+        stage = self._step.new_leaves.get(var) if self._messages is not None else None
+        if var in self._homes or stage is not None:
+            places = [k for k in self._homes[var] if k in self._devices]
+            found = _replicated([values.at((var, WHOLE), k) for k in places], [self._devices[k] for k in places])
+        else:
+            found = values.given(var)
+        if stage is None:
+            return found
+        ranks = tuple(dict.fromkeys(self._ranks[k] for k in self._homes[var]))
+        return StageArray(var.shape, var.dtype, ranks, found)
 
 
 class Values:
@@ -187,11 +211,41 @@ class Values:
             var, part = value
             source = self._slices[self._parts[var][0]][part] if var in self._parts else self._given[var]
             held[value] = _on_device(source, self._devices[device])
-        return held[value]
+        found = held[value]
+        if isinstance(found, Incoming):
+            with PROGRESS.during("waiting for another stage", "waits"):
+                array = found.wait()
+            dtype = value[0].dtype
+            array = jax_compat.wrap_keys(array, dtype) if jax_compat.is_key(dtype) else array
+            found = held[value] = jax.device_put(array, self._devices[device])
+        return found
 
     def drop(self, value: Value, device: int) -> None:
         """Let a value go."""
         self._held[device].pop(value, None)
+
+
+def _own(leaf: Any) -> Any:
+    """What this rank has of a leaf."""
+    return leaf.value if isinstance(leaf, StageArray) else leaf
+
+
+def _replicated(shards: Sequence[Array], devices: Sequence[Any]) -> Array | None:
+    """One array of what several devices have; None of nothing."""
+    if len(shards) < 2:
+        return shards[0] if shards else None
+    mesh = jax.sharding.Mesh(np.array(devices), ("replica",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.make_array_from_single_device_arrays(shards[0].shape, sharding, list(shards))
+
+
+def _sent_type(value: Value) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a value in a message: of random keys that of their data, of sums the wider one."""
+    var, part = value
+    if jax_compat.is_key(var.dtype):
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(var.shape, var.dtype))
+        return data.shape, data.dtype
+    return var.shape, wide(var.dtype) if part < WHOLE else var.dtype
 
 
 def _ends(action: Action) -> tuple[int, ...]:

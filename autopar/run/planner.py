@@ -58,6 +58,7 @@ class Planner:
     devices: Devices | None = None
     per_device: PerDevice | None = None
     stage_devices: Sequence[Any] = ()
+    stage_processes: Processes | None = None
 
     @property
     def name(self) -> str:
@@ -67,7 +68,8 @@ class Planner:
     @functools.cached_property
     def processes(self) -> Processes | None:
         """Those that run the step together; None if it is this one alone."""
-        return self.devices.processes if self.devices is not None and self.devices.processes.several else None
+        found = self.stage_processes if self.devices is None else self.devices.processes
+        return found if found is not None and found.several else None
 
     def plan(self, call: Call, leaves: Sequence[Any], number: int, *, is_first: bool) -> Entry:
         """Plan a call.

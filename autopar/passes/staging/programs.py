@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from autopar import jax_compat
 from autopar.analysis.stages import NOWHERE, Label
 from autopar.ir.pipeline import PHASES, Phase, Pipeline, StagedStep, StageProgram
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
@@ -74,7 +75,15 @@ class StageCutter:
             homes=self.homes,
             weights=self.weights,
             outputs=self.program.block.outputs,
+            new_leaves=dict(self._new_leaves()),
         )
+
+    def _new_leaves(self) -> Iterator[tuple[Var, int]]:
+        block = self.program.block
+        for out, leaf in self.program.new_states.items():
+            atom, old = block.outputs[out], block.inputs[leaf]
+            if isinstance(atom, Var) and atom.shape and old in self.homes and not jax_compat.is_key(old.dtype):
+                yield atom, self.homes[old]
 
     def _joins(self, renamed: Mapping[Var, Var]) -> Iterator[tuple[Var, tuple[Var, str | int]]]:
         """What is joined over the microbatches. What no microbatch makes is copied by each."""

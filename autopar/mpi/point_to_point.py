@@ -1,0 +1,84 @@
+"""Arrays from one rank to another, while both go on with their work.
+
+Both ends know what is sent next: MPI keeps the order of messages between two ranks, so that none needs a name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import LaunchError
+from autopar.mpi.messages import LIMIT, pieces
+from autopar.mpi.waiting import Waiting, choose_waiting
+from autopar.mpi.world import world
+
+
+class Incoming:
+    """An array that is on its way to this rank."""
+
+    def __init__(self, buffer: np.ndarray, requests: list[Any], waiting: Waiting) -> None:
+        self._buffer, self._requests, self._waiting = buffer, requests, waiting
+
+    def wait(self) -> np.ndarray:
+        """The array, once it is there."""
+        if self._requests:
+            self._waiting.finish(self._requests)
+            self._requests = []
+        return self._buffer
+
+
+class PointToPoint:
+    """A rank's messages to and from single others. Collective to make.
+
+    Attributes:
+      sent_bytes: What this rank has sent so far, by target.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm.Dup()
+        self._waiting = choose_waiting(self._comm)
+        #: What is being sent: requests, and the array that they read.
+        self._outgoing: list[tuple[list[Any], np.ndarray]] = []
+        self.sent_bytes: dict[int, int] = {}
+
+    def send(self, array: np.ndarray, target: int) -> None:
+        """Begin to send an array, which mustn't change until `finish`."""
+        message = np.ascontiguousarray(array)
+        requests = [self._comm.Isend(piece, target) for piece in pieces(message, LIMIT)]
+        self.sent_bytes[target] = self.sent_bytes.get(target, 0) + message.nbytes
+        self._outgoing = [(left, kept) for left, kept in self._outgoing if not _are_done(left)]
+        self._outgoing.append((requests, message))
+
+    def receive(self, shape: tuple[int, ...], dtype: Any, source: int) -> Incoming:
+        """Begin to receive an array."""
+        buffer = np.empty(shape, dtype)
+        return Incoming(buffer, [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)], self._waiting)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has gone."""
+        requests = [r for left, _ in self._outgoing for r in left]
+        self._waiting.finish(requests)
+        self._outgoing = []
+
+
+def _are_done(requests: list[Any]) -> bool:
+    return not requests or type(requests[0]).Testall(requests)
+
+
+@functools.cache
+def point_to_point() -> PointToPoint:
+    """This process's messages. Collective, the first time.
+
+    Raises:
+      LaunchError: no MPI launcher has started the processes.
+    """
+    ranks = world()
+    if ranks.comm is None:
+        raise LaunchError(
+            "stages on several processes, which no MPI launcher started. Start them with mpiexec, or python -m autopar "
+            "launch"
+        )
+    return PointToPoint(ranks.comm)

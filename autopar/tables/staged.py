@@ -1,0 +1,75 @@
+"""`StageArray`: a leaf of the state that the ranks of one stage of a pipeline hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import donated
+from autopar.interrupts import uninterrupted
+from autopar.mpi.world import world
+from autopar.tables.leaf import TableLeaf
+
+
+class StageArray(TableLeaf):
+    """A weight or slot in the memory of its stage's ranks; the other ranks have none of it.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and a step in stages takes and returns it. Reading it
+    (`np.asarray`, `jnp.asarray`, indexing) is collective: every rank must read, and gets the same. Other JAX functions
+    refuse it: `autopar.materialize(state)` makes ordinary arrays.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, ranks: tuple[int, ...], value: Any) -> None:
+        """`ranks`: who holds it; `value`: the array on these, None on others."""
+        self._shape, self._dtype, self._ranks, self._value = shape, dtype, ranks, value
+        self._is_gone = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who holds it."""
+        return self._ranks
+
+    @property
+    def value(self) -> jax.Array | None:
+        """This rank's array; None on ranks of other stages. A DonatedStateError if it was given to a step."""
+        if self.is_deleted():
+            raise donated("this array")
+        return self._value
+
+    def is_deleted(self) -> bool:
+        return self._is_gone or (self._value is not None and self._value.is_deleted())
+
+    def hand_on(self) -> None:
+        """Say that a step has taken it."""
+        self._is_gone = True
+
+    def materialize(self) -> jax.Array:
+        """An ordinary array of this process. Collective."""
+        return jnp.asarray(np.asarray(self))
+
+    @uninterrupted  # the others wait for this rank
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        ranks, value = world(), self.value
+        found = np.empty(self._shape, self._dtype) if value is None else np.ascontiguousarray(value)
+        if ranks.comm is not None:
+            ranks.comm.Bcast(found.reshape(-1).view(np.uint8), root=self._ranks[0])
+        return found.astype(dtype or self._dtype, copy=False)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """As of an array. Collective."""
+        return np.asarray(self)[index]
+
+    @property
+    def _where(self) -> str:
+        return f" on rank{'s' * (len(self._ranks) > 1)} {', '.join(map(str, self._ranks))}"
