@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.runner import Runner
 from autopar.tables.kinds import materialize
+from autopar.tables.staged import StagePlace
 
 
 @dataclass(eq=False)
@@ -143,6 +144,19 @@ class Entry:
             return self.table_runner
         name = getattr(self.fun, "__name__", type(self.fun).__name__)
         return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
+
+    @functools.cached_property
+    def stage_leaves(self) -> Mapping[int, StagePlace]:
+        """Of a pipeline, leaves of the state by number -> where they are; scalars and random keys are everywhere."""
+        if self.options.pipeline is None:
+            return {}
+        staged: StagedStep = self.compiled.program.staged
+        places = self.options.pipeline.places
+        return {
+            k: StagePlace.of([self.stage_devices[n] for n in places[staged.homes[var]]], self.stage_devices)
+            for k, var in enumerate(staged.inputs)
+            if var in staged.homes and var.shape and not jax_compat.is_key(var.dtype)
+        }
 
     def _pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """With stages on several processes new leaves are on those of their stage, all other results everywhere."""

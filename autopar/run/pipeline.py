@@ -28,7 +28,7 @@ from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import Incoming, point_to_point
 from autopar.run.buffers import with_own_buffers
 from autopar.tables.kinds import copied
-from autopar.tables.staged import StageArray
+from autopar.tables.staged import StageArray, replicated_over
 
 Array = Any
 
@@ -110,6 +110,7 @@ class PipelineRunner:
     def _run(self, action: Run, values: Values) -> None:
         operands = [values.at(value, action.device) for value in action.reads]
         results = self._compiled[id(action.program)](np.int32(max(action.microbatch, 0)), *operands)
+        values.latest = results
         made = dict(zip(action.program.outputs, results, strict=True))
         for var, value in made.items():
             values.put((var, action.microbatch), action.device, value)
@@ -190,6 +191,8 @@ class Values:
     ) -> None:
         self._devices, self._given, self._parts = devices, given, parts
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
+        #: What the last program has made.
+        self.latest: Sequence[Array] = ()
         self._slices = {whole: _slices(given[whole], axis, count) for whole, axis in parts.values()}
 
     def given(self, var: Var) -> Any:
@@ -213,6 +216,8 @@ class Values:
             held[value] = _on_device(source, self._devices[device])
         found = held[value]
         if isinstance(found, Incoming):
+            if self._devices[device].platform == "cpu":  # whose cores the wait would take from the last program
+                jax.block_until_ready(self.latest)
             with PROGRESS.during("waiting for another stage", "waits"):
                 array = found.wait()
             dtype = value[0].dtype
@@ -234,9 +239,7 @@ def _replicated(shards: Sequence[Array], devices: Sequence[Any]) -> Array | None
     """One array of what several devices have; None of nothing."""
     if len(shards) < 2:
         return shards[0] if shards else None
-    mesh = jax.sharding.Mesh(np.array(devices), ("replica",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.make_array_from_single_device_arrays(shards[0].shape, sharding, list(shards))
+    return jax.make_array_from_single_device_arrays(shards[0].shape, replicated_over(devices), list(shards))
 
 
 def _sent_type(value: Value) -> tuple[tuple[int, ...], Any]:

@@ -27,6 +27,7 @@ from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.tables.host import HostTable, exchange
 from autopar.tables.sharded import Table
+from autopar.tables.staged import StageArray, StagePlace
 
 #: From what is made to all arguments of the step.
 CallArguments = Callable[[Any], Sequence[Any]]
@@ -60,8 +61,8 @@ def init(
         returns, as in `call=lambda made: (made["params"], made["opt"], batch, key)`.
 
     Returns:
-      What `make_state` returns, with a `Table` for each leaf that is stored in a layout, and a `HostTable` for each
-      one in the memory of the hosts.
+      What `make_state` returns, with a `Table` for each leaf that is stored in a layout, a `HostTable` for each one in
+      the memory of the hosts, and a `StageArray` for each one of a stage where these are on several processes.
 
     Raises:
       ArgumentsError: a step that `parallelize` didn't make; not one of `batch` and `call`; a `make_state` that
@@ -126,6 +127,9 @@ class Maker:
         make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
         if bound.on_hosts:
             return HostMaker.of_plan(make, entry, numbers)
+        if entry.stage_leaves:
+            places = [None if k is None else entry.stage_leaves.get(k) for k in numbers]
+            return StageMaker(make, None, None, [None] * len(numbers), False, traced.jaxpr.out_avals, places)
         if devices is None:
             return Maker(make, None, None, [None] * len(numbers), False)
         shardings = [devices.sharding(None if k is None else bound.placements[k]) for k in numbers]
@@ -172,6 +176,47 @@ class Maker:
             table = None if layout is None else Table(placed(leaf, *layout, devices), *layout)
             leaves[k] = place_array(leaf, sharding, own=True) if table is None else table
         return leaves
+
+
+@dataclass(frozen=True, eq=False)
+class StageMaker(Maker):
+    """Makes the leaves of a state whose stages are on several devices, each on its stage's alone.
+
+    Attributes:
+      types: Of the leaves.
+      places: Where each is; None: everywhere.
+    """
+
+    types: Sequence[Any]
+    places: Sequence[StagePlace | None]
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """A program for each stage that this process has, and one for what is everywhere."""
+
+        def run(*flat: Any) -> list[Any]:
+            made: list[Any] = [None] * len(self.places)
+            for place in dict.fromkeys(self.places):
+                numbers = tuple(k for k, p in enumerate(self.places) if p == place)
+                if place is not None and place.sharding is None:
+                    continue  # of another process
+                part = jax.jit(
+                    lambda *xs, numbers=numbers: [self.make(*xs)[k] for k in numbers],
+                    out_shardings=None if place is None else place.sharding,
+                )
+                given = flat if place is None else jax.device_put(flat, place.sharding)
+                for k, leaf in zip(numbers, part(*given), strict=True):
+                    made[k] = leaf
+            return made
+
+        return run
+
+    def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
+        """What `run` returned, as `StageArray`s where stages are on several processes."""
+        return [
+            StageArray(aval.shape, aval.dtype, place.ranks, leaf) if place is not None and place.ranks else leaf
+            for leaf, aval, place in zip(leaves, self.types, self.places, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)

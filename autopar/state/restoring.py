@@ -28,6 +28,7 @@ from autopar.state.saving import NUMBERS
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
+from autopar.tables.staged import StageArray
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,18 @@ class LeafPlace:
     """Where a leaf goes.
 
     Attributes:
-      kind: "hosts": a HostTable; "devices": a Table; "array": a jax.Array; "numpy"; or a Python number's type.
+      kind: "hosts": a HostTable; "devices": a Table; "stage": a StageArray; "array": a jax.Array; "numpy"; or a Python
+        number's type.
       layout, axis: Of tables: which row goes where.
-      sharding: Of jax.Arrays and Tables; None: where JAX puts arrays by itself.
+      sharding: Of jax.Arrays and Tables, and of a StageArray here; None: where JAX puts arrays by itself.
+      ranks: Of a StageArray.
     """
 
     kind: str
     layout: RowLayout | None = None
     axis: int = 0
     sharding: Any = None
+    ranks: tuple[int, ...] = ()
 
 
 def place_of(leaf: Any) -> LeafPlace:
@@ -53,6 +57,8 @@ def place_of(leaf: Any) -> LeafPlace:
         return LeafPlace("hosts", leaf.layout, leaf.axis)
     if isinstance(leaf, Table):
         return LeafPlace("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
+    if isinstance(leaf, StageArray):
+        return LeafPlace("stage", sharding=None if leaf.value is None else leaf.value.sharding, ranks=leaf.ranks)
     if isinstance(leaf, jax.Array):
         return LeafPlace("array", sharding=leaf.sharding if leaf.committed else None)
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -69,6 +75,8 @@ def places_of_step(
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
     bound = entry.compiled.bound
     planned = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
+    for k, stage in entry.stage_leaves.items():
+        planned[k] = LeafPlace("stage" if stage.ranks else "array", sharding=stage.sharding, ranks=stage.ranks)
     if not bound.on_hosts and step.devices is not None:
         for k, along in enumerate(bound.placements):
             layout, axis = bound.layouts.get(k, (None, 0))
@@ -195,6 +203,9 @@ class _Whole:
 
 def _placed(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace, rank: int) -> Any:
     layout, axis, dtype = place.layout, place.axis, record.numpy_dtype
+    if place.kind == "stage":
+        own = _as_jax(source, record, place) if rank in place.ranks else None
+        return StageArray(record.shape, jax.dtypes.canonicalize_dtype(dtype), place.ranks, own)
     if layout is not None:
         if place.kind == "hosts":
             storage = HostRows.empty(record.shape, dtype, axis, layout, rank, record.path)

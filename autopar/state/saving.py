@@ -14,12 +14,14 @@ from autopar import jax_compat
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
+from autopar.mpi.world import world
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import file_name
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
 from autopar.tables.sharded import Table
+from autopar.tables.staged import StageArray
 
 #: Types of Python numbers that a state may hold.
 NUMBERS: Mapping[Any, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -57,6 +59,10 @@ def _shards(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.
     if isinstance(value, HostTable):
         yield value.storage.rank, value.storage.rows
         return
+    if isinstance(value, StageArray):
+        if value.ranks[0] == world().rank:
+            yield 0, np.asarray(value.value)
+        return
     stored = value.stored if isinstance(value, Table) else value
     for shard in stored.addressable_shards:
         if shard.replica_id == 0:
@@ -92,6 +98,9 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
     if isinstance(leaf, (HostTable, Table)):
         record = LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), axis=leaf.axis, layout=leaf.layout)
         return SavedLeaf(record, leaf)
+    if isinstance(leaf, StageArray):  # one shard, which its stage writes
+        layout = RowLayout(leaf.shape[0], 1, cyclic=False)
+        return SavedLeaf(LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), layout=layout), leaf)
     if isinstance(leaf, jax.Array):
         return _jax_leaf(path, name, leaf)
     if type(leaf) in NUMBERS.values():

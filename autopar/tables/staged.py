@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,6 +14,35 @@ from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.mpi.world import world
 from autopar.tables.leaf import TableLeaf
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Where a leaf of a pipeline's state is.
+
+    Attributes:
+      ranks: Where stages are on several processes, those that hold it; else none.
+      sharding: On the devices of this process that do; None: there are none.
+    """
+
+    ranks: tuple[int, ...]
+    sharding: Any
+
+    @staticmethod
+    def of(stage: Sequence[Any], devices: Sequence[Any]) -> StagePlace:
+        """Of a leaf of a stage; `devices`: those of all stages."""
+        ranks = tuple(dict.fromkeys(d.process_index for d in stage))
+        own = [d for d in stage if d.process_index == jax.process_index()]
+        several = len({d.process_index for d in devices}) > 1
+        return StagePlace(ranks if several else (), replicated_over(own) if own else None)
+
+
+def replicated_over(devices: Sequence[Any]) -> Any:
+    """The sharding of an array that some devices have all of."""
+    if len(devices) == 1:
+        return jax.sharding.SingleDeviceSharding(devices[0])
+    mesh = jax.sharding.Mesh(np.array(devices), ("replica",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 class StageArray(TableLeaf):
@@ -61,7 +92,8 @@ class StageArray(TableLeaf):
     @uninterrupted  # the others wait for this rank
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         ranks, value = world(), self.value
-        found = np.empty(self._shape, self._dtype) if value is None else np.ascontiguousarray(value)
+        is_first = value is not None and ranks.rank == self._ranks[0]
+        found = np.ascontiguousarray(value) if is_first else np.empty(self._shape, self._dtype)
         if ranks.comm is not None:
             ranks.comm.Bcast(found.reshape(-1).view(np.uint8), root=self._ranks[0])
         return found.astype(dtype or self._dtype, copy=False)
