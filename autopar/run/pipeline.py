@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from autopar.backends.microbatches import Microbatch, wide
 from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Literal, Var
-from autopar.ir.reductions import REDUCERS
+from autopar.ir.reductions import REDUCERS, neutral
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import Incoming, point_to_point
@@ -48,7 +49,7 @@ class PipelineRunner:
         self._step, self._out_tree, self._donate = step, out_tree, donate
         self._ranks = [device.process_index for device in devices]
         self._devices = {k: d for k, d in enumerate(devices) if d.process_index == jax.process_index()}
-        self._messages = point_to_point() if len(set(self._ranks)) > 1 else None
+        self.messages = point_to_point() if len(set(self._ranks)) > 1 else None
         self._actions = [
             (action, drops)
             for action, drops in zip(actions.actions, actions.drops, strict=True)
@@ -57,9 +58,22 @@ class PipelineRunner:
         self._leaves, self._homes = actions.leaves, actions.homes
         self._states = {k for k, var in enumerate(step.inputs) if var in step.homes}
         self._is_new = True
-        donated = _last_readers(step) if donate else {}
-        own = {id(a.program): a.program for a, _ in self._actions if isinstance(a, Run)}
-        self._compiled = {k: _compiled(p, step.microbatches, donated.get(k, ())) for k, p in own.items()}
+        self._programs = self._compiled(_last_readers(step) if donate else {})
+
+    def _compiled(self, donated: Mapping[int, tuple[int, ...]]) -> dict[int, StageExecutable]:
+        """The programs that this process runs, by their ids."""
+        runs = {id(a.program): a for a, _ in self._actions if isinstance(a, Run)}
+        read = {v for a, _ in self._actions for v, part in _reads(a) if part >= WHOLE}
+        return {
+            name: StageExecutable(
+                program=run.program,
+                count=self._step.microbatches,
+                joins={v: str(self._step.joins[v][1]) for v in run.sums},
+                values=tuple(v for v in run.program.outputs if v in read or v in self._homes),
+                donated=donated.get(name, ()),
+            )
+            for name, run in runs.items()
+        }
 
     def lower(self) -> Any:
         """A pipeline is several programs."""
@@ -84,9 +98,9 @@ class PipelineRunner:
             for device, value in drops:
                 if device in self._devices:
                     values.drop(value, device)
-        if self._messages is not None:
+        if self.messages is not None:
             with PROGRESS.during("waiting for the other stages", "waits"):
-                self._messages.finish()
+                self.messages.finish()
         seen, results = set[int](), []
         for atom in self._step.outputs:
             result = atom.value if isinstance(atom, Literal) else self._result(atom, values)
@@ -108,43 +122,37 @@ class PipelineRunner:
         return values
 
     def _run(self, action: Run, values: Values) -> None:
-        operands = [values.at(value, action.device) for value in action.reads]
-        results = self._compiled[id(action.program)](np.int32(max(action.microbatch, 0)), *operands)
-        values.latest = results
-        made = dict(zip(action.program.outputs, results, strict=True))
-        for var, value in made.items():
-            values.put((var, action.microbatch), action.device, value)
-        if action.sums:
-            self._add(action, made, values)
-
-    def _add(self, action: Run, made: Mapping[Var, Array], values: Values) -> None:
-        """What a microbatch has made, to the sums of its device."""
-        names = tuple(action.sums)
-        new = [made[v] for v in names]
-        if values.has(action.sums[names[0]], action.device):
-            joins = tuple(str(self._step.joins[v][1]) for v in names)
-            sums = _next(joins, [values.at(action.sums[v], action.device) for v in names], new)
+        program, device = self._programs[id(action.program)], action.device
+        operands = [values.at(value, device) for value in action.reads]
+        names = [action.sums[v] for v in program.joins]
+        if names and not values.has(names[0], device):
+            sums = program.start(self._devices[device])
         else:
-            sums = _first(new)
-        for var, total in zip(names, sums, strict=True):
-            values.put(action.sums[var], action.device, total)
+            sums = [values.at(name, device) for name in names]
+        sums, results = program.run(np.int32(max(action.microbatch, 0)), sums, *operands)
+        for name, total in zip(names, sums, strict=True):
+            values.put(name, device, total)
+        for var, value in zip(program.values, results, strict=True):
+            values.put((var, action.microbatch), device, value)
+        if self.messages is not None and self._devices[device].platform == "cpu":
+            jax.block_until_ready((sums, results))  # what comes next would take cores from it
 
     def _send(self, action: Send, values: Values) -> None:
         if action.source not in self._devices:
-            assert self._messages is not None, "there are several ranks"
+            assert self.messages is not None, "there are several ranks"
             shape, dtype = _sent_type(action.value)
-            incoming = self._messages.receive(shape, dtype, self._ranks[action.source])
+            incoming = self.messages.receive(shape, dtype, self._ranks[action.source])
             values.put(action.value, action.target, incoming)
             return
         value = values.at(action.value, action.source)
         if action.target in self._devices:
             values.put(action.value, action.target, _on_device(value, self._devices[action.target]))
             return
-        assert self._messages is not None, "there are several ranks"
+        assert self.messages is not None, "there are several ranks"
         array = np.asarray(jax.random.key_data(value) if jax_compat.is_key(value.dtype) else value)
         if action.value[1] == WHOLE:  # the update may give its buffer away
             array = array.copy()
-        self._messages.send(array, self._ranks[action.target])
+        self.messages.send(array, self._ranks[action.target])
 
     def _join(self, action: Join, values: Values) -> None:
         made = {v: x for v, x in action.made.items() if isinstance(x[1], str)}
@@ -160,7 +168,7 @@ class PipelineRunner:
 
     def _result(self, var: Var, values: Values) -> Any:
         """A result where it is: one array on all devices of its stage that this process has."""
-        stage = self._step.new_leaves.get(var) if self._messages is not None else None
+        stage = self._step.new_leaves.get(var) if self.messages is not None else None
         if var in self._homes or stage is not None:
             places = [k for k in self._homes[var] if k in self._devices]
             found = _replicated([values.at((var, WHOLE), k) for k in places], [self._devices[k] for k in places])
@@ -191,8 +199,6 @@ class Values:
     ) -> None:
         self._devices, self._given, self._parts = devices, given, parts
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
-        #: What the last program has made.
-        self.latest: Sequence[Array] = ()
         self._slices = {whole: _slices(given[whole], axis, count) for whole, axis in parts.values()}
 
     def given(self, var: Var) -> Any:
@@ -216,8 +222,6 @@ class Values:
             held[value] = _on_device(source, self._devices[device])
         found = held[value]
         if isinstance(found, Incoming):
-            if self._devices[device].platform == "cpu":  # whose cores the wait would take from the last program
-                jax.block_until_ready(self.latest)
             with PROGRESS.during("waiting for another stage", "waits"):
                 array = found.wait()
             dtype = value[0].dtype
@@ -265,6 +269,58 @@ def _on_device(value: Any, device: Any) -> Array:
     return jax.device_put(value, device)
 
 
+@dataclass(frozen=True, eq=False)
+class StageExecutable:
+    """A stage's program, compiled by itself for each device that runs it.
+
+    Attributes:
+      program, count: What it computes, and M.
+      joins: Its outputs that are summed over microbatches -> the name of a reduction.
+      values: Its outputs that others read.
+      donated: Positions of its inputs whose buffers its results take.
+    """
+
+    program: StageProgram
+    count: int
+    joins: Mapping[Var, str]
+    values: tuple[Var, ...]
+    donated: tuple[int, ...]
+
+    def start(self, device: Any) -> Sequence[Array]:
+        """What is summed before the first microbatch."""
+        return self._starts(device)()
+
+    @functools.cached_property
+    def _starts(self) -> Callable[[Any], Callable[[], Sequence[Array]]]:
+        def start() -> Sequence[Array]:
+            return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
+
+        return functools.cache(lambda device: jax.jit(start, out_shardings=jax.sharding.SingleDeviceSharding(device)))
+
+    @functools.cached_property
+    def run(self) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
+        """A microbatch's number, the sums so far and the inputs -> new sums, values. Sums are updated in place."""
+
+        def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
+            results = emit(self.program.block, {}, Microbatch(number, self.count, None))(*inputs)
+            made = dict(zip(self.program.outputs, map(jnp.asarray, results), strict=True))
+            pairs = zip(self.joins.items(), sums, strict=True)
+            joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]
+            return joined, [made[v] for v in self.values]
+
+        run.__name__ = f"{self.program.phase}_{self.program.stage}"
+        return jax.jit(run, donate_argnums=(1, *(k + 2 for k in self.donated)))
+
+
+def _reads(action: Action) -> Sequence[Value]:
+    """What an action needs."""
+    if isinstance(action, Run):
+        return action.reads
+    if isinstance(action, Send):
+        return (action.value,)
+    return [part for parts, _ in action.made.values() for part in parts]
+
+
 def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
     """Of each program the positions of the state's leaves that no later one reads: their buffers take the new ones."""
     readers: dict[Var, tuple[int, int]] = {}
@@ -279,16 +335,8 @@ def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
     updates = {id(p) for p in step.programs if p.phase == "update"}
     for name, k in readers.values():
         if name in updates:
-            positions.setdefault(name, []).append(k + 1)  # behind the microbatch's number
+            positions.setdefault(name, []).append(k)
     return {name: tuple(numbers) for name, numbers in positions.items()}
-
-
-def _compiled(program: StageProgram, count: int, donated: tuple[int, ...]) -> Callable[..., Sequence[Array]]:
-    def run(number: Array, *inputs: Array) -> Sequence[Array]:
-        return [jnp.asarray(x) for x in emit(program.block, {}, Microbatch(number, count, None))(*inputs)]
-
-    run.__name__ = f"{program.phase}_{program.stage}"
-    return jax.jit(run, donate_argnums=donated)
 
 
 def _slices(value: Any, axis: int, count: int) -> list[Any]:
@@ -308,14 +356,3 @@ def _joined(joins: tuple[str, ...], dtypes: tuple[Any, ...], parts: Sequence[Seq
     """The sums of all replicas, in their order."""
     pairs = zip(joins, dtypes, parts, strict=True)
     return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]
-
-
-@jax.jit
-def _first(new: Sequence[Array]) -> Sequence[Array]:
-    """Where sums begin."""
-    return [x.astype(wide(x.dtype)) for x in new]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _next(joins: tuple[str, ...], totals: Sequence[Array], new: Sequence[Array]) -> Sequence[Array]:
-    return [REDUCERS[n].join(t, x.astype(t.dtype)) for n, t, x in zip(joins, totals, new, strict=True)]

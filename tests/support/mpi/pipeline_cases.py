@@ -1,0 +1,107 @@
+"""What every rank runs in `test_pipelines.py`: stages on several ranks, against one device's numbers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.mpi.world import world
+from tests.support.microbatched import batch, difference, language_model
+
+jax.config.update("jax_enable_x64", True)
+RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def _params(state: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(autopar.materialize(state["params"]))]
+
+
+def check_schedules() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2, tied=True)
+    pipelines = [autopar.Pipeline(COUNT, "1f1b", 4), autopar.Pipeline(COUNT, "zero-bubble", 4)]
+    pipelines += [autopar.Pipeline(2 * COUNT, "interleaved", 4)] if COUNT == 2 else []
+    pipelines += [autopar.Pipeline(2, "gpipe", 4, replicas=(1, COUNT - 1))] if COUNT > 2 else []
+    for pipeline in pipelines:
+        assert difference(autopar.parallelize(step, pipeline=pipeline), step, make) < 1e-12, pipeline
+
+
+def check_the_bits_are_those_of_one_process() -> None:
+    """Of as many devices of one's own."""
+    step, make = language_model(CLIPPED)
+    pipeline = autopar.Pipeline(2, microbatches=4)
+    own = jax.sharding.Mesh(jax.local_devices(), ("data",))
+    states = []
+    for planned in (
+        autopar.parallelize(step, pipeline=pipeline, mesh=jax.sharding.Mesh(jax.devices()[:: COUNT // 2], ("data",))),
+        autopar.parallelize(step, pipeline=pipeline, mesh=own),
+    ):
+        state = make()
+        for k in range(3):
+            state, _ = planned(state, batch(k))
+        states.append(_params(state))
+    for a, b in zip(*states, strict=True):
+        assert np.array_equal(a, b)
+
+
+def check_bytes_are_those_of_the_plan() -> None:
+    """What ranks send in a step: activations and their gradients at each border, and some scalars for the update."""
+    step, make = language_model(optax.sgd(0.1))
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, microbatches=4))
+    state, _ = planned(make(), batch(0))
+    messages = planned.latest.runner.messages
+    before = sum(messages.sent_bytes.values())
+    state, _ = planned(state, batch(1))
+    mine = sum(messages.sent_bytes.values()) - before
+    pipeline = planned.plan.pipeline
+    predicted = 4 * sum(stage.sent_bytes for stage in pipeline.stages) + pipeline.tied_bytes
+    sent = world().comm.allreduce(mine)
+    metrics = 2048  # results, which go to all ranks, and norms
+    assert predicted <= sent <= predicted + metrics * COUNT, (predicted, sent)
+
+
+def check_the_state() -> None:
+    """Made where its stages are, saved, and gone on with in other stages."""
+    folder = Path(os.environ["XDG_CACHE_HOME"]).parent / "state"
+    step, make = language_model(CLIPPED)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, microbatches=4))
+    state = autopar.init(lambda key: make(), jax.random.key(0), step=planned, batch=batch(0))
+    plain = jax.jit(make)()
+    for a, b in zip(_params(state), jax.tree.leaves(plain["params"]), strict=True):
+        assert np.array_equal(a, b)
+    held = [leaf.value is not None for leaf in jax.tree.leaves(state["params"])]
+    assert any(held) and not all(held)
+    old, _ = planned(state, batch(0))
+    autopar.save(folder, old)
+    state, _ = planned(old, batch(1))
+    with pytest.raises(autopar.DonatedStateError):
+        planned(old, batch(1))
+    other = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, replicas=(1, COUNT - 1)))
+    for like, again in ((jax.eval_shape(make), other), (state, planned)):
+        step_of = {"step": again, "batch": batch(0)} if again is other else {}
+        restored = autopar.restore(folder, like, **step_of).state
+        assert isinstance(restored["params"]["words"], autopar.StageArray)
+        restored, _ = again(restored, batch(1))
+        for a, b in zip(_params(restored), _params(state), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def check_what_is_refused() -> None:
+    step, make = language_model(CLIPPED)
+    if COUNT > 2:
+        planned = autopar.Pipeline(2, microbatches=4)
+        if RANK == RANKS - 1:
+            with pytest.raises(autopar.ArgumentsError, match=f"this is process {RANK} of {RANKS}"):
+                autopar.parallelize(step, pipeline=planned)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, microbatches=4))
+    state, _ = planned(make(), batch(0))
+    with pytest.raises(TypeError):
+        jax.jit(lambda x: x + 1)(state["params"]["words"])
+    assert "on rank 0" in repr(state["params"]["words"])
