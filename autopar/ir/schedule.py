@@ -196,12 +196,13 @@ class StageTimes:
 
     Attributes:
       seconds: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
-      sends: Seconds of a send from each stage to the next one, and back.
+      ahead, back: Seconds of what each stage sends to the next one, and to the one before.
       activations: What each stage holds of a microbatch from F to B or W, in any unit: 1 each by default.
     """
 
     seconds: Mapping[str, Sequence[float]]
-    sends: Sequence[float] = ()
+    ahead: Sequence[float] = ()
+    back: Sequence[float] = ()
     activations: Sequence[float] = ()
 
     def of(self, task: Task, splits_backward: bool) -> float:
@@ -246,8 +247,9 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
         needed, ready = schedule.needed(task), 0.0
         if needed is not None:
             ready, link = ends[needed], (schedule.device_of(needed.stage, needed.microbatch), device)
-            if times.sends and link[0] != device:
-                ready = max(ready, links.get(link, 0.0)) + times.sends[min(task.stage, needed.stage)]
+            sends = times.ahead if needed.stage < task.stage else times.back
+            if sends and link[0] != device:
+                ready = max(ready, links.get(link, 0.0)) + sends[needed.stage]
                 links[link] = ready
         seconds = times.of(task, schedule.splits_backward)
         starts[task] = max(free[device], ready)

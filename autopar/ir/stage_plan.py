@@ -19,7 +19,7 @@ class StagePlan:
       seconds: Kind of task ("F", "B", "W": gradients of weights) -> what it takes for a microbatch; nothing where the
         devices' rates aren't known.
       flops: Floating-point operations of its products for a microbatch.
-      sent_bytes: Of a microbatch, to the next stage and back from it.
+      ahead_bytes, back_bytes: Sent for a microbatch to later stages, and to earlier ones.
       state_bytes: Of its weights, slots and other leaves.
       gradient_bytes: Of the sums that it keeps over the microbatches.
       activation_bytes: What the forward of a microbatch leaves for its backward.
@@ -29,7 +29,8 @@ class StagePlan:
     weights: tuple[str, ...]
     seconds: Mapping[str, float] = field(default_factory=dict)
     flops: float = 0.0
-    sent_bytes: int = 0
+    ahead_bytes: int = 0
+    back_bytes: int = 0
     state_bytes: int = 0
     gradient_bytes: int = 0
     activation_bytes: int = 0
@@ -77,7 +78,8 @@ class PipelinePlan:
     @property
     def simulated(self) -> Simulated:
         """The microbatches in time; where rates aren't known, in floating-point operations."""
-        sends = [self.send_byte_s * stage.sent_bytes / 2 for stage in self.stages]
+        ahead = [self.send_byte_s * stage.ahead_bytes for stage in self.stages]
+        back = [self.send_byte_s * stage.back_bytes for stage in self.stages]
         activations = [float(stage.activation_bytes) for stage in self.stages]
         known = all(stage.seconds for stage in self.stages)
         kinds = {kind: [s.seconds.get(kind, 0.0) for s in self.stages] for kind in ("F", "B", "W")}
@@ -85,7 +87,7 @@ class PipelinePlan:
             kinds = {kind: [part * s.flops for s in self.stages] for kind, part in (("F", 1 / 3), ("B", 2 / 3))}
             kinds["W"] = [0.0] * len(self.stages)
         schedule = self.pipeline.scheduled(self.microbatches)
-        return simulate_schedule(schedule, StageTimes(kinds, sends, activations))
+        return simulate_schedule(schedule, StageTimes(kinds, ahead, back, activations))
 
     @property
     def seconds(self) -> float:

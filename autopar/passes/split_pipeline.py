@@ -46,7 +46,7 @@ def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements)
     parts = untied(parts, homes, pipeline.count)
     splits = pipeline.scheduled(pipeline.microbatches).splits_backward
     labels = label_parts(parts, homes, pipeline.count, splits_backward=splits)
-    plan = _plan(program, pipeline, weights, homes, stage_loads(parts, labels, homes, pipeline.count), measured)
+    plan = _plan(program, pipeline, weights, homes, stage_loads(parts, labels, homes, pipeline.places), measured)
     _check_memory(plan, measured)
     return StageCutter(program, parts, labels, homes, tuple(weights), pipeline).run(), plan
 
@@ -68,7 +68,8 @@ def _plan(
                 weights=tuple(paths[v] for v in weights if homes[v] == k),
                 seconds={} if rates is None else load.seconds(rates),
                 flops=sum(load.flops.values()),
-                sent_bytes=loads[k + 1].sent if k + 1 < len(loads) else 0,
+                ahead_bytes=load.ahead,
+                back_bytes=load.back,
                 state_bytes=load.state,
                 gradient_bytes=load.gradient,
                 activation_bytes=load.activation,

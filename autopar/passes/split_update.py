@@ -32,6 +32,8 @@ from autopar.passes.localizing.local_rows import push_partial
 _BY_NUMBER = ("ap.shard", "ap.once")
 #: Where values are among devices, which microbatches have nothing to do with.
 _PLACING = ("ap.replicate", "ap.spread", "ap.store", "ap.whole")
+#: What changes no sum's size.
+_SCALES = ("mul", "div", "neg")
 #: Which rows all microbatches look up.
 _OF_IDS = ("ap.row_ids", "ap.route")
 
@@ -216,6 +218,12 @@ class _Microbatch(Localizer):
             self.copy(equation)
         else:
             super().add(equation)
+
+    def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
+        """Sums are scaled by the update: once, and so that a gradient is summed once, whoever reads it."""
+        if not self.nested and equation.op in _SCALES:
+            return False
+        return super()._partial(equation, partial)
 
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         known = self.known(atom)

@@ -27,15 +27,22 @@ from autopar.cost.exchange import ID_TERMS
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.stage_actions import Actions, Send
+from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.explain import format_bytes
 from autopar.planning.plan import plan_of
 from autopar.run.hosts import HostRunner
+from autopar.run.pipeline import PipelineRunner
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
 _EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")
+
+
+#: Of a pipeline: from a device to another.
+SEND = "send"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class CheckRow:
     """One line of a check: bytes that each device sends in a step.
 
     Attributes:
-      collective: As XLA calls it.
+      collective: As XLA calls it; "send" of a pipeline.
       what: For what.
       planned: By the plan; None where it doesn't say: XLA's own.
       compiled: By the compiled program.
@@ -63,7 +70,8 @@ class CheckRow:
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
-        planned = "XLA's own" if self.planned is None else f"planned {format_bytes(self.planned)}"
+        unplanned = "not in the plan" if self.collective == SEND else "XLA's own"
+        planned = unplanned if self.planned is None else f"planned {format_bytes(self.planned)}"
         arrays = f" ({self.count} array{'' if self.count == 1 else 's'})" if self.count else ""
         found = f"compiled {format_bytes(self.compiled)}{arrays}{'' if self.ok else ': DIFFERS'}"
         return self.collective, self.what, planned, found
@@ -121,9 +129,40 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
             f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
             "it with the tables on devices; autopar.explain tells what ranks send"
         )
+    if isinstance(runner, PipelineRunner) and entry.compiled.plan.pipeline is not None:
+        return compare_sends(step.name, entry.compiled.plan.pipeline, runner.actions)
     untimed = dataclasses.replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
     return compare_collectives(made, read_collectives(runner.lower().compile().as_text()))
+
+
+def compare_sends(step: str, plan: PipelinePlan, actions: Actions) -> Check:
+    """A pipeline's plan and what its devices send: for microbatches, by stage (by device, if it has several stages);
+    the rest is sums, norms, results and weights of several stages."""
+    rows, sent, count = [], list(actions.sends()), plan.microbatches
+    parts = [send for send in sent if send.value[1] >= 0]
+    stage_of = {device: k for k, stage in enumerate(plan.stages) for device in stage.devices}
+    if plan.stages_per_device > 1:
+        for device in range(plan.devices):
+            planned = sum(s.ahead_bytes + s.back_bytes for s in plan.stages if device in s.devices)
+            own = [send for send in parts if send.source == device]
+            rows.append(CheckRow(SEND, f"device {device}", planned * count, _sent_bytes(own), len(own)))
+    else:
+        for k, stage in enumerate(plan.stages):
+            own = [send for send in parts if stage_of[send.source] == k]
+            ahead = [send for send in own if stage_of[send.target] > k]
+            back = [send for send in own if stage_of[send.target] < k]
+            for what, planned, found in (("later", stage.ahead_bytes, ahead), ("earlier", stage.back_bytes, back)):
+                rows.append(
+                    CheckRow(SEND, f"stage {k} to {what} stages", planned * count, _sent_bytes(found), len(found))
+                )
+    rest = [send for send in sent if send.value[1] < 0]
+    rows.append(CheckRow(SEND, "sums, norms, results, weights of several stages", None, _sent_bytes(rest), len(rest)))
+    return Check(step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
+
+
+def _sent_bytes(sends: Sequence[Send]) -> int:
+    return sum(int(getattr(send.value[0].type, "nbytes", 0)) for send in sends)
 
 
 def compare_collectives(plan: Plan, found: Sequence[Collective]) -> Check:

@@ -22,11 +22,13 @@ def stage_table(plan: PipelinePlan) -> Table:
     table.add_column("weights", overflow="fold")
     for kind in kinds:
         table.add_column(f"{kind} ms", justify="right", no_wrap=True)
-    for name in ("sent to and from the next", "state", "activations"):
+    for name in ("sent ahead", "sent back", "state", "activations"):
         table.add_column(name, justify="right")
     for k, stage in enumerate(plan.stages):
         times = (f"{stage.seconds.get(kind, 0.0) * 1e3:.2f}" for kind in kinds)
-        sizes = (format_bytes(x) for x in (stage.sent_bytes, stage.state_bytes, stage.activation_bytes))
+        sizes = (
+            format_bytes(x) for x in (stage.ahead_bytes, stage.back_bytes, stage.state_bytes, stage.activation_bytes)
+        )
         table.add_row(str(k), ", ".join(map(str, stage.devices)), _weights(stage), *times, *sizes)
     return table
 

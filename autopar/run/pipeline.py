@@ -47,6 +47,7 @@ class PipelineRunner:
 
     def __init__(self, step: StagedStep, actions: Actions, devices: Sequence[Any], out_tree: Any, donate: bool) -> None:
         self._step, self._out_tree, self._donate = step, out_tree, donate
+        self.actions = actions
         self._ranks = [device.process_index for device in devices]
         self._devices = {k: d for k, d in enumerate(devices) if d.process_index == jax.process_index()}
         self.messages = point_to_point() if len(set(self._ranks)) > 1 else None

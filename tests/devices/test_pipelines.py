@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.planning.check import compare_sends
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -120,6 +122,30 @@ def test_a_plan_has_the_stages(tmp_path: Any) -> None:
     assert "pipeline" in str(plan.diff(other))
     with pytest.raises(autopar.ArgumentsError, match="pipeline= given together with plan="):
         autopar.parallelize(step, plan=loaded, pipeline=pipeline)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        autopar.Pipeline(3, "1f1b", 4),
+        autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1)),
+        autopar.Pipeline(4, "interleaved", 4),
+    ],
+    ids=lambda p: p.schedule,
+)
+def test_check_finds_what_the_plan_says(pipeline: autopar.Pipeline) -> None:
+    step, make = language_model(optax.sgd(0.1), tied=True, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    found = autopar.check(planned, make(), batch(0))
+    assert found.ok, str(found)
+    sent = {row.what: row.compiled for row in found.rows}
+    assert sent["device 1" if pipeline.schedule == "interleaved" else "stage 2 to earlier stages"]
+    assert "not in the plan" in str(found)
+    entry = planned.entry(make(), batch(0))
+    plan = entry.compiled.plan.pipeline
+    stages = (dataclasses.replace(plan.stages[0], ahead_bytes=plan.stages[0].ahead_bytes + 8), *plan.stages[1:])
+    wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.actions)
+    assert [row.ok for row in wrong.rows].count(False) == 1
 
 
 def test_a_shared_mask_is_drawn_once_by_each_stage() -> None:

@@ -13,6 +13,7 @@ from autopar.analysis.work import equation_work
 from autopar.cost.partition import Layer
 from autopar.cost.rates import StageRates
 from autopar.ir.program import Equation, Var
+from autopar.ir.schedule import Places
 from autopar.passes.staging.parts import Parts, homes_before, read_by
 
 
@@ -22,7 +23,8 @@ class StageLoad:
 
     Attributes:
       flops, moved: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
-      sent: Bytes that cross the border ahead of it, both ways.
+      sent: Bytes that cross the border with the stage before it, both ways.
+      ahead, back: Bytes that it sends to later stages, and to earlier ones.
       tied: Bytes that cross it in a step for weights that are used on both sides.
       activation: What its forward leaves for its backward.
       gradient: Of the sums over microbatches.
@@ -32,6 +34,8 @@ class StageLoad:
     flops: dict[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
     sent: int = 0
+    ahead: int = 0
+    back: int = 0
     tied: int = 0
     activation: int = 0
     gradient: int = 0
@@ -48,7 +52,7 @@ class StageLoad:
 
 
 def stage_loads(
-    parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], stages: int
+    parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], places: Places
 ) -> list[StageLoad]:
     """The load of each stage.
 
@@ -56,9 +60,9 @@ def stage_loads(
       parts: The step.
       labels: Its equations' (`label_parts`).
       homes: The stage of each leaf of the state.
-      stages: S.
+      places: The devices of each stage: between stages of one device nothing is sent.
     """
-    loads = [StageLoad() for _ in range(stages)]
+    loads = [StageLoad() for _ in places]
     made: dict[Var, Label] = {}
     for equation in parts.body.equations:
         label = labels[equation]
@@ -71,7 +75,7 @@ def stage_loads(
         made.update(dict.fromkeys(equation.outputs, label))
     for var, readers in _readers(parts, labels).items():
         if var in made:
-            _add_value(loads, _bytes(var), made[var], readers)
+            _add_value(loads, _bytes(var), made[var], readers, places)
     outer, known = read_by(parts), homes_before(parts, homes)
     for inner, readers in _readers(parts, labels).items():
         home = known.get(outer[inner]) if inner in outer else None
@@ -97,11 +101,16 @@ def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[La
     return found
 
 
-def _add_value(loads: list[StageLoad], size: int, made: Label, readers: set[Label]) -> None:
+def _add_value(loads: list[StageLoad], size: int, made: Label, readers: set[Label], places: Places) -> None:
     """What is sent of a value, and what is kept of it from a forward to a backward."""
-    for stage in {r.stage for r in readers}:
+    stages = {r.stage for r in readers}
+    for stage in stages:
         for border in _borders(made.stage, stage):
             loads[border].sent += size
+    own = loads[made.stage]
+    others = {places[stage]: stage for stage in stages if places[stage] != places[made.stage]}
+    for stage in others.values():
+        own.ahead, own.back = (own.ahead + size, own.back) if stage > made.stage else (own.ahead, own.back + size)
     kept = {r.stage for r in readers if made.direction == "F" and r.direction != "F"}
     for stage in kept:
         loads[stage].activation += size

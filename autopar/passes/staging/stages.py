@@ -35,7 +35,8 @@ def choose_stages(
     each = {v: k for k, v in enumerate(weights)}
     rates = NOMINAL if measured.stages is None else measured.stages
     homes = each | other_homes(program, parts, each)
-    loads = stage_loads(parts, label_parts(parts, each, len(weights)), homes, len(weights))
+    apart = tuple((k,) for k in range(len(weights)))
+    loads = stage_loads(parts, label_parts(parts, each, len(weights)), homes, apart)
     layers = [load.as_layer(rates, pipeline.microbatches) for load in loads]
     memory = None if pipeline.schedule == "interleaved" else measured.memory
     counts = [len(replicas) for replicas in pipeline.places]

@@ -61,7 +61,7 @@ def check_bytes_are_those_of_the_plan() -> None:
     state, _ = planned(state, batch(1))
     mine = sum(messages.sent_bytes.values()) - before
     pipeline = planned.plan.pipeline
-    predicted = 4 * sum(stage.sent_bytes for stage in pipeline.stages) + pipeline.tied_bytes
+    predicted = 4 * sum(stage.ahead_bytes + stage.back_bytes for stage in pipeline.stages) + pipeline.tied_bytes
     sent = world().comm.allreduce(mine)
     metrics = 2048  # results, which go to all ranks, and norms
     assert predicted <= sent <= predicted + metrics * COUNT, (predicted, sent)

@@ -77,12 +77,13 @@ def test_replicas_take_microbatches_in_turn(name: str, replicas: tuple[int, ...]
 
 
 def test_sends_take_time_and_follow_one_another() -> None:
-    schedule = Pipeline(2, "gpipe", 2).scheduled(2)
-    simulated = simulate_schedule(schedule, StageTimes({"F": [1.0, 1.0], "B": [1.0, 1.0]}, sends=[5.0]))
+    seconds = {"F": [1.0, 1.0], "B": [1.0, 1.0]}
+    times = StageTimes(seconds, ahead=[5.0, 0.0], back=[0.0, 5.0])
+    simulated = simulate_schedule(Pipeline(2, "gpipe", 2).scheduled(2), times)
     assert simulated.starts[Task("F", 1, 0)] == 6.0
     assert simulated.starts[Task("F", 1, 1)] == 11.0  # the link was taken until 6
     same = Pipeline(2, "interleaved", 2, stages_per_device=2).scheduled(2)
-    assert simulate_schedule(same, StageTimes({"F": [1.0, 1.0], "B": [1.0, 1.0]}, sends=[5.0])).seconds == 8.0
+    assert simulate_schedule(same, StageTimes(seconds, ahead=[5.0], back=[5.0])).seconds == 8.0
 
 
 def test_devices_that_wait_for_each_other() -> None:
