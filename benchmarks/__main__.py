@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import adamw, choice, contract, devices, exchange, hosts, microbatches, one_device, parallax_paper, soak
+from benchmarks import (
+    adamw,
+    choice,
+    contract,
+    devices,
+    exchange,
+    hosts,
+    microbatches,
+    one_device,
+    parallax_paper,
+    pipelines,
+    soak,
+)
 
 BENCHMARKS = {
     "lookup": one_device.lookup,
@@ -17,6 +29,7 @@ BENCHMARKS = {
     "exchange": exchange.exchange,
     "hosts": hosts.hosts,
     "microbatches": microbatches.microbatches,
+    "pipelines": pipelines.pipelines,
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,

@@ -1,0 +1,51 @@
+"""Stages on ranks that are bound to a core each, against one such rank and data parallelism over the ranks.
+
+`python -m benchmarks pipelines`. SpecTrain's figure 9 on what there is here (cores as devices); the ratios are medians
+of turns in one run.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.pipeline_models import MODELS
+from benchmarks.served import Ranks, started
+
+RANKS, MICROBATCHES = 2, 16
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+#: Steps of a turn, of which the first isn't timed; turns.
+STEPS, TURNS = 5, 5
+
+
+def pipelines(ranks: int = RANKS) -> None:
+    """A perceptron, an LSTM, a transformer and a CNN."""
+    module = "benchmarks.pipelines_ranks"
+    with started("one rank", 1, module) as one, started(f"{ranks} ranks", ranks, module) as several:
+        for name in MODELS:
+            _compare(name, one, several)
+
+
+def _compare(name: str, one: Ranks, several: Ranks) -> None:
+    systems = {"plain": one, "microbatches": one, "data": several, **dict.fromkeys(SCHEDULES, several)}
+    predicted = {
+        system: ranks("prepare", name=name, system=system, microbatches=MICROBATCHES)[0]
+        for system, ranks in systems.items()
+    }
+    seconds: dict[str, list[float]] = {system: [] for system in systems}
+    losses = {}
+    for _ in range(TURNS):
+        for system, ranks in systems.items():
+            times, losses[system] = ranks("turn", name=name, system=system, count=STEPS)[0]
+            seconds[system].append(statistics.median(times[1:]))
+    first = next(iter(losses.values()))
+    assert all(abs(loss - first) < 1e-3 * abs(first) + 1e-5 for loss in losses.values()), losses
+    print(f"{name}, M = {MICROBATCHES}:", flush=True)
+    for system, times in seconds.items():
+        ratios = [a / b for a, b in zip(seconds["plain"], times, strict=True)]
+        alike = [a / b for a, b in zip(seconds["microbatches"], times, strict=True)]
+        said = "" if predicted[system] is None else f"; predicted {1e3 * predicted[system]:.0f} ms"
+        print(
+            f"  {system:12s} {1e3 * statistics.median(times):6.0f} ms; {statistics.median(ratios):.2f} times one rank, "
+            f"{statistics.median(alike):.2f} times one rank's microbatches{said}",
+            flush=True,
+        )
