@@ -19,7 +19,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
-from autopar.ir.program import Program
+from autopar.ir.program import Block, Program
 from autopar.ir.verifier import verify_program
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
@@ -248,6 +248,14 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
         assert bound is not None, "the pipeline makes a plan"
         fallback = follow(analysed.program, bound.without_limits(), options) if bound.fallback else None
         return Compiled(analysed.program, bound, program, (*analysed.records, *records), fallback)
+
+
+def gradient_program(analysed: Analysed, options: Options) -> Block:
+    """The program of one microbatch, as a pipeline cuts it into stages."""
+    with paused_collection():
+        until = next(k for k, (name, _) in enumerate(_FOLLOWED) if name == "split_update") + 1
+        program, _, _ = _run((("choose", _choose), *_FOLLOWED[:until]), analysed.program, None, Request(options))
+        return next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
 
 
 def _run(

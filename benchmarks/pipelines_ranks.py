@@ -45,7 +45,7 @@ def main(address: str) -> None:
         elif system == "data":
             step = autopar.parallelize(step_of(loss), strategy="allreduce", sparse="off")
         else:
-            pipeline = autopar.Pipeline(jax.process_count(), system, microbatches)
+            pipeline = autopar.Pipeline(jax.process_count(), system, microbatches, profile=True)
             step = autopar.parallelize(step_of(loss), pipeline=pipeline)
         key = name, system
         steps[key], states[key] = step, (params, TX.init(params))

@@ -7,7 +7,7 @@ link, is in them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -134,6 +134,10 @@ class StageRates:
     def seconds(self, flops: float, moved_bytes: float) -> float:
         """Of a program."""
         return self.call_s + flops * self.flop_s + moved_bytes * self.byte_s
+
+    def scaled(self, factor: float) -> StageRates:
+        """Of devices that take so many times as long for the same work."""
+        return replace(self, flop_s=factor * self.flop_s, byte_s=factor * self.byte_s)
 
 
 #: Where nothing is measured: in floating-point operations.

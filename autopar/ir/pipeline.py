@@ -32,6 +32,9 @@ class Pipeline:
         microbatches in turn.
       stages_per_device: Of "interleaved", stages on each device: stage k is on device k modulo the number of devices.
         2 by default; 1 of other schedules.
+      profile: Whether the gradient program of a microbatch is timed on one device before stages are cut. Else times
+        follow from operations and bytes at rates that are measured of large products and passes over memory. All
+        weights must fit the device.
 
     Raises:
       ArgumentsError: an option that no pipeline has, or options that don't go together.
@@ -42,6 +45,7 @@ class Pipeline:
     microbatches: int = 8
     replicas: int | Sequence[int] = 1
     stages_per_device: int | None = None
+    profile: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stages, (bool, str)) or self.count < 1:
@@ -49,6 +53,8 @@ class Pipeline:
         if self.schedule not in SCHEDULES:
             raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
         _check_count("microbatches", self.microbatches)
+        if not isinstance(self.profile, bool):
+            raise ArgumentsError(f"profile={self.profile!r}: give True or False")
         for count in _counts(self.replicas, self.count):
             _check_count("replicas", count)
         if not isinstance(self.replicas, int) and len(self.replicas) != self.count:

@@ -12,9 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
+from autopar.analysis.work import equation_work
 from autopar.backends.devices import Devices
+from autopar.backends.emit import emit
+from autopar.backends.microbatches import Microbatch
 from autopar.backends.processes import Processes, own_devices
 from autopar.cost.rates import StageRates
+from autopar.ir.program import Block, Var
 from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.mpi.point_to_point import point_to_point
 
@@ -35,11 +40,39 @@ def stage_rates_of(devices: Sequence[Any], processes: Processes) -> StageRates:
     key = tuple(devices)
     if key not in _known:
         measured = _measure(own_devices(devices), _sent_seconds(devices))
-        if processes.several:
-            first = processes.gather(json.dumps(dataclasses.asdict(measured)).encode(), "rates of stages")[0]
-            measured = StageRates(**json.loads(first))
-        _known[key] = measured
+        _known[key] = first_rates(processes, measured)
     return _known[key]
+
+
+def first_rates(processes: Processes, rates: StageRates) -> StageRates:
+    """Those of the first process: all plan by the same figures."""
+    first = processes.gather(json.dumps(dataclasses.asdict(rates)).encode(), "rates of stages")[0]
+    return StageRates(**json.loads(first))
+
+
+def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:
+    """The rates with which the gradient program of a microbatch takes as long as it does.
+
+    Args:
+      rates: As they were measured of large products and passes over memory.
+      block: The program, which is timed on the first of `devices` that this process has.
+      microbatches: M.
+    """
+    run = jax.jit(lambda number, *inputs: emit(block, {}, Microbatch(number, microbatches, None))(*inputs))
+    device = own_devices(devices)[0]
+    inputs = jax.device_put([_example(v) for v in block.inputs], device)
+    number = jnp.int32(0)
+    seconds = _seconds(lambda: run(number, *inputs))
+    work = [equation_work(equation) for equation in block.equations]
+    predicted = rates.seconds(sum(flops for flops, _ in work), sum(moved for _, moved in work))
+    return rates.scaled(max(seconds - rates.call_s, 0.0) / max(predicted - rates.call_s, 1e-12))
+
+
+def _example(var: Var) -> Any:
+    """Something of a value's type."""
+    if jax_compat.is_key(var.dtype):
+        return jnp.zeros(var.shape, var.dtype)
+    return jnp.full(var.shape, 0.01 if jax_compat.is_float(var.dtype) else 0, var.dtype)
 
 
 def _measure(own: Sequence[Any], sent: float) -> StageRates:

@@ -12,7 +12,7 @@ from typing import Any
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
-from autopar.compile import Compiled, analyze_program, compile_program
+from autopar.compile import Analysed, Compiled, analyze_program, compile_program, gradient_program
 from autopar.cost.measurements import Measurements
 from autopar.errors import StepError
 from autopar.ir.options import Options
@@ -20,6 +20,7 @@ from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
+from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
@@ -127,7 +128,7 @@ class Planner:
         """Analyze, measure, compile; once more where rows turn out not to be deferrable."""
         while True:
             analysed = analyze_program(program, options)
-            measured = measure(analysed.program, options, self.machine, example)
+            measured = self._profiled(measure(analysed.program, options, self.machine, example), analysed, options)
             try:
                 compiled = compile_program(analysed, options, measured)
                 break
@@ -137,6 +138,16 @@ class Planner:
         if self.processes is not None:
             check_same_plan(self.processes, compiled)
         return compiled
+
+    def _profiled(self, measured: Measurements, analysed: Analysed, options: Options) -> Measurements:
+        """With the rates of this very step, where the user wants it profiled; those of the first process."""
+        if options.pipeline is None or not options.pipeline.profile or measured.stages is None:
+            return measured
+        block, count = gradient_program(analysed, options), options.microbatches
+        rates = profiled_rates(measured.stages, block, count, self.stage_devices)
+        if self.processes is not None:
+            rates = first_rates(self.processes, rates)
+        return dataclasses.replace(measured, stages=rates)
 
     def _written_for(self, call: Call) -> tuple[Callable[..., Any], Sequence[str]]:
         """The user's step; of one that is written for one of several devices that of all of them, and notes on it."""

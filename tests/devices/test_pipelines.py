@@ -12,6 +12,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.backends.processes import Processes
+from autopar.measure.stage_rates import stage_rates_of
 from autopar.planning.check import compare_sends
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
 
@@ -122,6 +124,16 @@ def test_a_plan_has_the_stages(tmp_path: Any) -> None:
     assert "pipeline" in str(plan.diff(other))
     with pytest.raises(autopar.ArgumentsError, match="pipeline= given together with plan="):
         autopar.parallelize(step, plan=loaded, pipeline=pipeline)
+
+
+def test_a_profiled_plan() -> None:
+    """As long as the gradient program takes here, which has next to nothing to do."""
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, profile=True))
+    assert difference(planned, step, make) < 1e-12
+    seconds = [sum(stage.seconds.values()) for stage in planned.plan.pipeline.stages]
+    rates = stage_rates_of(tuple(jax.devices()[:2]), Processes((0,)))
+    assert sum(seconds) > 4 * rates.call_s  # a call of each program, and the work
 
 
 @pytest.mark.parametrize(
@@ -235,6 +247,7 @@ def test_stages_by_patterns() -> None:
         ({"stages": 2, "microbatches": 5}, {}, f"doesn't divide the batch: batch/ids has {EXAMPLES} examples"),
         ({"stages": 2}, {"strategy": "ps"}, "strategy= given together with pipeline="),
         ({"stages": 0}, {}, "give a number"),
+        ({"stages": 2, "profile": "yes"}, {}, "profile='yes': give True or False"),
         ({"stages": 4, "replicas": (2, 2)}, {}, "2 numbers for 4 stages"),
         ({"stages": 4, "replicas": (2, 4, 1, 2)}, {}, "4 stages need 9 devices"),
         ({"stages": 4, "stages_per_device": 2}, {}, "take schedule='interleaved'"),

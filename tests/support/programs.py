@@ -198,10 +198,30 @@ def repeated() -> Program:
     return projected(ids_count=24, wide=8)
 
 
-PROGRAMS = {p.__name__: p for p in (dead_code, remat, sgd, adagrad, scan, tied, shards, hosts, repeated)}
+def _product(axes: tuple[int, int]) -> Callable[[Any, Any], Any]:
+    return lambda x, y: lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())))
+
+
+def microbatches() -> Program:
+    """Two products and their gradients: what sums over the examples ends the microbatches, and the update follows."""
+    b = Builder()
+    first, second = (b.input(name, "state", (WIDTH, WIDTH)) for name in ("first", "second"))
+    x = b.input("x", "batch", (2 * IDS, WIDTH))
+    hidden = b(_product((1, 0)), x, first)
+    y = b(_product((1, 0)), hidden, second)
+    dy = b(times(0.5), y)
+    dhidden = b(_product((1, 1)), dy, second)
+    grads = b(_product((0, 0)), x, dhidden), b(_product((0, 0)), hidden, dy)
+    steps = [b(lax.add, w, b(times(-0.125), g)) for w, g in zip((first, second), grads, strict=True)]
+    outputs = [(steps[0], "first", 0), (steps[1], "second", 1), (b(total, y), "loss", None)]
+    return b.program("microbatches", outputs)
+
+
+PROGRAMS = {p.__name__: p for p in (dead_code, remat, sgd, adagrad, scan, tied, shards, hosts, repeated, microbatches)}
 #: By rows on one device unless they are here; those aren't run, for they are programs of one device or rank of several.
 OPTIONS = {
     "shards": Options(strategy={"table": "ps", "w": "ps"}, devices=2, emit="pmap"),
     "hosts": Options(strategy={"table": ("ps", "hosts")}, devices=2, hosts=True),
+    "microbatches": Options(microbatches=2),
     "repeated": Options(strategy={"table": ("ps", "hosts")}, hosts=True),
 }

@@ -1,0 +1,171 @@
+"""A program written by hand, cut into two stages: which equation is where, and a step's actions, run one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.backends.emit import emit
+from autopar.backends.microbatches import Microbatch
+from autopar.compile import PIPELINE, Request
+from autopar.ir.options import Options
+from autopar.ir.pipeline import Pipeline, StagedStep
+from autopar.ir.program import Program, Var
+from autopar.ir.stage_actions import WHOLE, Action, Actions, Run, Send, list_actions
+from tests.support.programs import IDS, WIDTH, microbatches
+
+COUNT = 3
+
+
+def _staged(pipeline: Pipeline) -> tuple[Program, StagedStep]:
+    program = microbatches()
+    request, plan = Request(Options(pipeline=pipeline, microbatches=pipeline.microbatches, sparse="off")), None
+    written = program
+    for name, run in PIPELINE:
+        program, plan, _ = run(program, plan, request)
+        if name == "split_pipeline":
+            return written, program.staged
+    raise AssertionError("the pipeline has the pass")
+
+
+def _values() -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    shapes = ((WIDTH, WIDTH), (WIDTH, WIDTH), (2 * IDS, WIDTH))
+    return [random.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
+
+
+def _run(step: StagedStep, actions: Actions) -> list[np.ndarray]:
+    """The results of a step, each device having what it made or was sent, and what wasn't dropped yet."""
+    given = dict(zip(step.inputs, _values(), strict=True))
+    held: dict[tuple[int, tuple[Var, int]], np.ndarray] = {}
+    for var, devices in actions.leaves.items():
+        held |= {(device, (var, WHOLE)): given[var] for device in devices}
+
+    def read(device: int, value: tuple[Var, int]) -> np.ndarray:
+        var, part = value
+        if var in step.parts:
+            whole, axis = step.parts[var]
+            return np.split(given[whole], step.microbatches, axis)[part]
+        return held[device, value]
+
+    for action, drops in zip(actions.actions, actions.drops, strict=True):
+        if isinstance(action, Run):
+            number = jnp.int32(max(action.microbatch, 0))
+            run = emit(action.program.block, {}, Microbatch(number, step.microbatches, None))
+            results = run(*(jnp.asarray(read(action.device, v)) for v in action.reads))
+            for var, result in zip(action.program.outputs, map(np.asarray, results), strict=True):
+                held[action.device, (var, action.microbatch)] = result
+                if var in action.sums:
+                    at = action.device, action.sums[var]
+                    held[at] = held[at] + result if at in held else result
+        elif isinstance(action, Send):
+            held[action.target, action.value] = read(action.source, action.value)
+        else:
+            for var, (parts, join) in action.made.items():
+                found = [read(action.device, part) for part in parts]
+                total = sum(found) if isinstance(join, str) else np.concatenate(found, join)
+                held[action.device, (var, WHOLE)] = np.asarray(total)
+        for at in drops:
+            held.pop(at, None)
+    return [held[actions.homes[v][0], (v, WHOLE)] for v in step.outputs if isinstance(v, Var)]
+
+
+def _expected(program: Program) -> list[np.ndarray]:
+    return [np.asarray(x) for x in emit(program.block)(*map(jnp.asarray, _values()))]
+
+
+def _listed(pipeline: Pipeline) -> tuple[list[np.ndarray], StagedStep, Actions]:
+    program, step = _staged(pipeline)
+    return _expected(program), step, list_actions(step, pipeline.scheduled(pipeline.microbatches))
+
+
+def _agree(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_which_equation_is_where() -> None:
+    _, step = _staged(Pipeline(2, "zero-bubble", COUNT))
+    ops = {(p.phase, p.stage): [e.op for e in p.block.equations] for p in step.programs}
+    assert ops["F", 0] == ["dot_general"]
+    assert ops["F", 1] == ["dot_general", "reduce_sum"]
+    assert ops["B", 1] == ["mul", "dot_general"]  # the gradient of what stage 0 has sent, which it waits for
+    assert ops["W", 1] == ["dot_general"]
+    assert ops["W", 0] == ["dot_general"] and ("B", 0) not in ops
+    assert ops["update", 0] == ops["update", 1] == ["mul", "add"]
+    assert sorted(step.homes.values()) == [0, 1]
+    merged = {(p.phase, p.stage) for p in _staged(Pipeline(2, "1f1b", COUNT))[1].programs}
+    assert ("W", 1) not in merged and ("B", 0) in merged
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        Pipeline(1, "1f1b", COUNT),
+        Pipeline(2, "1f1b", COUNT),
+        Pipeline(2, "gpipe", COUNT),
+        Pipeline(2, "zero-bubble", COUNT),
+        Pipeline(2, "1f1b", COUNT, replicas=(2, 1)),
+        Pipeline(2, "zero-bubble", 2 * COUNT, replicas=2),
+        Pipeline(2, "interleaved", COUNT),
+    ],
+    ids=lambda p: f"{p.count} {p.schedule} {p.replicas}",
+)
+def test_the_actions_make_the_step(pipeline: Pipeline) -> None:
+    """Small integers: no sum rounds."""
+    expected, step, actions = _listed(pipeline)
+    assert _agree(_run(step, actions), expected)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", 1), ("gpipe", COUNT), ("zero-bubble", 2)])
+def test_a_stage_holds_the_activations_that_its_schedule_says(schedule: str, most: int) -> None:
+    """From the forward that has read them to the last task that reads them."""
+    _, step, actions = _listed(Pipeline(2, schedule, COUNT))
+    hidden = _hidden(step)
+    held = highest = 0
+    for action, drops in zip(actions.actions, actions.drops, strict=True):
+        held += isinstance(action, Run) and (action.program.phase, action.device) == ("F", 1)
+        highest = max(highest, held)
+        held -= sum(device == 1 and value[0] is hidden for device, value in drops)
+    assert (held, highest) == (0, most)
+
+
+def _hidden(step: StagedStep) -> Var:
+    return next(p.outputs[0] for p in step.programs if (p.phase, p.stage) == ("F", 0))
+
+
+@pytest.mark.parametrize("wrong", ["a sum lost", "freed early", "sent late", "a replica's sum lost"])
+def test_mistakes_are_found(wrong: str) -> None:
+    """The check of the tests above can fail."""
+    replicas = (2, 1) if wrong == "a replica's sum lost" else 1
+    expected, step, actions = _listed(Pipeline(2, "1f1b", COUNT, replicas=replicas))
+    listed, drops = list(actions.actions), list(actions.drops)
+    if wrong == "freed early":  # with the forward, though the backward reads it
+        early, late = (_task(listed, phase, 1) for phase in ("F", "B"))
+        assert (1, (_hidden(step), 0)) in drops[late]
+        drops[early] = (*drops[early], (1, (_hidden(step), 0)))
+    elif wrong == "sent late":
+        k = next(k for k, action in enumerate(listed) if isinstance(action, Send))
+        listed.append(listed.pop(k))
+        drops.append(drops.pop(k))
+    else:
+        k = _task(listed, "B", 0) if wrong == "a sum lost" else _task(listed, "B", 0, microbatch=1)
+        listed[k] = dataclasses.replace(listed[k], sums={})
+    changed = dataclasses.replace(actions, actions=tuple(listed), drops=tuple(drops))
+    if wrong == "a sum lost":
+        assert not _agree(_run(step, changed), expected)
+    else:
+        with pytest.raises(KeyError):
+            _run(step, changed)
+
+
+def _task(actions: Sequence[Action], phase: str, stage: int, microbatch: int = 0) -> int:
+    """Where a task of a microbatch is."""
+    return next(
+        k
+        for k, a in enumerate(actions)
+        if isinstance(a, Run) and (a.program.phase, a.program.stage, a.microbatch) == (phase, stage, microbatch)
+    )
