@@ -18,6 +18,7 @@ class StagePlan:
       weights: Paths of its parameters, in the order of their first use.
       seconds: Kind of task ("F", "B", "W": gradients of weights) -> what it takes for a microbatch; nothing where the
         devices' rates aren't known.
+      update_s: Seconds of the update of its weights and slots.
       flops: Floating-point operations of its products for a microbatch.
       ahead_bytes, back_bytes: Sent for a microbatch to later stages, and to earlier ones.
       state_bytes: Of its weights, slots and other leaves.
@@ -28,6 +29,7 @@ class StagePlan:
     devices: tuple[int, ...]
     weights: tuple[str, ...]
     seconds: Mapping[str, float] = field(default_factory=dict)
+    update_s: float = 0.0
     flops: float = 0.0
     ahead_bytes: int = 0
     back_bytes: int = 0
@@ -91,8 +93,13 @@ class PipelinePlan:
 
     @property
     def seconds(self) -> float:
-        """What the microbatches are predicted to take together; 0 where rates aren't known."""
-        return self.simulated.seconds if all(stage.seconds for stage in self.stages) else 0.0
+        """What the microbatches and the slowest update are predicted to take; 0 where rates aren't known."""
+        if not all(stage.seconds for stage in self.stages):
+            return 0.0
+        updates = dict.fromkeys(range(self.devices), 0.0)
+        for stage in self.stages:
+            updates |= {device: updates[device] + stage.update_s for device in stage.devices}
+        return self.simulated.seconds + max(updates.values())
 
     @property
     def memory_bytes(self) -> tuple[int, ...]:

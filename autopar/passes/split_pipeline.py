@@ -67,6 +67,7 @@ def _plan(
                 devices=pipeline.places[k],
                 weights=tuple(paths[v] for v in weights if homes[v] == k),
                 seconds={} if rates is None else load.seconds(rates),
+                update_s=0.0 if rates is None else rates.seconds(0.0, 2 * load.state + load.gradient),
                 flops=sum(load.flops.values()),
                 ahead_bytes=load.ahead,
                 back_bytes=load.back,

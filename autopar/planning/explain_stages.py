@@ -22,10 +22,13 @@ def stage_table(plan: PipelinePlan) -> Table:
     table.add_column("weights", overflow="fold")
     for kind in kinds:
         table.add_column(f"{kind} ms", justify="right", no_wrap=True)
+    if kinds:
+        table.add_column("update ms", justify="right", no_wrap=True)
     for name in ("sent ahead", "sent back", "state", "activations"):
         table.add_column(name, justify="right")
     for k, stage in enumerate(plan.stages):
-        times = (f"{stage.seconds.get(kind, 0.0) * 1e3:.2f}" for kind in kinds)
+        seconds = [*(stage.seconds.get(kind, 0.0) for kind in kinds), *([stage.update_s] if kinds else [])]
+        times = (f"{each * 1e3:.2f}" for each in seconds)
         sizes = (
             format_bytes(x) for x in (stage.ahead_bytes, stage.back_bytes, stage.state_bytes, stage.activation_bytes)
         )
@@ -45,7 +48,7 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     held = ", ".join(format_bytes(size) for size in plan.memory_bytes)
     notes = [
         f"{plan.schedule}, {plan.microbatches} microbatches: {time}of which the {plan.devices} devices wait "
-        f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch.",
+        f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch, but for the update.",
         f"Memory of each device for state, gradients and activations: {held}.",
     ]
     if plan.tied_bytes:
