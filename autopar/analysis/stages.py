@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.analysis.primitives import MOVES
 from autopar.ir.program import Atom, Block, Equation, Var
 from autopar.ir.schedule import Kind
 
@@ -61,7 +62,21 @@ def label_equations(
         for atom in equation.inputs:
             if isinstance(atom, Var):
                 reached[atom] = max(reached.get(atom, NOWHERE), stage)
-    return found
+    return _with_moves(block, found)
+
+
+def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, Label]:
+    """What only moves a value of a backward is done where that is made: so a transposed gradient is that stage's."""
+    made: dict[Var, Label] = {}
+    for equation in block.equations:
+        label, sources = labels[equation], [a for a in equation.inputs if isinstance(a, Var)]
+        source = made.get(sources[0]) if len(sources) == 1 else None
+        if label.direction == "B" and equation.op in MOVES and source is not None and source.direction == "B":
+            size = sum(getattr(v.type, "nbytes", 0) for v in equation.outputs)
+            if size <= getattr(sources[0].type, "nbytes", 0):
+                label = labels[equation] = source
+        made.update(dict.fromkeys(equation.outputs, label))
+    return labels
 
 
 def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equation, Label]:

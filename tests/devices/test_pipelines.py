@@ -205,9 +205,10 @@ def test_a_state_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any)
         three(old, batch(1))
 
 
-def test_nothing_is_sent_but_activations_their_gradients_and_sums() -> None:
-    """Slots stay with their weights; the update of a stage reads scalars of the others."""
-    step, make = language_model(CLIPPED)
+@pytest.mark.parametrize("tied", [False, True])
+def test_nothing_is_sent_but_activations_their_gradients_and_sums(tied: bool) -> None:
+    """Slots stay with their weights; the update of a stage reads scalars of the others, and sums of tied weights."""
+    step, make = language_model(CLIPPED, tied=tied)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=3))
     staged = planned.entry(make(), batch(0)).compiled.program.staged
     made = {v: p for p in staged.programs for v in p.block.outputs}
@@ -220,8 +221,12 @@ def test_nothing_is_sent_but_activations_their_gradients_and_sums() -> None:
                 f"{program.phase} {program.stage} reads a leaf of stage {home}"
             )
             source = made.get(var) or sums.get(var)
-            if program.phase == "update" and source is not None and source.stage != program.stage:
-                assert var.shape == (), f"{var.type} crosses stages in the update"
+            if source is None or source.stage == program.stage:
+                continue
+            if program.phase == "update":
+                assert var.shape == () or (tied and var in sums), f"{var.type} crosses stages in the update"
+            elif source.phase != "before":
+                assert var.shape[0] == EXAMPLES // 3, f"{var.type} is no microbatch's, and crosses stages"
     assert max(p.level for p in staged.programs if p.phase == "update") == 2
 
 

@@ -114,6 +114,13 @@ def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[V
     return found
 
 
+def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
+    """The stage of what the update computes elementwise of a leaf's values: the leaf's."""
+    groups = _elementwise(parts.after, [*homes, *parts.step.outputs])
+    stages = {groups[v]: stage for v, stage in reversed(list(homes.items())) if v in groups}
+    return {v: stages[group] for v, group in groups.items() if group in stages}
+
+
 def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
     """The stage of the state's other leaves: that of the weight whose update they are read for."""
     states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state"]

@@ -17,7 +17,7 @@ from autopar import jax_compat
 from autopar.analysis.stages import NOWHERE, Label
 from autopar.ir.pipeline import PHASES, Phase, Pipeline, StagedStep, StageProgram
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
-from autopar.passes.staging.parts import SMALL, Parts, homes_before, read_by
+from autopar.passes.staging.parts import SMALL, Parts, homes_before, read_by, update_homes
 
 #: Phase, stage, level.
 _Key = tuple[Phase, int, int]
@@ -110,12 +110,13 @@ class StageCutter:
                 self.shared.update(dict.fromkeys(equation.outputs, equation))
 
     def _update(self) -> None:
-        """Each equation with its largest operand; levels count how often values have crossed."""
+        """Each equation where its leaf is, else its largest operand; levels count how often values have crossed."""
         homes: dict[Var, int] = dict(self.homes)
         made = {v: self.labels[e].stage for e in self.parts.body.equations for v in e.outputs}
         pairs = zip(self.parts.body.outputs, self.parts.step.outputs, strict=True)
         homes.update({outer: max(made.get(inner, 0), 0) if isinstance(inner, Var) else 0 for inner, outer in pairs})
         levels: dict[Var, int] = {}
+        of_leaves = update_homes(self.parts, self.homes)
         for equation in self.parts.after:
             atoms = [a for a in equation.inputs if isinstance(a, Var)]
             apart = [a for a in atoms if a not in self.anywhere and a not in self.shared]
@@ -125,6 +126,7 @@ class StageCutter:
                 continue
             known = [a for a in atoms if a in homes]
             stage = homes[max(known, key=lambda a: getattr(a.type, "size", 0))] if known else 0
+            stage = of_leaves.get(equation.outputs[0], stage)
             level = max((self._level(a, stage, homes, levels) for a in atoms), default=0)
             self.found.setdefault(("update", stage, level), []).append(equation)
             homes.update(dict.fromkeys(equation.outputs, stage))
