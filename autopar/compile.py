@@ -122,7 +122,9 @@ def _split_update(program: Program, bound: BoundPlan, request: Request) -> Resul
             f"microbatches={bound.plan.microbatches}: {program.name} has tables on hosts, whose steps take a batch as "
             "a whole. Leave microbatches= out, or the tables on the devices"
         )
-    program, note = split_update(program, bound)
+    pipeline = request.options.pipeline
+    own = pipeline is not None and pipeline.statistics == "microbatch"
+    program, note = split_update(program, bound, own_statistics=own)
     return program, bound, note
 
 

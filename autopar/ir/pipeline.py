@@ -35,6 +35,8 @@ class Pipeline:
       profile: Whether the gradient program of a microbatch is timed on one device before stages are cut. Else times
         follow from operations and bytes at rates that are measured of large products and passes over memory. All
         weights must fit the device.
+      statistics: "batch": examples that depend on sums over the batch, as by batch norm, are refused. "microbatch":
+        those sums are taken over each microbatch, as GPipe does: another function.
 
     Raises:
       ArgumentsError: an option that no pipeline has, or options that don't go together.
@@ -46,6 +48,7 @@ class Pipeline:
     replicas: int | Sequence[int] = 1
     stages_per_device: int | None = None
     profile: bool = False
+    statistics: Choice["batch", "microbatch"] = "batch"
 
     def __post_init__(self) -> None:
         if isinstance(self.stages, (bool, str)) or self.count < 1:
@@ -55,6 +58,8 @@ class Pipeline:
         _check_count("microbatches", self.microbatches)
         if not isinstance(self.profile, bool):
             raise ArgumentsError(f"profile={self.profile!r}: give True or False")
+        if self.statistics not in ("batch", "microbatch"):
+            raise ArgumentsError(f"statistics={self.statistics!r}: there are 'batch' and 'microbatch'")
         for count in _counts(self.replicas, self.count):
             _check_count("replicas", count)
         if not isinstance(self.replicas, int) and len(self.replicas) != self.count:

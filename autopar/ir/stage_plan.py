@@ -47,6 +47,7 @@ class PipelinePlan:
       stages: In order.
       tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
       send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
+      statistics: Lines of sums over the batch that are taken over each microbatch: the step is another function.
     """
 
     schedule: str
@@ -55,6 +56,7 @@ class PipelinePlan:
     stages_per_device: int = 1
     tied_bytes: int = 0
     send_byte_s: float = 0.0
+    statistics: tuple[str, ...] = ()
 
     @property
     def places(self) -> Places:
@@ -75,6 +77,7 @@ class PipelinePlan:
             microbatches=self.microbatches,
             replicas=tuple(len(stage.devices) for stage in self.stages),
             stages_per_device=self.stages_per_device,
+            statistics="microbatch" if self.statistics else "batch",
         )
 
     @property

@@ -7,6 +7,7 @@ tied embeddings) is summed by the update.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.measurements import Measurements
@@ -47,6 +48,7 @@ def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements)
     splits = pipeline.scheduled(pipeline.microbatches).splits_backward
     labels = label_parts(parts, homes, pipeline.count, splits_backward=splits)
     plan = _plan(program, pipeline, weights, homes, stage_loads(parts, labels, homes, pipeline.places), measured)
+    plan = dataclasses.replace(plan, statistics=parts.step.params.get("statistics", ()))
     _check_memory(plan, measured)
     return StageCutter(program, parts, labels, homes, tuple(weights), pipeline).run(), plan
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
@@ -22,7 +23,7 @@ from autopar.analysis.work import PRODUCTS
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import PREFIX
-from autopar.ir.program import Atom, Block, Equation, Program, Source, Var
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
 from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -38,30 +39,33 @@ _SCALES = ("mul", "div", "neg")
 _OF_IDS = ("ap.row_ids", "ap.route")
 
 
-def split_update(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def split_update(program: Program, bound: BoundPlan, *, own_statistics: bool = False) -> tuple[Program, str]:
     """The program with an `ap.microbatches` equation in place of what works on examples.
 
     Args:
       program: A lifted program.
       bound: Its plan, whose placements divide the batch by devices and microbatches.
+      own_statistics: Whether a sum over the batch that examples read is that of each microbatch, times M: another
+        function, as of batch norm in GPipe (section 2.2).
 
     Raises:
       StrategyError: what a microbatch computes depends on the examples of the others.
     """
     count = bound.plan.microbatches
     try:
-        return _split(program, bound, count)
+        return _split(program, bound, count, own_statistics)
     except NotLocal as error:
         remedy = (
             error.remedy
-            or "Say with batch_axis= which leaves of the batch have no examples, or leave microbatches= out"
+            or "Say with batch_axis= which leaves of the batch have no examples, or leave microbatches= out. "
+            "(Pipeline(statistics='microbatch') takes sums over each microbatch, which is another function)"
         )
         raise StrategyError(
             f"microbatches={count}: {program.name} isn't the same function of a batch in parts: {error}. {remedy}"
         ) from error
 
 
-def _split(program: Program, bound: BoundPlan, count: int) -> tuple[Program, str]:
+def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool) -> tuple[Program, str]:
     walk = _Microbatch(_shared(program, bound, count), program)
     axes = _axes(program, bound)
     given: list[State] = [None if axis is None else Spread(axis) for axis in axes]
@@ -74,6 +78,9 @@ def _split(program: Program, bound: BoundPlan, count: int) -> tuple[Program, str
     outputs, states = walk.program(program, given)
     batch_axes = {v: axis for v, axis in zip(program.block.inputs, axes, strict=True) if axis is not None}
     local, _ = eliminate_dead(Block(tuple(parts), tuple(walk.equations), tuple(outputs)))
+    statistics: tuple[Source | None, ...] = ()
+    if own_statistics:
+        local, statistics = _with_own_statistics(local, count)
     before, body, after = _divide(local)
     _check_divided(program, walk, before, body)
     joined = [e for e in local.equations if e.op == "ap.reduce"]
@@ -94,6 +101,8 @@ def _split(program: Program, bound: BoundPlan, count: int) -> tuple[Program, str
         "axes": (*(batch_axes[parts[v]] for v in used), *[None] * len(whole)),
         "joins": tuple(joins),
     }
+    if statistics:
+        params["statistics"] = tuple(map(str, statistics))
     step = Equation("ap.microbatches", (*(parts[v] for v in used), *whole), tuple(results), params, (microbatch,))
     ends = dict(zip(stacked, results[len(joined) :], strict=True))
     first = [_with_own_bodies(e) for e in needed_equations(program.block, walk.whole_values)]
@@ -156,23 +165,73 @@ def _reading(values: Sequence[Atom]) -> Equation:
     return Equation("ap.any", tuple(values), ())
 
 
+def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source | None, ...]]:
+    """The program whose microbatches take their own sums, times M, for those over the batch that they read; and where.
+
+    The update still reads the sums over the batch, as for a moving average of means.
+    """
+    reduces = [e for e in local.equations if e.op == "ap.reduce"]
+    after = dependent(local.equations, [v for e in reduces for v in e.outputs])
+    varying = _varying(local)
+    own = [e for e in local.equations if e.op == "ap.reduce" or _is_own(e, varying)]
+    read = {a for e in own for a in e.inputs if isinstance(a, Var) and a in after}
+    made = {v for e in own if e.op != "ap.reduce" for v in e.outputs}
+    copied = {id(e) for e in needed_equations(local, read - made)}
+    new: dict[Atom, Atom] = {}
+    equations: list[Equation] = []
+    lines: dict[Source | None, None] = {}
+    for equation in local.equations:
+        is_own = equation.op != "ap.reduce" and _is_own(equation, varying)
+        inputs = tuple(new.get(a, a) for a in equation.inputs)
+        if is_own or equation.op == "ap.reduce":
+            equations.append(dataclasses.replace(equation, inputs=inputs))
+        else:
+            equations.append(equation)
+        if id(equation) not in copied or is_own or after.isdisjoint(equation.outputs):
+            continue
+        outputs = tuple(Var(v.type) for v in equation.outputs)
+        new.update(zip(equation.outputs, outputs, strict=True))
+        if equation.op == "ap.reduce":
+            lines[_line(local, equation.outputs[0])] = None
+            equations.append(_times(inputs[0], count if equation.params["op"] == "sum" else 1, outputs[0]))
+        else:
+            equations.append(_with_own_bodies(dataclasses.replace(equation, inputs=inputs, outputs=outputs)))
+    return Block(local.inputs, tuple(equations), tuple(local.outputs)), tuple(lines)
+
+
+def _times(value: Atom, factor: int, out: Var) -> Equation:
+    factor_ = Literal.scalar(factor, value.dtype)
+    return Equation("mul", (value, factor_), (out,), primitive=jax.lax.mul_p)
+
+
+def _varying(local: Block) -> set[Var]:
+    """What differs between microbatches, sums over them apart."""
+    apart = [e for e in local.equations if e.op != "ap.reduce"]
+    return dependent(apart, local.inputs, _by_number)
+
+
+def _is_own(equation: Equation, varying: set[Var]) -> bool:
+    return any(v in varying for v in equation.outputs)
+
+
+def _by_number(equation: Equation) -> bool:
+    """Whether a microbatch has its own by its number."""
+    inner = (e for body in equation.bodies for e in body.walk())
+    return equation.op in _BY_NUMBER or any(e.op in _BY_NUMBER for e in inner)
+
+
 def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation]]:
     """What is the same for all microbatches, what each does by itself, and what follows from their sums.
 
     Raises:
       NotLocal: what a microbatch does follows from such a sum.
     """
-
-    def by_number(equation: Equation) -> bool:
-        inner = (e for body in equation.bodies for e in body.walk())
-        return equation.op in _BY_NUMBER or any(e.op in _BY_NUMBER for e in inner)
-
     for equation in local.equations:
         if any(e.op in ("ap.reduce", "ap.replicate") for body in equation.bodies for e in body.walk()):
             raise NotLocal("a sum over all examples in a loop or branch", equation.source)
     sums = {v for e in local.equations if e.op == "ap.reduce" for v in e.outputs}
     apart = [e for e in local.equations if e.op != "ap.reduce"]
-    varying = dependent(apart, local.inputs, by_number)
+    varying = _varying(local)
     after = dependent(local.equations, sums)
     for equation in local.equations:
         is_own = equation.op == "ap.reduce" or not varying.isdisjoint(equation.outputs)

@@ -53,4 +53,9 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     ]
     if plan.tied_bytes:
         notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
+    if plan.statistics:
+        notes.append(
+            "statistics='microbatch': these sums over the batch, which examples depend on, are those of a microbatch, "
+            f"which is not what the plain step computes: {', '.join(plan.statistics)}."
+        )
     return notes

@@ -186,6 +186,52 @@ def test_a_sum_that_no_microbatch_makes() -> None:
         np.testing.assert_allclose(a, b, atol=1e-13)
 
 
+def test_statistics_of_microbatches_are_those_of_gpipe() -> None:
+    """Batch norm over each microbatch; moving averages over all of them."""
+    count = 4
+
+    def run(params: Any, stats: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        h = x @ params["a"]
+        mean = h.mean(0)
+        var = jnp.mean((h - mean) ** 2, 0)
+        h = jnp.tanh((h - mean) * jax.lax.rsqrt(var + 1e-5) * params["g"])
+        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
+        return h @ params["c"], new
+
+    def gradients(state: Any, given: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y, stats = run(params, state["stats"], given["x"])
+            return jnp.mean((y - given["y"]) ** 2), stats
+
+        return jax.value_and_grad(loss, has_aux=True)(state["params"])
+
+    def updated(state: Any, found: Any) -> Any:
+        (loss, stats), grads = found
+        return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads), "stats": stats}, loss
+
+    def step(state: Any, given: Any) -> Any:
+        return updated(state, gradients(state, given))
+
+    def gpipe(state: Any, given: Any) -> Any:
+        parts = [jax.tree.map(lambda x, k=k: jnp.split(x, count)[k], given) for k in range(count)]
+        return updated(state, jax.tree.map(lambda *xs: sum(xs) / count, *(gradients(state, part) for part in parts)))
+
+    random = np.random.default_rng(0)
+    params = {"a": random.standard_normal((6, 8)), "g": np.ones(8), "c": random.standard_normal((8, 3))}
+    state = jax.tree.map(jnp.asarray, {"params": params, "stats": {"mean": np.zeros(8), "var": np.ones(8)}})
+    given = {"x": random.standard_normal((16, 6)), "y": random.standard_normal((16, 3))}
+    with pytest.raises(autopar.StrategyError, match=r"test_pipelines.py:\d+\).*statistics='microbatch'"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=count))(state, given)
+    pipeline = autopar.Pipeline(2, microbatches=count, statistics="microbatch")
+    planned = autopar.parallelize(step, pipeline=pipeline, donate=False)
+    ours, theirs = planned(state, given), gpipe(state, given)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-13)
+    assert abs(float(ours[1] - step(state, given)[1])) > 1e-3  # another function
+    assert "is not what the plain step computes" in " ".join(str(autopar.explain(planned)).split())
+    assert planned.plan.pipeline.pipeline.statistics == "microbatch"
+
+
 def test_a_state_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any) -> None:
     step, make = language_model(CLIPPED)
     three, two = (autopar.parallelize(step, pipeline=autopar.Pipeline(n, microbatches=n)) for n in (3, 2))
@@ -252,6 +298,7 @@ def test_stages_by_patterns() -> None:
         ({"stages": 2, "microbatches": 5}, {}, f"doesn't divide the batch: batch/ids has {EXAMPLES} examples"),
         ({"stages": 2}, {"strategy": "ps"}, "strategy= given together with pipeline="),
         ({"stages": 0}, {}, "give a number"),
+        ({"stages": 2, "statistics": "none"}, {}, "there are 'batch' and 'microbatch'"),
         ({"stages": 2, "profile": "yes"}, {}, "profile='yes': give True or False"),
         ({"stages": 4, "replicas": (2, 2)}, {}, "2 numbers for 4 stages"),
         ({"stages": 4, "replicas": (2, 4, 1, 2)}, {}, "4 stages need 9 devices"),
