@@ -81,18 +81,21 @@ class PipelinePlan:
         )
 
     @property
-    def simulated(self) -> Simulated:
-        """The microbatches in time; where rates aren't known, in floating-point operations."""
+    def times(self) -> StageTimes:
+        """Of tasks and sends, for a microbatch; where rates aren't known, in floating-point operations."""
         ahead = [self.send_byte_s * stage.ahead_bytes for stage in self.stages]
         back = [self.send_byte_s * stage.back_bytes for stage in self.stages]
         activations = [float(stage.activation_bytes) for stage in self.stages]
-        known = all(stage.seconds for stage in self.stages)
         kinds = {kind: [s.seconds.get(kind, 0.0) for s in self.stages] for kind in ("F", "B", "W")}
-        if not known:
+        if not all(stage.seconds for stage in self.stages):
             kinds = {kind: [part * s.flops for s in self.stages] for kind, part in (("F", 1 / 3), ("B", 2 / 3))}
             kinds["W"] = [0.0] * len(self.stages)
-        schedule = self.pipeline.scheduled(self.microbatches)
-        return simulate_schedule(schedule, StageTimes(kinds, ahead, back, activations))
+        return StageTimes(kinds, ahead, back, activations)
+
+    @property
+    def simulated(self) -> Simulated:
+        """The microbatches in time."""
+        return simulate_schedule(self.pipeline.scheduled(self.microbatches), self.times)
 
     @property
     def seconds(self) -> float:

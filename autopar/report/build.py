@@ -12,6 +12,7 @@ from autopar.cost.simulate import StepTime
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
+from autopar.ir.stage_plan import PipelinePlan
 from autopar.planning.simulate import Simulation, simulate
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
@@ -65,6 +66,7 @@ def report(
     - parts, methods: predicted time of a step by part, and of its work on the table by method.
     - speedup: simulated on 1 to 10,000 devices, with what takes most of a step.
     - measured: predicted against measured times.
+    - Of a pipeline, schedule and devices: each device's tasks in time; how long it computes and waits.
 
     Args:
       plan: Of `autopar.plan`.
@@ -89,6 +91,8 @@ def report(
     figures, made = require_figures(), _Parts()
     if not isinstance(plan, Plan):
         raise ArgumentsError("report takes a plan: report(autopar.plan(step, state, batch, cluster=...))")
+    if plan.pipeline is not None:
+        return _report_stages(made, plan, plan.pipeline, timings(measured) if measured is not None else ())
     shown = _shown(plan, table)
     where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
     told = timings(measured) if measured is not None else ()
@@ -106,6 +110,30 @@ def report(
         _add_measured(made, figures, told)
     title = f"{plan.step} on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
     return Report(title, made.figures, made.captions, made.tables, tuple(made.notes))
+
+
+def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, told: Sequence[Timing]) -> Report:
+    from autopar.report import stages  # draws
+
+    simulated, where = pipeline.simulated, f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
+    made.tables["parameters"] = parameter_rows(plan)
+    made.tables["stages"] = stages.stage_rows(pipeline)
+    made.draw(
+        "schedule",
+        f"{pipeline.schedule} with {pipeline.microbatches} microbatches, simulated: the devices wait "
+        f"{simulated.bubble:.0%} of the time.",
+        stages.schedule_figure(pipeline),
+    )
+    made.draw(
+        "devices",
+        "What each device does while the microbatches are in the pipeline: it computes (blue) or waits (grey).",
+        stages.device_figure(pipeline),
+    )
+    if not pipeline.seconds:
+        made.notes.append("No predicted times: the plan was made without rates of the devices.")
+    if told:
+        _add_measured(made, require_figures(), told)
+    return Report(f"{plan.step} in {where}", made.figures, made.captions, made.tables, tuple(made.notes))
 
 
 def require_figures() -> ModuleType:

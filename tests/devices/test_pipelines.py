@@ -117,6 +117,9 @@ def test_a_plan_has_the_stages(tmp_path: Any) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and not plan.diff(loaded)
+    report = autopar.report(plan)
+    assert list(report.figures) == ["schedule", "devices"] and len(report.tables["stages"]) == 3
+    assert len(report.figures["schedule"].axes[0].patches) == 3 * 3 * 4  # stages, kinds, microbatches
     planned = autopar.parallelize(step, plan=loaded)
     assert difference(planned, step, make) < 1e-12
     assert planned.plan.pipeline.stages == plan.pipeline.stages

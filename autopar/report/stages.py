@@ -1,0 +1,99 @@
+"""What a report shows of a pipeline: its schedule in time, what each device does of it, and its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from autopar.ir.schedule import Task
+from autopar.ir.stage_plan import PipelinePlan
+from autopar.report.data import TableRow
+from autopar.report.style import BLUE, FONT, GREEN, INK, ORANGE, PALE, WIDTH, blank, fit_size, format_seconds, name_axes
+
+_COLOURS: Mapping[str, str] = {"F": BLUE, "B": ORANGE, "W": GREEN}
+_WORDS: Mapping[str, str] = {"F": "forward", "B": "backward", "W": "gradients of weights"}
+#: Inches for each device.
+_HIGH = 0.32
+#: Tasks of a device whose microbatches are numbered.
+_NUMBERED = 40
+#: Of all the time, what a number has room in.
+_NARROW = 0.015
+
+
+def schedule_figure(plan: PipelinePlan) -> Figure:
+    """Each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
+    simulated, known = plan.simulated, all(stage.seconds for stage in plan.stages)
+    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
+    ends = _ends(plan)
+    for task, start in simulated.starts.items():
+        replicas = plan.stages[task.stage].devices
+        device = replicas[task.microbatch % len(replicas)]
+        axes.add_patch(
+            Rectangle(
+                (start, device - 0.4), ends[task] - start, 0.8, facecolor=_COLOURS[task.kind], edgecolor="white", lw=0.5
+            )
+        )
+        if 2 * plan.microbatches <= _NUMBERED and ends[task] - start > _NARROW * simulated.seconds:
+            middle = (start + ends[task]) / 2
+            axes.text(middle, device, str(task.microbatch), fontsize=FONT - 2, color="white", ha="center", va="center")
+    axes.set_xlim(0, simulated.seconds)
+    axes.set_ylim(plan.devices - 0.4, -0.6)
+    axes.set_yticks(range(plan.devices))
+    if known:
+        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0")
+    else:
+        axes.set_xticks([])
+    kinds = [kind for kind in _COLOURS if any(task.kind == kind for task in simulated.starts)]
+    axes.legend(
+        [Rectangle((0, 0), 1, 1, facecolor=_COLOURS[kind]) for kind in kinds],
+        [_WORDS[kind] for kind in kinds],
+        fontsize=FONT,
+        frameon=False,
+        ncols=len(kinds),
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+    )
+    name_axes(axes, "time" if known else "time (rates of the devices aren't known)", "device")
+    return fit_size(figure)
+
+
+def _ends(plan: PipelinePlan) -> Mapping[Task, float]:
+    times, splits = plan.times, plan.schedule == "zero-bubble"
+    return {task: start + times.of(task, splits) for task, start in plan.simulated.starts.items()}
+
+
+def device_figure(plan: PipelinePlan) -> Figure:
+    """What each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
+    simulated = plan.simulated
+    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
+    for device, busy in enumerate(simulated.busy):
+        axes.barh(device, busy, color=BLUE, height=0.7)
+        axes.barh(device, simulated.seconds - busy, left=busy, color=PALE, height=0.7)
+        share = f"{1 - busy / simulated.seconds:.0%} waits" if simulated.seconds else ""
+        axes.text(simulated.seconds, device, f" {share}", fontsize=FONT, color=INK, va="center")
+    axes.set_ylim(plan.devices - 0.4, -0.6)
+    axes.set_yticks(range(plan.devices))
+    axes.set_xticks([])
+    name_axes(axes, "time of the microbatches", "device")
+    return fit_size(figure)
+
+
+def stage_rows(plan: PipelinePlan) -> Sequence[TableRow]:
+    """A row for each stage; times and bytes of a microbatch."""
+    return [
+        {
+            "stage": k,
+            "devices": ", ".join(map(str, stage.devices)),
+            "weights": len(stage.weights),
+            "first weight": stage.weights[0] if stage.weights else "",
+            **{f"{_WORDS[kind]}, ms": round(1e3 * seconds, 3) for kind, seconds in stage.seconds.items()},
+            "update, ms": round(1e3 * stage.update_s, 3),
+            "sent ahead, bytes": stage.ahead_bytes,
+            "sent back, bytes": stage.back_bytes,
+            "state, bytes": stage.state_bytes,
+            "activations, bytes": stage.activation_bytes,
+        }
+        for k, stage in enumerate(plan.stages)
+    ]
