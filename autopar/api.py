@@ -171,7 +171,7 @@ def parallelize(
     processes: Processes | None = None
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
-        sparse, emit, stage_devices = "off", "pjit", devices.mesh.devices.ravel()[: pipeline.devices].tolist()
+        sparse, emit, stage_devices = "off", "pjit", _stage_devices(pipeline, devices).tolist()
         processes = Processes.of(jax.sharding.Mesh(stage_devices, ("stages",)))
         devices = Devices.of(jax.sharding.Mesh(own_devices(stage_devices)[:1], ("data",)))
     hosts = asks_for_hosts(strategy)
@@ -189,6 +189,7 @@ def parallelize(
             plan=plan,
             microbatches=microbatches if pipeline is None else pipeline.microbatches,
             pipeline=pipeline,
+            stage_devices=len(stage_devices),
         ),
         machine=Machine(
             rates=rates if plan is None else None,
@@ -207,12 +208,17 @@ def parallelize(
     return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
 
 
+def _stage_devices(pipeline: Pipeline, devices: Devices) -> np.ndarray:
+    """Those that stages have, or may have."""
+    return devices.mesh.devices.ravel()[: None if pipeline.is_open else pipeline.devices]
+
+
 def _check_pipeline(
     pipeline: Pipeline, devices: Devices, microbatches: int, emit: Emit, plan: Plan | None, strategy: Strategy
 ) -> None:
     if not isinstance(pipeline, Pipeline):
         raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
-    if pipeline.devices > devices.mesh.size:
+    if not pipeline.is_open and pipeline.devices > devices.mesh.size:
         raise ArgumentsError(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {devices.mesh.size}"
         )
@@ -221,7 +227,7 @@ def _check_pipeline(
     named = [f"{name}=" for name, is_given in others.items() if is_given]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")
-    own = {device.process_index for device in devices.mesh.devices.ravel()[: pipeline.devices]}
+    own = {device.process_index for device in _stage_devices(pipeline, devices)}
     if jax.process_index() not in own:
         raise ArgumentsError(
             f"pipeline: its {pipeline.devices} devices are those of processes {', '.join(map(str, sorted(own)))}, and "

@@ -132,7 +132,7 @@ def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Res
     pipeline = request.options.pipeline
     if pipeline is None:
         return program, bound, "every device runs all stages"
-    staged, plan = split_pipeline(program, pipeline, request.measured)
+    staged, plan = split_pipeline(program, pipeline, request.measured, request.options.stage_devices)
     program = dataclasses.replace(program, staged=staged)
     return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
 

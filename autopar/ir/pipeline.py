@@ -23,7 +23,9 @@ class Pipeline:
     """How a step is to be run in stages.
 
     Attributes:
-      stages: S, how many, or for each stage the patterns over paths of its parameters.
+      stages: S, how many; for each stage the patterns over paths of its parameters; or "auto": the number of stages
+        and the devices of each, all of the mesh's, with which a step is predicted to be fastest. One stage of several
+        devices is data parallelism.
       schedule: "1f1b"; "gpipe", which holds more activations; "zero-bubble" (H1), which waits less and holds those of
         1F1B's first stage on every device; "interleaved", with several stages on each device.
       microbatches: M, parts of the batch that are in the pipeline together. By "interleaved" a multiple of the number
@@ -42,7 +44,7 @@ class Pipeline:
       ArgumentsError: an option that no pipeline has, or options that don't go together.
     """
 
-    stages: int | Sequence[Sequence[str]] = 2
+    stages: int | Sequence[Sequence[str]] | Choice["auto"] = 2
     schedule: str = "1f1b"
     microbatches: int = 8
     replicas: int | Sequence[int] = 1
@@ -51,8 +53,12 @@ class Pipeline:
     statistics: Choice["batch", "microbatch"] = "batch"
 
     def __post_init__(self) -> None:
-        if isinstance(self.stages, (bool, str)) or self.count < 1:
-            raise ArgumentsError(f"stages={self.stages!r}: give a number, or for each stage patterns over paths")
+        if isinstance(self.stages, bool) or (isinstance(self.stages, str) and not self.is_open) or self.count < 1:
+            raise ArgumentsError(
+                f"stages={self.stages!r}: give a number, for each stage patterns over paths, or 'auto'"
+            )
+        if self.is_open and (self.replicas != 1 or self.schedule == "interleaved"):
+            raise ArgumentsError("stages='auto' chooses replicas, and not with schedule='interleaved'; leave both out")
         if self.schedule not in SCHEDULES:
             raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
         _check_count("microbatches", self.microbatches)
@@ -86,8 +92,15 @@ class Pipeline:
             )
 
     @property
+    def is_open(self) -> bool:
+        """Whether stages and replicas are to be chosen."""
+        return isinstance(self.stages, str) and self.stages == "auto"
+
+    @property
     def count(self) -> int:
-        """S."""
+        """S; 1 as long as it isn't chosen."""
+        if self.is_open:
+            return 1
         return self.stages if isinstance(self.stages, int) else len(self.stages)
 
     @property
@@ -107,6 +120,11 @@ class Pipeline:
             return tuple((k % (self.count // self.chunks),) for k in range(self.count))
         counts = _counts(self.replicas, self.count)
         return tuple(tuple(range(sum(counts[:k]), sum(counts[: k + 1]))) for k in range(self.count))
+
+    def __str__(self) -> str:
+        counts = _counts(self.replicas, self.count)
+        stages = f"{self.count} stage{'s' * (self.count > 1)}"
+        return f"{stages} of {', '.join(map(str, counts))} device{'s' * (max(counts) > 1 or self.count > 1)}"
 
     def scheduled(self, microbatches: int) -> Schedule:
         """The schedule of so many microbatches."""

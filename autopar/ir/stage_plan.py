@@ -47,6 +47,7 @@ class PipelinePlan:
       stages: In order.
       tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
       send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
+      candidates: Where the number of stages was chosen, what there was to choose from, in words, and its seconds.
       statistics: Lines of sums over the batch that are taken over each microbatch: the step is another function.
     """
 
@@ -57,6 +58,7 @@ class PipelinePlan:
     tied_bytes: int = 0
     send_byte_s: float = 0.0
     statistics: tuple[str, ...] = ()
+    candidates: tuple[tuple[str, float], ...] = ()
 
     @property
     def places(self) -> Places:

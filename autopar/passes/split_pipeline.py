@@ -22,13 +22,16 @@ from autopar.passes.staging.programs import StageCutter
 from autopar.passes.staging.stages import choose_stages
 
 
-def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements) -> tuple[StagedStep, PipelinePlan]:
+def split_pipeline(
+    program: Program, pipeline: Pipeline, measured: Measurements, devices: int
+) -> tuple[StagedStep, PipelinePlan]:
     """The programs of each stage, and what is decided of the stages.
 
     Args:
       program: A program that `split_update` has cut.
       pipeline: Stages, schedule and microbatches.
       measured: Rates and memory of the stages' devices.
+      devices: How many stages may have.
 
     Raises:
       StrategyError: more stages than there are weights to cut at, patterns that don't cover the weights, effects, or a
@@ -42,13 +45,17 @@ def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements)
         )
     parts = find_parts(program)
     weights = used_weights(program, parts)
-    homes = choose_stages(program, parts, weights, pipeline, measured)
-    homes |= other_homes(program, parts, homes)
+    chosen = choose_stages(program, parts, weights, pipeline, measured, devices)
+    pipeline, homes = chosen.pipeline, chosen.homes | other_homes(program, parts, chosen.homes)
     parts = untied(parts, homes, pipeline.count)
     splits = pipeline.scheduled(pipeline.microbatches).splits_backward
     labels = label_parts(parts, homes, pipeline.count, splits_backward=splits)
     plan = _plan(program, pipeline, weights, homes, stage_loads(parts, labels, homes, pipeline.places), measured)
-    plan = dataclasses.replace(plan, statistics=parts.step.params.get("statistics", ()))
+    plan = dataclasses.replace(
+        plan,
+        statistics=parts.step.params.get("statistics", ()),
+        candidates=tuple((str(c), seconds) for c, seconds in chosen.candidates) if measured.stages else (),
+    )
     _check_memory(plan, measured)
     return StageCutter(program, parts, labels, homes, tuple(weights), pipeline).run(), plan
 

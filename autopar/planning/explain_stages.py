@@ -53,6 +53,9 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     ]
     if plan.tied_bytes:
         notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
+    if plan.candidates:
+        shown = "; ".join(f"{what} {1e3 * seconds:.2f} ms" for what, seconds in plan.candidates)
+        notes.append(f"stages='auto': predicted for a step: {shown}. One stage is data parallelism.")
     if plan.statistics:
         notes.append(
             "statistics='microbatch': these sums over the batch, which examples depend on, are those of a microbatch, "

@@ -134,8 +134,8 @@ class Entry:
     @functools.cached_property
     def runner(self) -> Runner:
         """Who calls the planned step."""
-        if self.options.pipeline is not None:
-            return self._pipeline_runner(self.options.pipeline)
+        if self.compiled.plan.pipeline is not None:
+            return self._pipeline_runner(self.compiled.plan.pipeline.pipeline)
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:
@@ -148,10 +148,10 @@ class Entry:
     @functools.cached_property
     def stage_leaves(self) -> Mapping[int, StagePlace]:
         """Of a pipeline, leaves of the state by number -> where they are; scalars and random keys are everywhere."""
-        if self.options.pipeline is None:
+        if self.compiled.plan.pipeline is None:
             return {}
         staged: StagedStep = self.compiled.program.staged
-        places = self.options.pipeline.places
+        places = self.compiled.plan.pipeline.places
         return {
             k: StagePlace.of([self.stage_devices[n] for n in places[staged.homes[var]]], self.stage_devices)
             for k, var in enumerate(staged.inputs)
@@ -161,7 +161,7 @@ class Entry:
     def _pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
         staged: StagedStep = self.compiled.program.staged
-        devices, schedule = self.stage_devices, pipeline.scheduled(staged.microbatches)
+        devices, schedule = self.stage_devices[: pipeline.devices], pipeline.scheduled(staged.microbatches)
         wanted: dict[Var, Sequence[int]] = {}
         if len({device.process_index for device in devices}) > 1:
             results = [a for a in staged.outputs if isinstance(a, Var) and a not in staged.inputs]

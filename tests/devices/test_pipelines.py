@@ -38,7 +38,7 @@ def test_microbatches_of_each_device(strategy: Any) -> None:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        autopar.Pipeline(1, "1f1b", 2),
+        autopar.Pipeline(1, "1f1b", 3, replicas=2),
         autopar.Pipeline(2, "gpipe", 1),
         autopar.Pipeline(2, "1f1b", 3, replicas=(2, 1)),
         autopar.Pipeline(3, "1f1b", 8),
@@ -127,6 +127,17 @@ def test_a_plan_has_the_stages(tmp_path: Any) -> None:
     assert "pipeline" in str(plan.diff(other))
     with pytest.raises(autopar.ArgumentsError, match="pipeline= given together with plan="):
         autopar.parallelize(step, plan=loaded, pipeline=pipeline)
+
+
+def test_stages_that_autopar_chooses() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(
+        step, pipeline=autopar.Pipeline("auto", microbatches=4), mesh=jax.make_mesh((4,), ("data",))
+    )
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert len(plan.candidates) == 4 and sum(len(stage.devices) for stage in plan.stages) == 4
+    assert "stages='auto': predicted for a step: 1 stage of 4 devices" in str(autopar.explain(planned))
 
 
 def test_a_profiled_plan() -> None:
@@ -301,6 +312,8 @@ def test_stages_by_patterns() -> None:
         ({"stages": 2, "microbatches": 5}, {}, f"doesn't divide the batch: batch/ids has {EXAMPLES} examples"),
         ({"stages": 2}, {"strategy": "ps"}, "strategy= given together with pipeline="),
         ({"stages": 0}, {}, "give a number"),
+        ({"stages": "all"}, {}, "or 'auto'"),
+        ({"stages": "auto", "replicas": 2}, {}, "chooses replicas"),
         ({"stages": 2, "statistics": "none"}, {}, "there are 'batch' and 'microbatch'"),
         ({"stages": 2, "profile": "yes"}, {}, "profile='yes': give True or False"),
         ({"stages": 4, "replicas": (2, 2)}, {}, "2 numbers for 4 stages"),

@@ -5,7 +5,7 @@ What several stages read of a weight that lives in one (tied embeddings) is sent
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.stages import NOWHERE, Label
@@ -46,9 +46,23 @@ class StageLoad:
         return {kind: rates.seconds(self.flops[kind], self.moved[kind]) for kind in self.flops}
 
     def as_layer(self, rates: StageRates, microbatches: int) -> Layer:
-        """What a partition goes by."""
+        """What a partition goes by: no program by itself."""
         sent = self.sent + self.tied / microbatches
-        return Layer(sum(self.seconds(rates).values()), sent, self.state, self.gradient, self.activation)
+        seconds = sum(each - rates.call_s for each in self.seconds(rates).values())
+        return Layer(seconds, sent, self.state, self.gradient, self.activation)
+
+    @staticmethod
+    def of_all(loads: Sequence[StageLoad]) -> StageLoad:
+        """Of adjacent ones together."""
+        found = StageLoad(sent=loads[0].sent, tied=loads[0].tied)
+        for load in loads:
+            for kind in load.flops:
+                found.flops[kind] = found.flops.get(kind, 0.0) + load.flops[kind]
+                found.moved[kind] = found.moved.get(kind, 0.0) + load.moved[kind]
+            found.activation += load.activation
+            found.gradient += load.gradient
+            found.state += load.state
+        return found
 
 
 def stage_loads(

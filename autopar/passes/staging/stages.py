@@ -2,54 +2,112 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.cost.measurements import Measurements
-from autopar.cost.partition import Chain, partition
-from autopar.cost.rates import NOMINAL
+from autopar.cost.partition import Chain, Partition, partition
+from autopar.cost.rates import NOMINAL, StageRates
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.paths import matches
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, Var
-from autopar.passes.staging.loads import stage_loads
+from autopar.ir.schedule import StageTimes, simulate_schedule
+from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import Parts, label_parts, other_homes
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is decided of stages.
+
+    Attributes:
+      pipeline: With a number of stages and replicas.
+      homes: The stage of each weight.
+      candidates: Where the number is chosen, each with the seconds that it is predicted to take.
+    """
+
+    pipeline: Pipeline
+    homes: dict[Var, int]
+    candidates: tuple[tuple[Pipeline, float], ...] = ()
+
+
 def choose_stages(
-    program: Program, parts: Parts, weights: Sequence[Var], pipeline: Pipeline, measured: Measurements
-) -> dict[Var, int]:
+    program: Program,
+    parts: Parts,
+    weights: Sequence[Var],
+    pipeline: Pipeline,
+    measured: Measurements,
+    devices: int,
+) -> Chosen:
     """The stage of each weight.
+
+    Args:
+      program, parts, weights: What is cut, and its weights in the order of their first use.
+      pipeline: As the user asks for it.
+      measured: Rates and memory of the devices.
+      devices: How many there are, where the number of stages is to be chosen.
 
     Raises:
       StrategyError: more stages than weights, none that fit the memory, or patterns that don't cover the weights.
     """
-    if not isinstance(pipeline.stages, int):
-        return _by_patterns(program, weights, pipeline.stages)
-    count = pipeline.stages
-    if len(weights) < count:
+    if not isinstance(pipeline.stages, (int, str)):
+        return Chosen(pipeline, _by_patterns(program, weights, pipeline.stages))
+    if len(weights) < pipeline.count:
         raise StrategyError(
-            f"pipeline: {program.name} has {len(weights)} weights to cut between, which is too few for {count} stages. "
-            "Give fewer stages"
+            f"pipeline: {program.name} has {len(weights)} weights to cut between, which is too few for "
+            f"{pipeline.count} stages. Give fewer stages"
         )
     each = {v: k for k, v in enumerate(weights)}
     rates = NOMINAL if measured.stages is None else measured.stages
     homes = each | other_homes(program, parts, each)
     apart = tuple((k,) for k in range(len(weights)))
-    loads = stage_loads(parts, label_parts(parts, each, len(weights)), homes, apart)
+    splits = pipeline.scheduled(pipeline.microbatches).splits_backward
+    loads = stage_loads(parts, label_parts(parts, each, len(weights), splits_backward=splits), homes, apart)
     layers = [load.as_layer(rates, pipeline.microbatches) for load in loads]
     memory = None if pipeline.schedule == "interleaved" else measured.memory
-    counts = [len(replicas) for replicas in pipeline.places]
-    chain = Chain(layers, sum(counts), pipeline.microbatches, rates.send_byte_s, memory)
-    found = partition(chain, count, counts)
-    if found is None:
+    if pipeline.is_open:
+        chain = Chain(layers, devices, pipeline.microbatches, rates.send_byte_s, memory)
+        found = {k: partition(chain, k) for k in range(1, min(devices, len(weights)) + 1)}
+    else:
+        counts = [len(replicas) for replicas in pipeline.places]
+        chain = Chain(layers, sum(counts), pipeline.microbatches, rates.send_byte_s, memory)
+        found = {pipeline.count: partition(chain, pipeline.count, counts)}
+    fitting = {k: p for k, p in found.items() if p is not None}
+    if not fitting:
         raise StrategyError(
-            f"pipeline: no {count} stages of {program.name} fit devices of {format_bytes(measured.memory or 0)}: its "
-            f"state takes {format_bytes(sum(x.state for x in loads))}, its gradients "
-            f"{format_bytes(sum(x.gradient for x in loads))} and a microbatch's activations "
+            f"pipeline: no {pipeline.stages} stages of {program.name} fit devices of "
+            f"{format_bytes(measured.memory or 0)}: its state takes {format_bytes(sum(x.state for x in loads))}, its "
+            f"gradients {format_bytes(sum(x.gradient for x in loads))} and a microbatch's activations "
             f"{format_bytes(sum(x.activation for x in loads))}. Give more stages or microbatches"
         )
-    return {v: sum(k >= end for end in found.ends[:-1]) for k, v in enumerate(weights)}
+    candidates = []
+    for k, cut in fitting.items() if pipeline.is_open else ():
+        open_ = dataclasses.replace(pipeline, stages=k, replicas=cut.replicas)
+        candidates.append((open_, _predicted(open_, cut, loads, rates)))
+    chosen = min(candidates, key=lambda x: x[1])[0] if candidates else pipeline
+    ends = fitting[chosen.count].ends
+    homes = {v: sum(k >= end for end in ends[:-1]) for k, v in enumerate(weights)}
+    return Chosen(chosen, homes, tuple(candidates))
+
+
+def _predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> float:
+    """Seconds of a step: its microbatches, the sums of replicas, the slowest update."""
+    starts = (0, *cut.ends[:-1])
+    stages = [StageLoad.of_all(loads[start:end]) for start, end in zip(starts, cut.ends, strict=True)]
+    seconds = [stage.seconds(rates) for stage in stages]
+    kinds = {kind: [each.get(kind, 0.0) for each in seconds] for kind in ("F", "B", "W")}
+    sends = [stage.sent * rates.send_byte_s / 2 for stage in stages]
+    times = StageTimes(kinds, ahead=[*sends[1:], 0.0], back=sends)
+    simulated = simulate_schedule(pipeline.scheduled(pipeline.microbatches), times)
+    ends = [
+        2 * (own - 1) * stage.gradient * rates.send_byte_s + rates.seconds(0.0, 2 * stage.state + stage.gradient)
+        for stage, own in zip(stages, cut.replicas, strict=True)
+    ]
+    tied = max(stage.tied for stage in stages) * rates.send_byte_s
+    return simulated.seconds + max(ends) + tied
 
 
 def _by_patterns(program: Program, weights: Sequence[Var], stages: Sequence[Sequence[str]]) -> dict[Var, int]:

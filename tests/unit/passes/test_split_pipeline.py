@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +13,32 @@ import pytest
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch
 from autopar.compile import PIPELINE, Request
+from autopar.cost.measurements import UNMEASURED, Measurements
+from autopar.cost.rates import StageRates
+from autopar.errors import StrategyError
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Run, Send, list_actions
+from autopar.ir.stage_plan import PipelinePlan
 from tests.support.programs import IDS, WIDTH, microbatches
 
 COUNT = 3
 
 
-def _staged(pipeline: Pipeline) -> tuple[Program, StagedStep]:
-    program = microbatches()
-    request, plan = Request(Options(pipeline=pipeline, microbatches=pipeline.microbatches, sparse="off")), None
-    written = program
+def _planned(pipeline: Pipeline, measured: Measurements = UNMEASURED) -> tuple[StagedStep, PipelinePlan]:
+    program, plan = microbatches(), None
+    options = Options(pipeline=pipeline, microbatches=pipeline.microbatches, sparse="off", stage_devices=2)
     for name, run in PIPELINE:
-        program, plan, _ = run(program, plan, request)
+        program, plan, _ = run(program, plan, Request(options, measured))
         if name == "split_pipeline":
-            return written, program.staged
+            assert plan is not None and plan.plan.pipeline is not None
+            return program.staged, plan.plan.pipeline
     raise AssertionError("the pipeline has the pass")
+
+
+def _staged(pipeline: Pipeline) -> tuple[Program, StagedStep]:
+    return microbatches(), _planned(pipeline)[0]
 
 
 def _values() -> list[np.ndarray]:
@@ -169,3 +178,37 @@ def _task(actions: Sequence[Action], phase: str, stage: int, microbatch: int = 0
         for k, a in enumerate(actions)
         if isinstance(a, Run) and (a.program.phase, a.program.stage, a.microbatch) == (phase, stage, microbatch)
     )
+
+
+#: Seconds of a floating-point operation alone.
+RATES = StageRates(flop_s=1.0, byte_s=0.0, call_s=0.0, send_byte_s=0.0)
+#: Bytes of a weight.
+WEIGHT = 4 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize(
+    ("send_byte_s", "memory", "places"),
+    [
+        (0.0, None, ((0, 1),)),  # sums that cost nothing: data parallelism has no bubble
+        (1e6, None, ((0,), (1,))),  # activations of examples are fewer bytes than gradients of weights
+        (0.0, 4 * WEIGHT, ((0,), (1,))),  # both weights and their gradients don't fit beside activations
+    ],
+)
+def test_auto_takes_what_is_predicted_to_be_fastest(send_byte_s: float, memory: int | None, places: Any) -> None:
+    rates = dataclasses.replace(RATES, send_byte_s=send_byte_s)
+    pipeline = Pipeline("auto", microbatches=2 * COUNT)
+    _, plan = _planned(pipeline, Measurements(memory=memory, stages=rates))
+    assert plan.places == places
+    assert min(plan.candidates, key=lambda x: x[1])[0].startswith(f"{len(places)} stage")
+    if send_byte_s == 0 and memory is None:
+        operations = 6 * 2 * 2 * IDS * WIDTH * WIDTH  # of the four products that train, and the two forward ones
+        assert plan.candidates[0][1] == pytest.approx(operations / 2, rel=0.2)
+
+
+def test_stages_that_fit_no_memory_are_refused() -> None:
+    for pipeline in (Pipeline("auto", microbatches=2), Pipeline(2, microbatches=2)):
+        with pytest.raises(StrategyError, match=r"fit devices of 8 B: its state takes 32 B"):
+            _planned(pipeline, Measurements(memory=8, stages=RATES))
+    patterns = Pipeline([["first"], ["second"]], microbatches=2)
+    with pytest.raises(StrategyError, match=r"stage 0 needs \d+ B, and its device has 8 B"):
+        _planned(patterns, Measurements(memory=8, stages=RATES))
