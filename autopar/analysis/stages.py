@@ -42,27 +42,27 @@ def label_equations(
     last = stages - 1
     depends = _depends(block, weights)
     feeds, measured = _feeds(block, gradients, last)
-    found: dict[Equation, Label] = {}
+    labels: dict[Equation, Label] = {}
     homes: dict[Var, int] = dict(weights)
     for equation in block.equations:
         deepest = max((depends.get(v, NOWHERE) for v in equation.outputs), default=NOWHERE)
         if deepest == NOWHERE:
-            found[equation] = Label("F", NOWHERE)
+            labels[equation] = Label("F", NOWHERE)
         elif deepest < last or any(v in measured for v in equation.outputs):
-            found[equation] = Label("F", deepest)
+            labels[equation] = Label("F", deepest)
             homes.update(dict.fromkeys(equation.outputs, deepest))
     reached: dict[Var, int] = {}
     for equation in reversed(block.equations):
-        if equation in found:
+        if equation in labels:
             continue
         stage = max(feeds.get(v, NOWHERE) for v in equation.outputs)
         stage = max([stage, *(reached[v] for v in equation.outputs if v in reached)])
         stage = max([stage, *(homes[a] for a in equation.inputs if isinstance(a, Var) and a in homes)])
-        found[equation] = Label("B", stage)
+        labels[equation] = Label("B", stage)
         for atom in equation.inputs:
             if isinstance(atom, Var):
                 reached[atom] = max(reached.get(atom, NOWHERE), stage)
-    return _with_moves(block, found)
+    return _with_moves(block, labels)
 
 
 def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, Label]:
@@ -81,7 +81,7 @@ def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, L
 
 def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equation, Label]:
     """The labels with "W" in place of "B" for what no other stage waits for: gradients of a stage's own weights."""
-    found: dict[Equation, Label] = {}
+    split: dict[Equation, Label] = {}
     read: dict[Var, set[Label]] = {}
     for equation in reversed(block.equations):
         label = labels[equation]
@@ -89,36 +89,36 @@ def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equat
             readers = {r for v in equation.outputs for r in read.get(v, ())}
             if all(r.direction == "W" and r.stage == label.stage for r in readers):
                 label = Label("W", label.stage)
-        found[equation] = label
+        split[equation] = label
         for atom in equation.inputs:
             if isinstance(atom, Var):
                 read.setdefault(atom, set()).add(label)
-    return found
+    return split
 
 
 def _depends(block: Block, weights: Mapping[Var, int]) -> dict[Var, int]:
     """Value -> the deepest stage whose weights it depends on; missing if on none."""
-    found = dict(weights)
+    depths = dict(weights)
     for equation in block.equations:
-        deepest = max((found.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
+        deepest = max((depths.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
         if deepest != NOWHERE:
-            found.update(dict.fromkeys(equation.outputs, deepest))
-    return found
+            depths.update(dict.fromkeys(equation.outputs, deepest))
+    return depths
 
 
 def _feeds(block: Block, gradients: Mapping[Atom, int], last: int) -> tuple[dict[Var, int], set[Var]]:
     """Value -> the deepest stage whose gradients it feeds; and those that feed a result that is no gradient."""
-    found: dict[Var, int] = {}
+    deepest_fed: dict[Var, int] = {}
     measured = {a for a in block.outputs if isinstance(a, Var) and a not in gradients}
     for atom in block.outputs:
         if isinstance(atom, Var):
-            found[atom] = max(found.get(atom, NOWHERE), gradients.get(atom, last))
+            deepest_fed[atom] = max(deepest_fed.get(atom, NOWHERE), gradients.get(atom, last))
     for equation in reversed(block.equations):
-        deepest = max((found.get(v, NOWHERE) for v in equation.outputs), default=NOWHERE)
+        deepest = max((deepest_fed.get(v, NOWHERE) for v in equation.outputs), default=NOWHERE)
         is_measured = any(v in measured for v in equation.outputs)
         for atom in equation.inputs:
             if isinstance(atom, Var):
-                found[atom] = max(found.get(atom, NOWHERE), deepest)
+                deepest_fed[atom] = max(deepest_fed.get(atom, NOWHERE), deepest)
                 if is_measured:
                     measured.add(atom)
-    return found, measured
+    return deepest_fed, measured

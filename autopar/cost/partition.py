@@ -115,10 +115,10 @@ def partition(chain: Chain, stages: int | None = None, replicas: Sequence[int] |
                         continue
                     total = np.where(slowest <= slowest.min() * _SAME, earlier[:n, 1] + seconds, np.inf)
                     at = int(total.argmin())
-                    found = float(slowest[at]), float(total[at]), int(starts[at]), before
+                    option = float(slowest[at]), float(total[at]), int(starts[at]), before
                     key = k, end, used
-                    if key not in best or found[:2] < best[key][:2]:
-                        best[key] = found
+                    if key not in best or option[:2] < best[key][:2]:
+                        best[key] = option
     keys = [(k, count, devices) for k in ([stages] if stages else range(1, devices + 1)) if (k, count, devices) in best]
     if not keys:
         return None

@@ -173,13 +173,13 @@ def _in_turn(forward: Sequence[Task], backward: Sequence[Task], ahead: int) -> t
 
 def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: int) -> tuple[Task, ...]:
     """A stage's order with the gradients of its weights, so many microbatches late."""
-    found: list[Task] = []
+    tasks: list[Task] = []
     for task in order:
-        found.append(task)
+        tasks.append(task)
         if task.kind == "B" and task.microbatch >= delay:
-            found.append(Task("W", stage, task.microbatch - delay))
+            tasks.append(Task("W", stage, task.microbatch - delay))
     late = min(delay, microbatches)
-    return (*found, *(Task("W", stage, m) for m in range(microbatches - late, microbatches)))
+    return (*tasks, *(Task("W", stage, m) for m in range(microbatches - late, microbatches)))
 
 
 SCHEDULES: Mapping[str, Callable[[Places, int], Schedule]] = {

@@ -178,15 +178,15 @@ class _Lister:
 
     def _targets(self, work: Sequence[Run | Join], makers: Mapping[Value, Sequence[int]]) -> dict[Value, list[int]]:
         """Value -> the devices that read it and don't make it, in order."""
-        found: dict[Value, list[int]] = {}
+        targets: dict[Value, list[int]] = {}
         wanted = [(value, action.device) for action in work for value in _reads(action)]
         wanted += [((var, WHOLE), device) for var, devices in self._wanted.items() for device in devices]
         for value, device in wanted:
             if value in makers and device not in makers[value]:
-                found.setdefault(value, [])
-                if device not in found[value]:
-                    found[value].append(device)
-        return found
+                targets.setdefault(value, [])
+                if device not in targets[value]:
+                    targets[value].append(device)
+        return targets
 
     def _sends(
         self, value: Value, makers: Mapping[Value, Sequence[int]], targets: Mapping[Value, Sequence[int]]
@@ -197,15 +197,15 @@ class _Lister:
         """What is read for the last time. Leaves of the state and results are the caller's."""
         devices = range(self._schedule.devices)
         seen = {(device, (v, WHOLE)) for v in (*self._results(), *self._step.homes) for device in devices}
-        found: list[tuple[tuple[int, Value], ...]] = []
+        drops: list[tuple[tuple[int, Value], ...]] = []
         for action in reversed(actions):
             last = []
             for at in _touched(action):
                 if at not in seen:
                     seen.add(at)
                     last.append(at)
-            found.append(tuple(last))
-        return found[::-1]
+            drops.append(tuple(last))
+        return drops[::-1]
 
 
 def _made(action: Run | Join) -> Iterator[Value]:

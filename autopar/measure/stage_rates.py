@@ -117,9 +117,9 @@ def _message_seconds(ranks: Sequence[int]) -> float:
 def _seconds(run: Callable[[], Any]) -> float:
     """Of the fastest of some runs: what disturbs one makes it longer."""
     jax.block_until_ready(run())
-    found = []
+    seconds = []
     for _ in range(_RUNS):
         begin = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)

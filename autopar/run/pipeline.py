@@ -111,8 +111,9 @@ class PipelineRunner:
 
     def _given(self, leaves: Sequence[Any]) -> Values:
         """The arguments; leaves of the state on all devices of their stages, before any of these donates its own."""
-        step, given = self._step, dict(zip(self._step.inputs, map(_own, leaves), strict=True))
-        values = Values(self._devices, given, step.microbatches, step.parts)
+        step, arrays = self._step, dict(zip(self._step.inputs, leaves, strict=True))
+        arrays |= {v: self._moved(v, leaf) for v, leaf in arrays.items() if isinstance(leaf, StageArray)}
+        values = Values(self._devices, arrays, step.microbatches, step.parts)
         for var, devices in self._leaves.items():
             for device in devices:
                 if device in self._devices:
@@ -121,6 +122,19 @@ class PipelineRunner:
             if isinstance(leaf, StageArray):
                 leaf.hand_on()
         return values
+
+    def _moved(self, var: Var, leaf: StageArray) -> Any:
+        """What this rank has of a leaf; sent there where another pipeline has left it on other ranks."""
+        places = dict.fromkeys(self._ranks[device] for device in self._leaves.get(var, ()))
+        missing, me = [rank for rank in places if rank not in leaf.ranks], jax.process_index()
+        assert self.messages is not None or not missing, "there are several ranks"
+        if self.messages is None or (me != leaf.ranks[0] and me not in missing):
+            return leaf.value
+        if me in missing:
+            return self.messages.receive(leaf.shape, leaf.dtype, leaf.ranks[0]).wait()
+        for rank in missing:
+            self.messages.send(np.array(leaf.value), rank)
+        return leaf.value
 
     def _run(self, action: Run, values: Values) -> None:
         program, device = self._programs[id(action.program)], action.device
@@ -156,29 +170,30 @@ class PipelineRunner:
         self.messages.send(array, self._ranks[action.target])
 
     def _join(self, action: Join, values: Values) -> None:
-        made = {v: x for v, x in action.made.items() if isinstance(x[1], str)}
-        parts = [[values.at(part, action.device) for part in x[0]] for x in made.values()]
-        joins = tuple(str(x[1]) for x in made.values())
-        totals = _joined(joins, tuple(v.dtype for v in made), parts) if made else []
-        for var, total in zip(made, totals, strict=True):
+        sums: dict[Var, tuple[str, list[Array]]] = {}
+        for var, (names, join) in action.made.items():
+            parts = [values.at(name, action.device) for name in names]
+            if isinstance(join, str):
+                sums[var] = join, parts
+            else:
+                values.put((var, WHOLE), action.device, jnp.concatenate(parts, axis=join))
+        joins, dtypes = tuple(join for join, _ in sums.values()), tuple(var.dtype for var in sums)
+        totals = _joined(joins, dtypes, [parts for _, parts in sums.values()]) if sums else []
+        for var, total in zip(sums, totals, strict=True):
             values.put((var, WHOLE), action.device, total)
-        for var, (results, axis) in action.made.items():
-            if var not in made:
-                found = [values.at(part, action.device) for part in results]
-                values.put((var, WHOLE), action.device, jnp.concatenate(found, axis=int(axis)))
 
     def _result(self, var: Var, values: Values) -> Any:
         """A result where it is: one array on all devices of its stage that this process has."""
         stage = self._step.new_leaves.get(var) if self.messages is not None else None
         if var in self._homes or stage is not None:
             places = [k for k in self._homes[var] if k in self._devices]
-            found = _replicated([values.at((var, WHOLE), k) for k in places], [self._devices[k] for k in places])
+            array = _replicated([values.at((var, WHOLE), k) for k in places], [self._devices[k] for k in places])
         else:
-            found = values.given(var)
+            array = values.given(var)
         if stage is None:
-            return found
+            return array
         ranks = tuple(dict.fromkeys(self._ranks[k] for k in self._homes[var]))
-        return StageArray(var.shape, var.dtype, ranks, found)
+        return StageArray(var.shape, var.dtype, ranks, array)
 
 
 class Values:
@@ -186,7 +201,7 @@ class Values:
 
     Args:
       devices: By number.
-      given: What the call was given.
+      arguments: What the call was given.
       count: M.
       parts: A microbatch's part of an argument -> the argument, the axis of its examples.
     """
@@ -194,17 +209,17 @@ class Values:
     def __init__(
         self,
         devices: Mapping[int, Any],
-        given: Mapping[Var, Any],
+        arguments: Mapping[Var, Any],
         count: int,
         parts: Mapping[Var, tuple[Var, int]],
     ) -> None:
-        self._devices, self._given, self._parts = devices, given, parts
+        self._devices, self._arguments, self._parts = devices, arguments, parts
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
-        self._slices = {whole: _slices(given[whole], axis, count) for whole, axis in parts.values()}
+        self._slices = {whole: _slices(arguments[whole], axis, count) for whole, axis in parts.values()}
 
     def given(self, var: Var) -> Any:
         """An argument as it is."""
-        return self._given[var]
+        return self._arguments[var]
 
     def has(self, value: Value, device: int) -> bool:
         """Whether a device has made or been sent it."""
@@ -219,25 +234,20 @@ class Values:
         held = self._held[device]
         if value not in held:
             var, part = value
-            source = self._slices[self._parts[var][0]][part] if var in self._parts else self._given[var]
+            source = self._slices[self._parts[var][0]][part] if var in self._parts else self._arguments[var]
             held[value] = _on_device(source, self._devices[device])
-        found = held[value]
-        if isinstance(found, Incoming):
+        array = held[value]
+        if isinstance(array, Incoming):
             with PROGRESS.during("waiting for another stage", "waits"):
-                array = found.wait()
+                array = array.wait()
             dtype = value[0].dtype
             array = jax_compat.wrap_keys(array, dtype) if jax_compat.is_key(dtype) else array
-            found = held[value] = jax.device_put(array, self._devices[device])
-        return found
+            array = held[value] = jax.device_put(array, self._devices[device])
+        return array
 
     def drop(self, value: Value, device: int) -> None:
         """Let a value go."""
         self._held[device].pop(value, None)
-
-
-def _own(leaf: Any) -> Any:
-    """What this rank has of a leaf."""
-    return leaf.value if isinstance(leaf, StageArray) else leaf
 
 
 def _replicated(shards: Sequence[Array], devices: Sequence[Any]) -> Array | None:

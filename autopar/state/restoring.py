@@ -58,7 +58,7 @@ def place_of(leaf: Any) -> LeafPlace:
     if isinstance(leaf, Table):
         return LeafPlace("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
     if isinstance(leaf, StageArray):
-        return LeafPlace("stage", sharding=None if leaf.value is None else leaf.value.sharding, ranks=leaf.ranks)
+        return LeafPlace("stage", sharding=leaf.sharding, ranks=leaf.ranks)
     if isinstance(leaf, jax.Array):
         return LeafPlace("array", sharding=leaf.sharding if leaf.committed else None)
     if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -72,6 +72,11 @@ class StageArray(TableLeaf):
         return self._ranks
 
     @property
+    def sharding(self) -> Any:
+        """On the devices of this process that hold it; None: there are none."""
+        return None if self._value is None else self._value.sharding
+
+    @property
     def value(self) -> jax.Array | None:
         """This rank's array; None on ranks of other stages. A DonatedStateError if it was given to a step."""
         if self.is_deleted():
@@ -93,10 +98,10 @@ class StageArray(TableLeaf):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         ranks, value = world(), self.value
         is_first = value is not None and ranks.rank == self._ranks[0]
-        found = np.ascontiguousarray(value) if is_first else np.empty(self._shape, self._dtype)
+        array = np.ascontiguousarray(value) if is_first else np.empty(self._shape, self._dtype)
         if ranks.comm is not None:
-            ranks.comm.Bcast(found.reshape(-1).view(np.uint8), root=self._ranks[0])
-        return found.astype(dtype or self._dtype, copy=False)
+            ranks.comm.Bcast(array.reshape(-1).view(np.uint8), root=self._ranks[0])
+        return array.astype(dtype or self._dtype, copy=False)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of an array. Collective."""

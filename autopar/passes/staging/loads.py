@@ -54,15 +54,15 @@ class StageLoad:
     @staticmethod
     def of_all(loads: Sequence[StageLoad]) -> StageLoad:
         """Of adjacent ones together."""
-        found = StageLoad(sent=loads[0].sent, tied=loads[0].tied)
+        whole = StageLoad(sent=loads[0].sent, tied=loads[0].tied)
         for load in loads:
             for kind in load.flops:
-                found.flops[kind] = found.flops.get(kind, 0.0) + load.flops[kind]
-                found.moved[kind] = found.moved.get(kind, 0.0) + load.moved[kind]
-            found.activation += load.activation
-            found.gradient += load.gradient
-            found.state += load.state
-        return found
+                whole.flops[kind] = whole.flops.get(kind, 0.0) + load.flops[kind]
+                whole.moved[kind] = whole.moved.get(kind, 0.0) + load.moved[kind]
+            whole.activation += load.activation
+            whole.gradient += load.gradient
+            whole.state += load.state
+        return whole
 
 
 def stage_loads(
@@ -106,13 +106,13 @@ def stage_loads(
 
 def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[Label]]:
     """Value -> where it is read."""
-    found: dict[Var, set[Label]] = {}
+    readers: dict[Var, set[Label]] = {}
     for equation in parts.body.equations:
         label = labels[equation]
         for atom in equation.inputs if label.stage != NOWHERE else ():
             if isinstance(atom, Var):
-                found.setdefault(atom, set()).add(label)
-    return found
+                readers.setdefault(atom, set()).add(label)
+    return readers
 
 
 def _add_value(loads: list[StageLoad], size: int, made: Label, readers: set[Label], places: Places) -> None:

@@ -48,24 +48,24 @@ def read_by(parts: Parts) -> dict[Var, Var]:
 def used_weights(program: Program, parts: Parts) -> list[Var]:
     """Leaves of the state that the gradient program reads and the update changes, in the order of their first use."""
     whole = {v for v, axis in zip(parts.body.inputs, parts.step.params["axes"], strict=True) if axis is None}
-    given = read_by(parts)
+    outer = read_by(parts)
     states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state" and v.shape]
     reached = {v: dependent(parts.before, [v]) for v in states}
     order: dict[Var, None] = {}
     for equation in parts.body.equations:
-        read = {given[a] for a in equation.inputs if isinstance(a, Var) and a in whole}
+        read = {outer[a] for a in equation.inputs if isinstance(a, Var) and a in whole}
         order.update(dict.fromkeys(v for v in states if v not in order and not read.isdisjoint(reached[v])))
     return list(order)
 
 
 def homes_before(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
     """The stage of leaves, and of what is made of them ahead of the microbatches: that of the deepest leaf."""
-    found = dict(homes)
+    stages = dict(homes)
     for equation in parts.before:
-        deepest = max((found.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
+        deepest = max((stages.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
         if deepest != NOWHERE:
-            found.update(dict.fromkeys(equation.outputs, deepest))
-    return found
+            stages.update(dict.fromkeys(equation.outputs, deepest))
+    return stages
 
 
 def label_parts(
@@ -78,8 +78,8 @@ def label_parts(
       homes: The stage of each weight.
       splits_backward: Whether gradients of weights are apart from those of inputs, as "W".
     """
-    body, given, depths = parts.body, read_by(parts), homes_before(parts, homes)
-    weights = {inner: depths[outer] for inner, outer in given.items() if outer in depths}
+    body, outer, depths = parts.body, read_by(parts), homes_before(parts, homes)
+    weights = {inner: depths[leaf] for inner, leaf in outer.items() if leaf in depths}
     trained = _reached_weights(parts, homes)
     pairs = zip(body.outputs, parts.step.outputs, strict=True)
     gradients = {inner: homes[trained[outer]] for inner, outer in pairs if outer in trained}
@@ -96,22 +96,22 @@ def _reached_weights(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, Var]:
 
 def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[Var, int]:
     """Values by number: those that meet in equations of one shape have the same."""
-    found = {v: k for k, v in enumerate(starts) if v.shape and v.type.size > SMALL}
-    members: dict[int, set[Var]] = {k: {v} for v, k in found.items()}
+    groups = {v: k for k, v in enumerate(starts) if v.shape and v.type.size > SMALL}
+    members: dict[int, set[Var]] = {k: {v} for v, k in groups.items()}
     for equation in equations:
         for out in equation.outputs:
-            same = [a for a in equation.inputs if a in found and isinstance(a, Var) and a.shape == out.shape]
-            numbers = sorted({found[a] for a in same})
+            same = [a for a in equation.inputs if a in groups and isinstance(a, Var) and a.shape == out.shape]
+            numbers = sorted({groups[a] for a in same})
             if not numbers:
                 continue
             first = numbers[0]
             for other in numbers[1:]:
                 for var in members.pop(other):
-                    found[var] = first
+                    groups[var] = first
                     members[first].add(var)
-            found[out] = first
+            groups[out] = first
             members[first].add(out)
-    return found
+    return groups
 
 
 def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:

@@ -41,7 +41,7 @@ class StageCutter:
     weights: tuple[Var, ...]
     pipeline: Pipeline
     #: The equations of each program.
-    found: dict[_Key, list[Equation]] = field(default_factory=dict)
+    equations: dict[_Key, list[Equation]] = field(default_factory=dict)
     #: Values that every program computes by itself -> what makes them.
     anywhere: dict[Var, Equation] = field(default_factory=dict)
     #: Values that every stage computes once, ahead of the microbatches -> what makes them.
@@ -62,7 +62,7 @@ class StageCutter:
             if label.stage == NOWHERE:
                 self.anywhere.update(dict.fromkeys(equation.outputs, equation))
             else:
-                self.found.setdefault((label.direction, label.stage, 0), []).append(equation)
+                self.equations.setdefault((label.direction, label.stage, 0), []).append(equation)
         self._update()
         joins = dict(self._joins(renamed))
         return StagedStep(
@@ -97,7 +97,7 @@ class StageCutter:
             stage = self.homes.get(source, self.pipeline.count - 1) if isinstance(source, Var) else 0
             copy = Var(inner.type)
             equation = Equation("copy", (source,), (copy,), primitive=jax.lax.copy_p)
-            self.found.setdefault(("F", stage, 0), []).append(equation)
+            self.equations.setdefault(("F", stage, 0), []).append(equation)
             yield copy, (outer, join)
 
     def _before(self) -> None:
@@ -105,7 +105,7 @@ class StageCutter:
         homes = homes_before(self.parts, self.homes)
         for equation in self.parts.before:
             if equation.outputs[0] in homes:
-                self.found.setdefault(("before", homes[equation.outputs[0]], 0), []).append(equation)
+                self.equations.setdefault(("before", homes[equation.outputs[0]], 0), []).append(equation)
             else:
                 self.shared.update(dict.fromkeys(equation.outputs, equation))
 
@@ -128,7 +128,7 @@ class StageCutter:
             stage = homes[max(known, key=lambda a: getattr(a.type, "size", 0))] if known else 0
             stage = of_leaves.get(equation.outputs[0], stage)
             level = max((self._level(a, stage, homes, levels) for a in atoms), default=0)
-            self.found.setdefault(("update", stage, level), []).append(equation)
+            self.equations.setdefault(("update", stage, level), []).append(equation)
             homes.update(dict.fromkeys(equation.outputs, stage))
             levels.update(dict.fromkeys(equation.outputs, level))
 
@@ -142,7 +142,7 @@ class StageCutter:
 
     def _programs(self, joins: Mapping[Var, tuple[Var, str | int]]) -> tuple[StageProgram, ...]:
         """Blocks of the equations that were found, with those that every program or stage computes by itself."""
-        whole = {key: self._whole(equations) for key, equations in self.found.items()}
+        whole = {key: self._whole(equations) for key, equations in self.equations.items()}
         outputs = [a for a in self.program.block.outputs if isinstance(a, Var)]
         made = {v for equations in whole.values() for e in equations for v in e.outputs}
         last = self.pipeline.count - 1
@@ -180,19 +180,19 @@ class StageCutter:
 
 def _with_sources(equations: Sequence[Equation], made_by: Mapping[Var, Equation]) -> list[Equation]:
     """Equations, each behind those that make what it reads, as far as these are known."""
-    found: dict[int, Equation] = {}
+    ordered: dict[int, Equation] = {}
 
     def add(equation: Equation) -> None:
-        if id(equation) in found:
+        if id(equation) in ordered:
             return
         for atom in equation.inputs:
             if isinstance(atom, Var) and atom in made_by:
                 add(made_by[atom])
-        found[id(equation)] = equation
+        ordered[id(equation)] = equation
 
     for equation in equations:
         add(equation)
-    return list(found.values())
+    return list(ordered.values())
 
 
 def _position(phase: Phase, stage: int, level: int) -> tuple[int, int, int]:

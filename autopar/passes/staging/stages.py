@@ -70,12 +70,12 @@ def choose_stages(
     memory = None if pipeline.schedule == "interleaved" else measured.memory
     if pipeline.is_open:
         chain = Chain(layers, devices, pipeline.microbatches, rates.send_byte_s, memory)
-        found = {k: partition(chain, k) for k in range(1, min(devices, len(weights)) + 1)}
+        cuts = {k: partition(chain, k) for k in range(1, min(devices, len(weights)) + 1)}
     else:
         counts = [len(replicas) for replicas in pipeline.places]
         chain = Chain(layers, sum(counts), pipeline.microbatches, rates.send_byte_s, memory)
-        found = {pipeline.count: partition(chain, pipeline.count, counts)}
-    fitting = {k: p for k, p in found.items() if p is not None}
+        cuts = {pipeline.count: partition(chain, pipeline.count, counts)}
+    fitting = {k: p for k, p in cuts.items() if p is not None}
     if not fitting:
         raise StrategyError(
             f"pipeline: no {pipeline.stages} stages of {program.name} fit devices of "
@@ -111,16 +111,16 @@ def _predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], r
 
 
 def _by_patterns(program: Program, weights: Sequence[Var], stages: Sequence[Sequence[str]]) -> dict[Var, int]:
-    paths = {v: given.path for v, given in zip(program.block.inputs, program.inputs, strict=True)}
-    found = {}
+    paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
+    homes = {}
     for var in weights:
         where = [k for k, patterns in enumerate(stages) if any(matches(p, paths[var]) for p in patterns)]
         if len(where) != 1:
             which = "no stage" if not where else f"stages {', '.join(map(str, where))}"
             raise StrategyError(f"pipeline: {paths[var]} belongs to {which}; patterns must give it to one")
-        found[var] = where[0]
+        homes[var] = where[0]
     for k, patterns in enumerate(stages):
         unused = [p for p in patterns if not any(matches(p, paths[v]) for v in weights)]
         if unused:
             raise StrategyError(f"pipeline: {unused[0]!r} of stage {k} matches no weight of {program.name}")
-    return found
+    return homes

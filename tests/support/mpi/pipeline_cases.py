@@ -84,6 +84,11 @@ def check_the_state() -> None:
     with pytest.raises(autopar.DonatedStateError):
         planned(old, batch(1))
     other = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, replicas=(1, COUNT - 1)))
+    again = autopar.restore(folder, old).state
+    moved, _ = other(again, batch(1))  # leaves go where the other pipeline has them
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(again["params"]))
+    for a, b in zip(_params(moved), _params(state), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
     for like, again in ((jax.eval_shape(make), other), (state, planned)):
         step_of = {"step": again, "batch": batch(0)} if again is other else {}
         restored = autopar.restore(folder, like, **step_of).state
