@@ -138,8 +138,8 @@ def parallelize(
       True
     """
     if step is None:
-        given = {k: v for k, v in locals().items() if k != "step"}
-        return lambda fun: parallelize(fun, **given)
+        arguments = {k: v for k, v in locals().items() if k != "step"}
+        return lambda fun: parallelize(fun, **arguments)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
     plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
@@ -247,8 +247,8 @@ def _decided(
     if plan is None:
         strategy = "auto" if strategy is None else strategy
         return None, strategy, "exact" if sparse is None else sparse, "pjit" if emit is None else emit, pipeline
-    given = {"strategy": strategy, "sparse": sparse, "emit": emit, "pipeline": pipeline}
-    named = [f"{name}=" for name, value in given.items() if value is not None]
+    arguments = {"strategy": strategy, "sparse": sparse, "emit": emit, "pipeline": pipeline}
+    named = [f"{name}=" for name, value in arguments.items() if value is not None]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
     if not isinstance(plan, (Plan, str, Path)):
@@ -264,14 +264,14 @@ def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> Para
     return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")
 
 
-def _positions(step: Callable[..., Any], option: str, given: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def _positions(step: Callable[..., Any], option: str, positions: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """Positions of arguments; negative ones count from the last parameter."""
-    if given is None:
+    if positions is None:
         return None
-    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
-    numbers: tuple[Any, ...] = tuple(cast(Any, given)) if several else (given,)
+    several = isinstance(positions, Iterable) and not isinstance(positions, (str, bytes))
+    numbers: tuple[Any, ...] = tuple(cast(Any, positions)) if several else (positions,)
     if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in numbers):
-        raise ArgumentsError(f"{option}={given!r}: give positions of the step's arguments, whole numbers from 0")
+        raise ArgumentsError(f"{option}={positions!r}: give positions of the step's arguments, whole numbers from 0")
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # of some builtins nobody knows

@@ -234,8 +234,8 @@ class Analysed:
 def analyze_program(program: Program, options: Options) -> Analysed:
     """The first part of the pipeline, on a traced program: what there is to measure follows from it."""
     with paused_collection():
-        found, _, records = _run(ANALYSIS, program, None, Request(options), traced=True)
-        return Analysed(found, tuple(records))
+        analyzed, _, records = _run(ANALYSIS, program, None, Request(options), traced=True)
+        return Analysed(analyzed, tuple(records))
 
 
 def compile_program(analysed: Analysed, options: Options, measured: Measurements = UNMEASURED) -> Compiled:

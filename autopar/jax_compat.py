@@ -216,10 +216,10 @@ def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
         return leaf.shape, leaf.dtype
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)
-    found = other(leaf)
-    if found is None:
+    key = other(leaf)
+    if key is None:
         raise TypeError(f"no array: {type(leaf).__name__}")
-    return found
+    return key
 
 
 def uses_x64() -> bool:

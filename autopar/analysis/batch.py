@@ -81,50 +81,50 @@ class _Batch(Interpreter[_Found]):
 
     # --- equations without bodies ---
 
-    def plain(self, equation: Equation, given: Sequence[_Found]) -> Sequence[_Found]:
+    def plain(self, equation: Equation, operands: Sequence[_Found]) -> Sequence[_Found]:
         if equation.op == "optimization_barrier":
-            return given
-        return [self._place(equation, given)] * len(equation.outputs)
+            return operands
+        return [self._place(equation, operands)] * len(equation.outputs)
 
     def _place(self, equation: Equation, operands: Sequence[_Found]) -> _Found:
-        given = {k: axis for k, (axis, _) in enumerate(operands) if axis is not None}
-        if not given or not equation.outputs:  # a print or the like says nothing
+        axes_of_operands = {k: axis for k, (axis, _) in enumerate(operands) if axis is not None}
+        if not axes_of_operands or not equation.outputs:  # a print or the like says nothing
             return _NOTHING
-        places = {k: place_axes(equation, k, axis, self.devices) for k, axis in given.items()}
-        bases = {k: operands[k][1] for k in given}
+        places = {k: place_axes(equation, k, axis, self.devices) for k, axis in axes_of_operands.items()}
+        bases = {k: operands[k][1] for k in axes_of_operands}
         kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
-        if any(bases.values()) and not self._make_sense(equation, given, places, bases):
+        if any(bases.values()) and not self._make_sense(equation, axes_of_operands, places, bases):
             kept = [(p, base) for p, base in kept if not base]  # what is known is known all the same
         if not kept:
             return _NOTHING
         if equation.op == "gather":  # ids say more than what they select from
             kept.reverse()
-        found = next((p for p, base in kept if not base), kept[0][0])
-        along = [base for p, base in kept if p == found]
-        return found, union(along) if all(along) else 0
+        place = next((p for p, base in kept if not base), kept[0][0])
+        along = [base for p, base in kept if p == place]
+        return place, union(along) if all(along) else 0
 
     def _make_sense(
         self,
         equation: Equation,
-        given: Mapping[int, int],
+        axes_of_operands: Mapping[int, int],
         places: Mapping[int, int | None],
         bases: Mapping[int, int],
     ) -> bool:
         """Whether operands whose axes are guesses go together with the others; refutes the guesses if not."""
         before = len(self.guesses.refuted)
-        for k, axis in given.items():
+        for k, axis in axes_of_operands.items():
             if bases[k] and places[k] is None:
                 self.guesses.refute(bases[k])
             for j, along in partners(equation, k, axis) if bases[k] else ():
-                constant = j not in given and self.guesses.is_uniform(equation.inputs[j], along)
-                if given.get(j) != along and not constant:
+                constant = j not in axes_of_operands and self.guesses.is_uniform(equation.inputs[j], along)
+                if axes_of_operands.get(j) != along and not constant:
                     self.guesses.refute(bases[k] | bases.get(j, 0))
         return len(self.guesses.refuted) == before
 
     # --- loops and branches ---
 
-    def while_loop(self, equation: Equation, given: Sequence[_Found]) -> Sequence[_Found]:
-        self.guesses.refute(union(base for _, base in given))
+    def while_loop(self, equation: Equation, operands: Sequence[_Found]) -> Sequence[_Found]:
+        self.guesses.refute(union(base for _, base in operands))
         return self.unconverged(equation)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
@@ -162,7 +162,7 @@ class _Batch(Interpreter[_Found]):
     def restore(self, mark: int) -> None:
         del self.guesses.refuted[mark:]  # what was found with carries that aren't kept
 
-    def loop_ended(self, equation: Equation, given: Sequence[_Found]) -> None:
+    def loop_ended(self, equation: Equation, operands: Sequence[_Found]) -> None:
         taken_apart = equation.inputs[equation.params["num_consts"] + equation.params["num_carry"] :]
         for axis, base in map(self.value, taken_apart):
             if axis == 0:

@@ -56,11 +56,11 @@ def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
     """
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
     before = math.prod(old[:axis])
-    found = next((d for d in range(len(new)) if math.prod(new[:d]) == before and new[d] > 1), None)
-    if found is None or new[found] % devices == 0 or old[axis] % devices or found + 1 == len(new):
-        return found
-    is_split = old[axis] % (new[found] * new[found + 1]) == 0
-    return found + 1 if is_split and new[found + 1] % devices == 0 else found
+    dim = next((d for d in range(len(new)) if math.prod(new[:d]) == before and new[d] > 1), None)
+    if dim is None or new[dim] % devices == 0 or old[axis] % devices or dim + 1 == len(new):
+        return dim
+    is_split = old[axis] % (new[dim] * new[dim + 1]) == 0
+    return dim + 1 if is_split and new[dim + 1] % devices == 0 else dim
 
 
 def _reduce(equation: Equation, k: int, axis: int) -> int | None:

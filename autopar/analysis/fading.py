@@ -120,11 +120,11 @@ _Reach = Mapping[int, Any] | None
 
 
 def _merged(values: Sequence[Near], join: Callable[[Any, Any], Any]) -> _Reach:
-    found: dict[int, Any] = {}
+    merged: dict[int, Any] = {}
     for near in values:
         for leaf, reach in (near.reach or {}).items():
-            found[leaf] = join(found[leaf], reach) if leaf in found else reach
-    return found
+            merged[leaf] = join(merged[leaf], reach) if leaf in merged else reach
+    return merged
 
 
 def _largest(walk: FadingWalk, values: Sequence[Near]) -> _Reach:
@@ -237,11 +237,11 @@ def _own(
     if not walk.not_negative <= set(scale_only.not_negative):
         return None
     good = walk.holds()
-    found = []
+    own = []
     for k, value in zip(scale_only.zero, outputs, strict=True):
         if isinstance(value, Zero):
             value = ScaledLeaf(k, 0, np.zeros((), body.inputs[k].dtype))
         if not isinstance(value, ScaledLeaf) or value.leaf != k:
             return None
-        found.append(xp.where(good, value.unit + value.rest, np.nan))
-    return found
+        own.append(xp.where(good, value.unit + value.rest, np.nan))
+    return own

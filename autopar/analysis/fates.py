@@ -125,11 +125,11 @@ class Fates(Interpreter[Fate]):
         """Whether a value is rows, or may be met by rows as a number that is made of literals."""
         return var in self._rows and (var.shape == () or isinstance(self._rows[var], (Row, Free)))
 
-    def equation(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
-        results = super().equation(equation, given)
+    def equation(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
+        results = super().equation(equation, operands)
         return [self._kept(v, fate) for v, fate in zip(equation.outputs, results, strict=True)]
 
-    def plain(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
+    def plain(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
         return [self._result(equation, k, var) for k, var in enumerate(equation.outputs)]
 
     def _result(self, equation: Equation, k: int, var: Var) -> Fate:
@@ -156,9 +156,9 @@ class Fates(Interpreter[Fate]):
         """Which branch is taken is the same for all rows."""
         return _chosen(Fate(), values)
 
-    def body(self, equation: Equation, block: Block, given: Sequence[Fate]) -> list[Fate]:
-        varies = equation.params["num_consts"] if equation.op == "scan" else len(given)
-        pairs = enumerate(zip(block.inputs, given, strict=True))
+    def body(self, equation: Equation, block: Block, operands: Sequence[Fate]) -> list[Fate]:
+        varies = equation.params["num_consts"] if equation.op == "scan" else len(operands)
+        pairs = enumerate(zip(block.inputs, operands, strict=True))
         return super().body(equation, block, [self._input(v, fate, k >= varies) for k, (v, fate) in pairs])
 
     def _input(self, var: Var, fate: Fate, varies: bool) -> Fate:
@@ -167,12 +167,12 @@ class Fates(Interpreter[Fate]):
             return self._kept(var, replace(fate, turns=fate.turns | {var}))
         return self._kept(var, self.unknown(var) if varies else fate)
 
-    def loop(self, equation: Equation, given: Sequence[Fate]) -> Sequence[Fate]:
+    def loop(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
         """Carries are taken to be all NaN if anything has happened, or even, until a turn shows that they aren't."""
         inputs = equation.bodies[-1].inputs
         first, count = equation.params["num_consts"], equation.params["num_carry"]
         carries = (_carried(v, 2, True, frozenset()) for v in inputs[first : first + count])
-        results = super().loop(equation, [*given[:first], *carries, *given[first + count :]])
+        results = super().loop(equation, [*operands[:first], *carries, *operands[first + count :]])
         pairs = enumerate(zip(equation.outputs, results, strict=True))
         return [self._after(equation, k, out, fate) for k, (out, fate) in pairs]
 

@@ -55,10 +55,10 @@ def _unlike_tables(flow: RowFlow, entries: Mapping[int, Equation], tables: Mappi
 
 def _updated(flow: RowFlow, families: set[int]) -> dict[int, int]:
     """State leaves whose new values are rows of one of the families, with their row axes."""
-    program, found = flow.program, {}
+    program, updated = flow.program, {}
     for leaf, output in program.new_states.items():
         value, layout = flow.value(program.block.outputs[output]), program.inputs[leaf].layout
         if isinstance(value, Row) and flow.find(value.family) in families:
             if layout is None or layout[1] == value.axis:
-                found[leaf] = value.axis
-    return found
+                updated[leaf] = value.axis
+    return updated

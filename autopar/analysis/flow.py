@@ -29,11 +29,11 @@ def dependent(
     equations: Iterable[Equation], starts: Iterable[Var], begins: Callable[[Equation], bool] = lambda equation: False
 ) -> set[Var]:
     """Values that depend on any of `starts`, these included, or on an equation that `begins` holds of."""
-    found = set(starts)
+    reached = set(starts)
     for equation in equations:
-        if begins(equation) or not found.isdisjoint(equation.inputs):
-            found.update(equation.outputs)
-    return found
+        if begins(equation) or not reached.isdisjoint(equation.inputs):
+            reached.update(equation.outputs)
+    return reached
 
 
 def carried(block: Block, *, scaled: Scaled) -> list[int]:
@@ -60,10 +60,10 @@ class _Carried(Interpreter[tuple[int, int]]):
     def unknown(self, atom: Atom) -> tuple[int, int]:
         return (0, 0)
 
-    def equation(self, equation: Equation, given: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        for reach, _ in given:
+    def equation(self, equation: Equation, operands: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        for reach, _ in operands:
             if reach:
-                return super().equation(equation, given)
+                return super().equation(equation, operands)
         return [(0, 0)] * len(equation.outputs)
 
     def join(self, values: Sequence[tuple[int, int]], atoms: Sequence[Atom]) -> tuple[int, int]:
@@ -72,12 +72,12 @@ class _Carried(Interpreter[tuple[int, int]]):
     def end(self, carry: tuple[int, int], result: tuple[int, int]) -> tuple[int, int]:
         return result
 
-    def while_loop(self, equation: Equation, given: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        reach, _ = self.join(given, ())  # it may add, it may not
+    def while_loop(self, equation: Equation, operands: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        reach, _ = self.join(operands, ())  # it may add, it may not
         return [(reach, reach)] * len(equation.outputs)
 
-    def plain(self, equation: Equation, given: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        reach, added = self.join(given, ())
+    def plain(self, equation: Equation, operands: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        reach, added = self.join(operands, ())
         if equation.op in _SUMS or equation.op.startswith("scatter"):
             return [(reach, reach)] * len(equation.outputs)
         kept = equation.op in _KEEP or _is_scaled(equation, self.scaled)

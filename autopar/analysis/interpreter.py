@@ -27,7 +27,7 @@ class Interpreter(abc.ABC, Generic[V]):
     # --- the lattice ---
 
     @abc.abstractmethod
-    def plain(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+    def plain(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The results of an equation without bodies."""
 
     @abc.abstractmethod
@@ -61,14 +61,14 @@ class Interpreter(abc.ABC, Generic[V]):
     def restore(self, mark: Any) -> None:
         """Forget what was noted since."""
 
-    def loop_ended(self, equation: Equation, given: Sequence[V]) -> None:
+    def loop_ended(self, equation: Equation, operands: Sequence[V]) -> None:
         """A loop's carries have converged."""
 
     def unconverged(self, equation: Equation) -> Sequence[V]:
         """The results of a loop whose carries don't converge, and of one whose bodies aren't followed."""
         return [self.unknown(v) for v in equation.outputs]
 
-    def while_loop(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+    def while_loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The results of a while loop."""
         return self.unconverged(equation)
 
@@ -83,50 +83,50 @@ class Interpreter(abc.ABC, Generic[V]):
         values: dict[Any, V] = self.values
         unknown = self.unknown
         for equation in equations:
-            given = [values[a] if a in values else unknown(a) for a in equation.inputs]
-            values.update(zip(equation.outputs, self.equation(equation, given), strict=True))
+            operands = [values[a] if a in values else unknown(a) for a in equation.inputs]
+            values.update(zip(equation.outputs, self.equation(equation, operands), strict=True))
 
-    def equation(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+    def equation(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The results of any equation."""
-        return self.nested(equation, given) if equation.bodies else self.plain(equation, given)
+        return self.nested(equation, operands) if equation.bodies else self.plain(equation, operands)
 
-    def nested(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+    def nested(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The results of a loop, a branch or a checkpoint."""
         if equation.op == "scan":
             consts = equation.params["num_consts"]
-            xs = [self.inside(v) for v in given[consts + equation.params["num_carry"] :]]
-            return self.loop(equation, [*given[: len(given) - len(xs)], *xs])
+            xs = [self.inside(v) for v in operands[consts + equation.params["num_carry"] :]]
+            return self.loop(equation, [*operands[: len(operands) - len(xs)], *xs])
         if equation.op in ("remat", "cond"):
-            return self.branches(equation, given[len(given) - len(equation.bodies[0].inputs) :])
-        return self.while_loop(equation, given)
+            return self.branches(equation, operands[len(operands) - len(equation.bodies[0].inputs) :])
+        return self.while_loop(equation, operands)
 
-    def body(self, equation: Equation, block: Block, given: Sequence[V]) -> list[V]:
+    def body(self, equation: Equation, block: Block, operands: Sequence[V]) -> list[V]:
         """What a nested block returns."""
-        self.values.update(zip(block.inputs, given, strict=True))
+        self.values.update(zip(block.inputs, operands, strict=True))
         self.run(block.equations)
         return [self.value(a) for a in block.outputs]
 
-    def branches(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+    def branches(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """One of the bodies is run."""
-        returned = [self.body(equation, body, given) for body in equation.bodies]
+        returned = [self.body(equation, body, operands) for body in equation.bodies]
         atoms = zip(*(body.outputs for body in equation.bodies), strict=True)
         return [self.join(values, outputs) for values, outputs in zip(zip(*returned, strict=True), atoms, strict=True)]
 
-    def loop(self, equation: Equation, given: Sequence[V]) -> Sequence[V]:
+    def loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The last body is run over and over, on these as its inputs."""
         body = equation.bodies[-1]
         first = _first_carry(equation)
         count = equation.params["num_carry"] if equation.op == "scan" else len(equation.outputs)
-        carries = list(given[first : first + count])
+        carries = list(operands[first : first + count])
         for _ in range(2 * count + 4):
             mark = self.mark()
-            results = self.body(equation, body, [*given[:first], *carries, *given[first + count :]])
+            results = self.body(equation, body, [*operands[:first], *carries, *operands[first + count :]])
             widened = [
                 self.widen(equation, k, carry, result)
                 for k, (carry, result) in enumerate(zip(carries, results, strict=False))
             ]
             if widened == carries:
-                self.loop_ended(equation, given)
+                self.loop_ended(equation, operands)
                 ends = (self.end(c, r) for c, r in zip(carries, results, strict=False))
                 return [*ends, *(self.outside(v) for v in results[count:])]
             self.restore(mark)

@@ -65,38 +65,38 @@ class _Keys(Interpreter[Words]):
     def unknown(self, atom: Atom) -> Words:
         return (0,) * _positions(atom.shape)
 
-    def equation(self, equation: Equation, given: Sequence[Words]) -> Sequence[Words]:
-        if not any(map(any, given)):
+    def equation(self, equation: Equation, operands: Sequence[Words]) -> Sequence[Words]:
+        if not any(map(any, operands)):
             return [self.unknown(v) for v in equation.outputs]
-        found = super().equation(equation, given)
-        return [_fitted(words, v.shape) for v, words in zip(equation.outputs, found, strict=True)]
+        results = super().equation(equation, operands)
+        return [_fitted(words, v.shape) for v, words in zip(equation.outputs, results, strict=True)]
 
-    def plain(self, equation: Equation, given: Sequence[Words]) -> Sequence[Words]:
-        made = given[: _SINKS.get(equation.op, 0)]
+    def plain(self, equation: Equation, operands: Sequence[Words]) -> Sequence[Words]:
+        made = operands[: _SINKS.get(equation.op, 0)]
         if any(map(any, made)):
             # Two operands are the two words, an element of each for one key.
             held = made[0] if len(made) == 1 else tuple(union(m) for m in made)
             self.uses.add(sorted(held) == [1 << k for k in range(self.count)])
         return [
-            self.unknown(v) if jax_compat.is_key(v.dtype) else _through(equation, k, given)
+            self.unknown(v) if jax_compat.is_key(v.dtype) else _through(equation, k, operands)
             for k, v in enumerate(equation.outputs)
         ]
 
     def join(self, values: Sequence[Words], atoms: Sequence[Atom]) -> Words:
         return _joined(values)
 
-    def body(self, equation: Equation, block: Block, given: Sequence[Words]) -> list[Words]:
-        fitted = [_fitted(words, v.shape) for v, words in zip(block.inputs, given, strict=True)]
+    def body(self, equation: Equation, block: Block, operands: Sequence[Words]) -> list[Words]:
+        fitted = [_fitted(words, v.shape) for v, words in zip(block.inputs, operands, strict=True)]
         return super().body(equation, block, fitted)
 
     def widen(self, equation: Equation, k: int, carry: Words, result: Words) -> Words:
         """Carries may take in words of others."""
         return _joined([carry, _fitted(result, (len(carry),))])
 
-    def while_loop(self, equation: Equation, given: Sequence[Words]) -> Sequence[Words]:
+    def while_loop(self, equation: Equation, operands: Sequence[Words]) -> Sequence[Words]:
         n = equation.params["cond_nconsts"]
-        carries = self.loop(equation, given[n:])
-        self.body(equation, equation.bodies[0], [*given[:n], *carries])
+        carries = self.loop(equation, operands[n:])
+        self.body(equation, equation.bodies[0], [*operands[:n], *carries])
         return carries
 
     def unconverged(self, equation: Equation) -> Sequence[Words]:
@@ -104,96 +104,98 @@ class _Keys(Interpreter[Words]):
         return [(everything,) * _positions(v.shape) for v in equation.outputs]
 
 
-def _through(equation: Equation, output: int, given: Sequence[Words]) -> Words:
+def _through(equation: Equation, output: int, operands: Sequence[Words]) -> Words:
     """What a result depends on."""
     op, shape = equation.op, equation.outputs[output].shape
     start, stop = (output, output + 1) if op == "optimization_barrier" else _DATA.get(op, (0, None))
-    given = [*given[:1], *given[2:]] if op.startswith("scatter") else given[start:stop]
+    operands = [*operands[:1], *operands[2:]] if op.startswith("scatter") else operands[start:stop]
     rule = _RULES.get(op)
-    found = rule(equation, output, given) if rule is not None else None
-    if found is not None:
-        return found
+    words = rule(equation, output, operands) if rule is not None else None
+    if words is not None:
+        return words
     if op in ELEMENTWISE or op.startswith("scatter") or op in ("optimization_barrier", "dynamic_update_slice"):
-        return _joined([_fitted(g, shape) for g in given])
-    return (union(_joined(given)),) * _positions(shape)
+        return _joined([_fitted(g, shape) for g in operands])
+    return (union(_joined(operands)),) * _positions(shape)
 
 
 # --- operations that move words ---
 
 
-def _reshaped(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
-    old, new = given[0], equation.outputs[output]
+def _reshaped(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
+    old, new = operands[0], equation.outputs[output]
     size = math.prod(new.shape)
     positions = _positions(new.shape)
     if positions == len(old):
         return old
     if size > _SMALL:
         return None
-    found = [0] * positions
+    words = [0] * positions
     for k in range(size):
-        found[k % positions] |= old[k % len(old)]
-    return tuple(found)
+        words[k % positions] |= old[k % len(old)]
+    return tuple(words)
 
 
-def _broadcast(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _broadcast(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     shape, dims = equation.outputs[output].shape, equation.params["broadcast_dimensions"]
     last = bool(dims) and dims[-1] == len(shape) - 1
-    return _fitted(given[0], shape) if last else None
+    return _fitted(operands[0], shape) if last else None
 
 
-def _sliced(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _sliced(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     start, limit = equation.params["start_indices"][-1], equation.params["limit_indices"][-1]
-    return given[0][start : limit : (equation.params["strides"] or (1,))[-1]]
+    return operands[0][start : limit : (equation.params["strides"] or (1,))[-1]]
 
 
-def _sliced_at(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _sliced_at(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     size, start = equation.params["slice_sizes"][-1], equation.inputs[-1]
-    if size == len(given[0]):
-        return given[0]
+    if size == len(operands[0]):
+        return operands[0]
     if not isinstance(start, Literal):
         return None
-    first = min(max(int(start.value), 0), len(given[0]) - size)
-    return given[0][first : first + size]
+    first = min(max(int(start.value), 0), len(operands[0]) - size)
+    return operands[0][first : first + size]
 
 
-def _gathered(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _gathered(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     """Whole rows."""
     numbers, shape = equation.params["dimension_numbers"], equation.outputs[output].shape
-    whole = equation.params["slice_sizes"][-1] == len(given[0]) == _positions(shape)
-    return given[0] if whole and len(shape) - 1 in numbers.offset_dims else None
+    whole = equation.params["slice_sizes"][-1] == len(operands[0]) == _positions(shape)
+    return operands[0] if whole and len(shape) - 1 in numbers.offset_dims else None
 
 
-def _split(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _split(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     sizes = [int(s) for s in equation.params["sizes"]]
     if equation.params["axis"] != len(equation.inputs[0].shape) - 1:
-        return given[0]
-    return given[0][sum(sizes[:output]) : sum(sizes[: output + 1])]
+        return operands[0]
+    return operands[0][sum(sizes[:output]) : sum(sizes[: output + 1])]
 
 
-def _concatenated(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _concatenated(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     if equation.params["dimension"] == len(equation.outputs[output].shape) - 1:
-        return tuple(bits for g in given for bits in g)
-    return _joined(given)
+        return tuple(bits for g in operands for bits in g)
+    return _joined(operands)
 
 
-def _stacked(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _stacked(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     if equation.params["axis"] == len(equation.outputs[output].shape) - 1:
-        return tuple(map(union, given))
-    return _joined(given) if equation.inputs[0].shape else None
+        return tuple(map(union, operands))
+    return _joined(operands) if equation.inputs[0].shape else None
 
 
-def _unstacked(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _unstacked(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     is_last = equation.params["axis"] == len(equation.inputs[0].shape) - 1
-    return _fitted((given[0][output],), equation.outputs[output].shape) if is_last else given[0]
+    return _fitted((operands[0][output],), equation.outputs[output].shape) if is_last else operands[0]
 
 
-def _reversed(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
-    return given[0][::-1] if len(equation.outputs[output].shape) - 1 in equation.params["dimensions"] else given[0]
+def _reversed(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
+    return (
+        operands[0][::-1] if len(equation.outputs[output].shape) - 1 in equation.params["dimensions"] else operands[0]
+    )
 
 
-def _transposed(equation: Equation, output: int, given: Sequence[Words]) -> Words | None:
+def _transposed(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
     axes = equation.params["permutation"]
-    return given[0] if not axes or axes[-1] == len(axes) - 1 else None
+    return operands[0] if not axes or axes[-1] == len(axes) - 1 else None
 
 
 _RULES: Mapping[str, Callable[[Equation, int, Sequence[Words]], Words | None]] = {
@@ -217,10 +219,10 @@ def _positions(shape: Sequence[int]) -> int:
     return shape[-1] if shape else 1
 
 
-def _joined(given: Sequence[Words]) -> Words:
+def _joined(words: Sequence[Words]) -> Words:
     """Position by position; those of arrays without that many positions in each."""
-    size = max(map(len, given), default=0)
-    fitted = [g if len(g) == size else (union(g),) * size for g in given]
+    size = max(map(len, words), default=0)
+    fitted = [g if len(g) == size else (union(g),) * size for g in words]
     return tuple(union(bits) for bits in zip(*fitted, strict=True))
 
 

@@ -108,8 +108,8 @@ class OncePerRow:
     share: float
 
     def __str__(self) -> str:
-        told = ", ".join(f"{rows} rows for {lookups} lookups" for rows, lookups in self.counts)
-        return f"{told}; {self.share:.0%} of the products' operations are left"
+        counts = ", ".join(f"{rows} rows for {lookups} lookups" for rows, lookups in self.counts)
+        return f"{counts}; {self.share:.0%} of the products' operations are left"
 
 
 @dataclass(frozen=True, slots=True)

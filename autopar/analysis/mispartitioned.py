@@ -113,7 +113,7 @@ def _found(op: str, params: _Params, operands: Sequence[Any]) -> str | None:
         return None
     equations = (e for jaxpr in _jaxprs(params) for e in jaxpr.eqns)
     inner = (_found(e.primitive.name, e.params, [v.aval for v in e.invars]) for e in equations)
-    return next((found for found in inner if found is not None), None)
+    return next((equation for equation in inner if equation is not None), None)
 
 
 def _jaxprs(params: _Params) -> Iterator[Any]:

@@ -58,10 +58,10 @@ class _Kinds(Interpreter[SumKind]):
         self.means |= self._means(equations)
         super().run(equations)
 
-    def plain(self, equation: Equation, given: Sequence[SumKind]) -> Sequence[SumKind]:
+    def plain(self, equation: Equation, operands: Sequence[SumKind]) -> Sequence[SumKind]:
         if equation.op not in _REDUCES_DEVICES:
-            return [self._kind(equation, given)] * len(equation.outputs)
-        if equation.op.startswith("psum") and equation not in self.means and SumKind.OWN in given:
+            return [self._kind(equation, operands)] * len(equation.outputs)
+        if equation.op.startswith("psum") and equation not in self.means and SumKind.OWN in operands:
             self.added.append(equation.where)
         return [SumKind.SAME] * len(equation.outputs)
 
@@ -117,18 +117,18 @@ def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) ->
     flow = _Kinds(followed, count)
     flow.values.update(dict.fromkeys(known, SumKind.EXAMPLES))
     flow.run(block.equations)
-    told = []
+    sums = []
     if flow.used:
-        told.append(
+        sums.append(
             f"each device uses what it reduced over its own examples ({_lines(flow.used)}): on one device that is what "
             f"all examples give (batch norm, clipping by a norm: reduce over {axis!r} first for the same)"
         )
     if flow.added:
-        told.append(
+        sums.append(
             f"values of {count} devices are added up ({_lines(flow.added)}): where they are means over a device's "
             f"examples that is {count} times what one device computes (jax.lax.pmean is the same)"
         )
-    return told
+    return sums
 
 
 def _lines(where: Sequence[str], most: int = 3) -> str:

@@ -59,7 +59,7 @@ class Families:
         looked_up = {k for k, _ in self.program.tables}
         members = self._members()
         tables = {family for family, leaves in members.items() if looked_up.intersection(leaves)}
-        leaves = {k for family, found in members.items() if family in troubled - tables for k in found}
+        leaves = {k for family, owned in members.items() if family in troubled - tables for k in owned}
         entries = {e for f, e in self.flow.entries.items() if self.flow.find(f) in troubled - tables}
         return leaves, entries
 
@@ -75,7 +75,7 @@ class Families:
     def spaces(self) -> list[RowSpace]:
         """The families that hold a table, with everything in them."""
         looked_up = {k for k, _ in self.program.tables}
-        found = []
+        spaces = []
         for family, leaves in self._members().items():
             tables = tuple(k for k in leaves if k in looked_up)
             accesses = tuple(a for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
@@ -84,8 +84,8 @@ class Families:
                 space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
                 needed = tuple(sorted({f for access in accesses for f in self._families_of_ids(access)}))
                 space = dataclasses.replace(space, depends_on=needed, is_read_whole=bool(self._reads(family)))
-                found.append(dataclasses.replace(space, notes=self._notes(space)))
-        return _closed(found)
+                spaces.append(dataclasses.replace(space, notes=self._notes(space)))
+        return _closed(spaces)
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
         """Whether there is an update to save, or the rows are spread and would be brought together."""
@@ -213,19 +213,19 @@ class Families:
 
     def _families_of_ids(self, access: Access) -> set[int]:
         """Families whose rows the ids of an access depend on."""
-        return {f for equations in self._slices(access) for found in equations for f in self._families_in(found)}
+        return {f for equations in self._slices(access) for part in equations for f in self._families_in(part)}
 
     def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
         """What computes the ids of an access. Many accesses share theirs."""
-        found = []
+        slices = []
         for atom in index_atoms(access):
             key = access.path, atom
             if key not in self.slices:
                 inner, outer, _ = hoist(access.path, atom)
                 roots = [outer, *(a for e in inner for a in e.inputs)]
                 self.slices[key] = inner, needed_equations(self.program.block, roots)
-            found.append(self.slices[key])
-        return found
+            slices.append(self.slices[key])
+        return slices
 
     def own_lookups(self, space: RowSpace) -> list[Equation]:
         """Lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
@@ -237,32 +237,32 @@ class Families:
 
     def _repeated_effect(self, space: RowSpace) -> Equation | None:
         """An equation with effects that the ids of the family would need a second time, outside of its loop."""
-        slices = (found for access in space.accesses for found in self._slices(access))
+        slices = (effects for access in space.accesses for effects in self._slices(access))
         for equation in (e for inner, needed in slices for e in (*inner, *needed)):
-            found = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
-            if (equation.effects or found) and equation not in self.program.block.equations:
-                return found[0] if found else equation
+            effects = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
+            if (equation.effects or effects) and equation not in self.program.block.equations:
+                return effects[0] if effects else equation
         return None
 
     def _families_in(self, equations: Sequence[Equation]) -> set[int]:
         """Families whose routed rows the equations need (a read of the whole old leaf needs none)."""
-        found: set[int] = set()
+        families: set[int] = set()
         for equation in equations:
             if self.flow.roles.get(equation) == "dense" and not any(self.flow.whole.get(a) for a in equation.inputs):
                 continue
             for atom in (*equation.inputs, *equation.outputs):
                 value = self.flow.value(atom)
                 if isinstance(value, Row):
-                    found.add(self.flow.find(value.family))
+                    families.add(self.flow.find(value.family))
             for body in equation.bodies:
-                found |= self._families_in(body.equations)
-        return found
+                families |= self._families_in(body.equations)
+        return families
 
 
 def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
     """`depends_on` through any number of families."""
     direct = {s.family: set(s.depends_on) for s in spaces}
     for _ in spaces:
-        for found in direct.values():
-            found |= {g for f in tuple(found) for g in direct.get(f, ())}
+        for reached in direct.values():
+            reached |= {g for f in tuple(reached) for g in direct.get(f, ())}
     return [dataclasses.replace(s, depends_on=tuple(sorted(direct[s.family]))) for s in spaces]

@@ -141,30 +141,30 @@ class RowFlow(Interpreter[Value]):
             self.equation(equation, [known.get(a) for a in equation.inputs])
         self._equations = outer
 
-    def equation(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
+    def equation(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """Its results; what needs all rows is noted."""
         self.roles.pop(equation, None)
         self.accesses.pop(equation, None)
         try:
-            results = self.nested(equation, given) if equation.bodies else self.plain(equation, given)
+            results = self.nested(equation, operands) if equation.bodies else self.plain(equation, operands)
         except Mixes as mixes:
             results = [None] * len(equation.outputs)
-            self._read_whole(equation, given, mixes)
+            self._read_whole(equation, operands, mixes)
         self.values.update(zip(equation.outputs, results, strict=True))
         self._after(equation)
         if any(isinstance(v, Row) for v in results):
             self.roles.setdefault(equation, "rows")
             self._note_whole(equation)
-            self._note_dense_operands(equation, given, results)
+            self._note_dense_operands(equation, operands, results)
         return results
 
-    def plain(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
+    def plain(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         rule = RULES.get(equation.op)
-        if equation in self.reading_whole and any(isinstance(v, Row) for v in given):
+        if equation in self.reading_whole and any(isinstance(v, Row) for v in operands):
             raise Mixes("a lookup whose ids depend on rows of the same table", "compute the ids first")
         if rule is not None:
-            return rule(equation, given, self)
-        if any(isinstance(v, Row) for v in given):
+            return rule(equation, operands, self)
+        if any(isinstance(v, Row) for v in operands):
             raise Mixes(f"{equation.op} has no rule for rows")
         return [None] * len(equation.outputs)
 
@@ -201,30 +201,30 @@ class RowFlow(Interpreter[Value]):
     def unconverged(self, equation: Equation) -> Sequence[Value]:
         raise Mixes("a loop whose carries don't converge")
 
-    def while_loop(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
-        if any(isinstance(v, Row) for v in given):
+    def while_loop(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
+        if any(isinstance(v, Row) for v in operands):
             raise Mixes("the table is used inside a while loop", _NO_WHILE, "body")
         return [None] * len(equation.outputs)
 
-    def branches(self, equation: Equation, given: Sequence[Value]) -> Sequence[Value]:
+    def branches(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         mark = self.mark()
-        results = super().branches(equation, given)
+        results = super().branches(equation, operands)
         refusal = next((refusal for _, refusal in self.refusals[len(mark[1]) :]), None)
         if equation.op == "cond" and refusal is not None:  # the cond as a whole may still read all rows
             self.restore(mark)
             raise Mixes(f"inside a cond: {refusal.reason}", refusal.remedy, "body")
         return results
 
-    def body(self, equation: Equation, block: Block, given: Sequence[Value]) -> list[Value]:
+    def body(self, equation: Equation, block: Block, operands: Sequence[Value]) -> list[Value]:
         outer, self.path = self.path, (*self.path, equation)
         fixed = equation.params["num_consts"] if equation.op == "scan" else len(block.inputs)
-        operands = equation.inputs[len(equation.inputs) - len(block.inputs) :]  # without a cond's index
-        for k, (var, operand) in enumerate(zip(block.inputs, operands, strict=True)):
+        atoms = equation.inputs[len(equation.inputs) - len(block.inputs) :]  # without a cond's index
+        for k, (var, operand) in enumerate(zip(block.inputs, atoms, strict=True)):
             if k < fixed and self.whole.get(operand) == frozenset():
                 self.whole[var] = frozenset()
             else:
                 self.whole.pop(var, None)
-        results = super().body(equation, block, given)
+        results = super().body(equation, block, operands)
         self.path = outer
         return results
 
@@ -252,9 +252,9 @@ class RowFlow(Interpreter[Value]):
         if self.path:
             return
         known = [self.after, self.whole] if self.roles.get(equation) == "dense" else [self.after]
-        found = frozenset(f for atom in equation.inputs for families in known for f in families.get(atom, ()))
-        if found:
-            self.after.update(dict.fromkeys(equation.outputs, found))
+        after = frozenset(f for atom in equation.inputs for families in known for f in families.get(atom, ()))
+        if after:
+            self.after.update(dict.fromkeys(equation.outputs, after))
 
     def _note_whole(self, equation: Equation) -> None:
         """Results that can be had for all rows: new values of leaves, constants, and what is made of such."""
@@ -298,16 +298,16 @@ def _softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:
             atom = made[atom].inputs[0]
         return atom
 
-    found: set[Equation] = set()
+    softmaxes: set[Equation] = set()
     maxima = [e for e in equations if e.op == "reduce_max"]
     for equation in equations:
         exponential = made.get(origin(equation.inputs[0])) if equation.op == "reduce_sum" else None
         if exponential is None or exponential.op not in ("exp", "exp2"):
             continue
-        found.add(equation)
+        softmaxes.add(equation)
         shifted = made.get(origin(exponential.inputs[0]))
         if shifted is not None and shifted.op == "sub":
             logits = origin(shifted.inputs[0])
             same_axes = (m for m in maxima if m.params["axes"] == equation.params["axes"])
-            found.update(m for m in same_axes if origin(m.inputs[0]) is logits)
-    return frozenset(found)
+            softmaxes.update(m for m in same_axes if origin(m.inputs[0]) is logits)
+    return frozenset(softmaxes)

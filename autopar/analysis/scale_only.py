@@ -101,9 +101,9 @@ def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
         return None  # a product of the factors would miss what short floats round away in each step
     for size in range(changed + 1):
         for zero in itertools.combinations(range(changed), size):
-            found = _scale_only(body, changed, read, zero)
-            if found is not None:
-                return found
+            scaled = _scale_only(body, changed, read, zero)
+            if scaled is not None:
+                return scaled
     return None
 
 
@@ -127,7 +127,7 @@ def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values:
     walk = ScaleOnlyWalk(xp)
     numbers: list[ScaleValue] = [Number(v) for v in values]
     outputs = walk.run(body, [*leaves_of(body, changed, read, scale_only.zero), *numbers])
-    found = []
+    factors_ = []
     for k, dtype, near_one in zip(scale_only.scaled, scale_only.dtypes, scale_only.near_one, strict=True):
         value = outputs[k]
         assert isinstance(value, ScaledLeaf) and value.leaf == k and value.unit == near_one, (
@@ -135,8 +135,8 @@ def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values:
         )
         rest = xp.asarray(value.rest, dtype).reshape(())
         walk.assume(xp.isfinite(rest) & (rest > -1 if near_one else True))
-        found.append(rest)
-    return [*found, walk.holds()]
+        factors_.append(rest)
+    return [*factors_, walk.holds()]
 
 
 def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[ScaleValue]:

@@ -312,10 +312,10 @@ def one_of(walk: Granted, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue
 
 
 def _chosen(walk: Granted, index: Any, numbers: Sequence[Any]) -> Any:
-    found = numbers[-1]
+    chosen = numbers[-1]
     for k in range(len(numbers) - 2, -1, -1):
-        found = walk.xp.where(index == k, numbers[k], found)
-    return found
+        chosen = walk.xp.where(index == k, numbers[k], chosen)
+    return chosen
 
 
 def _full(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:

@@ -47,15 +47,15 @@ class _Uniform(Interpreter[int]):
     def outside(self, value: int) -> int:
         return value << 1
 
-    def plain(self, equation: Equation, given: Sequence[int]) -> Sequence[int]:
-        return [_axes(equation, given)] * len(equation.outputs)
+    def plain(self, equation: Equation, operands: Sequence[int]) -> Sequence[int]:
+        return [_axes(equation, operands)] * len(equation.outputs)
 
 
 def _all(atom: Atom) -> int:
     return (1 << len(atom.shape)) - 1
 
 
-def _axes(equation: Equation, given: Sequence[int]) -> int:
+def _axes(equation: Equation, operands: Sequence[int]) -> int:
     """Those of the results, from those of the operands."""
     if not equation.outputs:
         return 0
@@ -66,24 +66,24 @@ def _axes(equation: Equation, given: Sequence[int]) -> int:
         return _all(out) & ~(1 << equation.params["dimension"])
     if op in ("broadcast_in_dim", "tile"):
         operand = equation.inputs[0]
-        constant = given[0] | union(1 << axis for axis, size in enumerate(operand.shape) if size == 1)
+        constant = operands[0] | union(1 << axis for axis, size in enumerate(operand.shape) if size == 1)
         if op == "tile":
             return constant
         dims = enumerate(equation.params["broadcast_dimensions"])
         return _all(out) & ~union(1 << to for axis, to in dims if not constant >> axis & 1)
     if op in ELEMENTWISE:
-        bits = (bits for atom, bits in zip(equation.inputs, given, strict=True) if atom.shape == out.shape)
+        bits = (bits for atom, bits in zip(equation.inputs, operands, strict=True) if atom.shape == out.shape)
         return functools.reduce(operator.and_, bits, _all(out))
     if op == "dot_general":
-        return _placed(equation, given, 0) | _placed(equation, given, 1)
-    if op == "reshape" and given[0] == _all(equation.inputs[0]):
+        return _placed(equation, operands, 0) | _placed(equation, operands, 1)
+    if op == "reshape" and operands[0] == _all(equation.inputs[0]):
         return _all(out)
-    return _placed(equation, given, 0) if op in _SHAPED or op in REDUCTION_PRIMITIVES else 0
+    return _placed(equation, operands, 0) if op in _SHAPED or op in REDUCTION_PRIMITIVES else 0
 
 
-def _placed(equation: Equation, given: Sequence[int], k: int) -> int:
+def _placed(equation: Equation, operands: Sequence[int], k: int) -> int:
     """Where an operand's axes go that keep their size."""
     operand, out = equation.inputs[k], equation.outputs[0]
-    axes = [axis for axis in range(len(operand.shape)) if given[k] >> axis & 1]
+    axes = [axis for axis in range(len(operand.shape)) if operands[k] >> axis & 1]
     places = [(place_axes(equation, k, axis), operand.shape[axis]) for axis in axes]
     return union(1 << at for at, size in places if at is not None and at != SUMMED and out.shape[at] == size)

@@ -61,7 +61,7 @@ def _of(block: Block, spread: Mapping[Var, int]) -> Work:
         examples += trips * sum(work.examples for work in bodies)
         parameters += trips * sum(work.parameters for work in bodies)
         moved += trips * sum(work.moved_bytes for work in bodies)
-        for size, count in (found for work in bodies for found in work.sums):
+        for size, count in (sum_ for work in bodies for sum_ in work.sums):
             sums[size] += trips * count
     return Work(examples, parameters, moved, tuple(sorted(sums.items())))
 

@@ -88,7 +88,7 @@ class Devices:
         """All of a value that is spread along an axis, on every device."""
         return self.constrain(value, None)
 
-    def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
+    def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         """Run a function on each device's part of the operands.
 
         Args:
@@ -97,13 +97,13 @@ class Devices:
           returned: The same of the results: one for a single result, else a tuple.
           *operands: Global arrays.
         """
-        return self.mapped(fun, given, returned)(*operands)
+        return self.mapped(fun, axes, returned)(*operands)
 
     def mapped(
-        self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, over: str | tuple[str, ...] = ""
+        self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, over: str | tuple[str, ...] = ""
     ) -> Callable[..., Any]:
         """The function of global arrays that `local` calls, spread over axes of the mesh."""
-        specs = tuple(self.spec(along, over) for along in given)
+        specs = tuple(self.spec(along, over) for along in axes)
         several = isinstance(returned, tuple)
         out = tuple(self.spec(along, over) for along in returned) if several else self.spec(returned, over)
         return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
@@ -119,7 +119,7 @@ class OwnPart(Devices, abc.ABC):
     def constrain(self, value: Array, along: int | None) -> Array:
         return value
 
-    def local(self, fun: Callable[..., Any], given: Sequence[int | None], returned: Any, *operands: Array) -> Any:
+    def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         return fun(*operands)
 
     def share(self, value: Array, along: int) -> Array:

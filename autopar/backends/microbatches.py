@@ -39,9 +39,9 @@ class Microbatch:
         size = value.shape[along] // (devices * self.count)
         before, behind = value.shape[:along], value.shape[along + 1 :]
         parted = value.reshape(*before, devices, self.count, size, *behind)
-        found = jax.lax.dynamic_index_in_dim(parted, self.number, along + 1, keepdims=False)
-        found = found.reshape(*before, devices * size, *behind)
-        return found if self.devices is None else self.devices.constrain(found, along)
+        share = jax.lax.dynamic_index_in_dim(parted, self.number, along + 1, keepdims=False)
+        share = share.reshape(*before, devices * size, *behind)
+        return share if self.devices is None else self.devices.constrain(share, along)
 
     def once(self, value: Array) -> Array:
         """The value for the first microbatch, zeros for the others."""
@@ -115,5 +115,5 @@ def _unparted(parts: Array, along: int, devices: Devices | None) -> Array:
     split = 1 if devices is None else devices.count
     parted = parts.reshape(count, *shape[:along], split, shape[along] // split, *shape[along + 1 :])
     moved = jnp.moveaxis(parted, 0, along + 1)
-    found = moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])
-    return found if devices is None else devices.constrain(found, along)
+    whole = moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])
+    return whole if devices is None else devices.constrain(whole, along)

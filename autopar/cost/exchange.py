@@ -80,7 +80,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
     def routed(name: str, size: int) -> Term:
         return Term(name, rates.all_to_all(sent * size), others * s.capacity * size, "all-to-all")
 
-    found: dict[str, tuple[Term, ...]] = {
+    terms: dict[str, tuple[Term, ...]] = {
         "ps": (
             Term("route ids", rates.route(s.ids)),
             routed("send ids", ID_BYTES),
@@ -117,9 +117,9 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         ),
     }
     for method, seconds in rates.fixed.items():
-        if method in found and seconds:
-            found[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
-    return found
+        if method in terms and seconds:
+            terms[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
+    return terms
 
 
 def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:

@@ -46,8 +46,8 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
     drawn = [math.log(n * ids) for n, _ in touched]
     endless = [math.log(_endless(extent, rows)) for _, rows in touched]
     beta, log_k = np.polyfit(drawn, endless, 1) if len(touched) > 1 else (1.0, endless[0] - drawn[0])
-    found = Growth(extent, ids, kept, math.exp(log_k), float(beta), 0.0)
-    return replace(found, residual=max(abs(found.rows(n) / rows - 1) for n, rows in touched))
+    growth = Growth(extent, ids, kept, math.exp(log_k), float(beta), 0.0)
+    return replace(growth, residual=max(abs(growth.rows(n) / rows - 1) for n, rows in touched))
 
 
 def _endless(extent: int, rows: float) -> float:

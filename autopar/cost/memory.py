@@ -97,7 +97,7 @@ def _on_hosts(program: Program, bound: BoundPlan) -> set[int]:
 def _on_devices(program: Program, bound: BoundPlan) -> list[int]:
     """Leaves of the state that aren't on hosts."""
     away = _on_hosts(program, bound)
-    return [k for k, given in enumerate(program.inputs) if given.role == "state" and k not in away]
+    return [k for k, input_ in enumerate(program.inputs) if input_.role == "state" and k not in away]
 
 
 @dataclass(frozen=True, slots=True)

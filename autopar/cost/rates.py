@@ -97,22 +97,22 @@ class Rates:
         return asdict(self)
 
     @staticmethod
-    def of_dict(found: Mapping[str, Any]) -> Rates:
+    def of_dict(fields: Mapping[str, Any]) -> Rates:
         """The reverse of `as_dict`.
 
         Raises:
           ValueError, KeyError, TypeError: it is no such thing.
         """
 
-        def curve(given: Any) -> Curve:
-            return Curve(tuple((float(size), float(seconds)) for size, seconds in given["points"]))
+        def curve(points: Any) -> Curve:
+            return Curve(tuple((float(size), float(seconds)) for size, seconds in points["points"]))
 
-        read: dict[str, Any] = {name: float(found[name]) for name in ("call_s", "flop_s", "moved_byte_s")}
-        read |= {name: curve(found[name]) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
-        read |= {name: None if found[name] is None else curve(found[name]) for name in ("update", "dense")}
+        read: dict[str, Any] = {name: float(fields[name]) for name in ("call_s", "flop_s", "moved_byte_s")}
+        read |= {name: curve(fields[name]) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
+        read |= {name: None if fields[name] is None else curve(fields[name]) for name in ("update", "dense")}
         for name in ("gather", "scatter"):
-            read[name] = RowRate(float(found[name]["row_s"]), float(found[name]["byte_s"]))
-        return Rates(**read, fixed={str(method): float(seconds) for method, seconds in found["fixed"].items()})
+            read[name] = RowRate(float(fields[name]["row_s"]), float(fields[name]["byte_s"]))
+        return Rates(**read, fixed={str(method): float(seconds) for method, seconds in fields["fixed"].items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,9 @@ class StepTime:
 
     def by_part(self) -> Mapping[str, float]:
         """Part -> seconds; what is hidden is taken off the dense gradients."""
-        found = {part: sum(t.seconds for t in terms) for part, terms in self.parts.items()}
-        found["dense gradients"] -= self.hidden_s
-        return {**found, "stragglers": self.waiting_s}
+        seconds = {part: sum(t.seconds for t in terms) for part, terms in self.parts.items()}
+        seconds["dense gradients"] -= self.hidden_s
+        return {**seconds, "stragglers": self.waiting_s}
 
     @property
     def limit(self) -> str:
@@ -111,27 +111,27 @@ def simulate_step(
     """
     n, rates, hosts = cluster.count, planned_rates(cluster), planned_host_rates(cluster)
     chosen: dict[str, str] = {}
-    found: list[tuple[str, Sizes]] = []
+    loads: list[tuple[str, Sizes]] = []
     budget, state = STATE_SHARE * cluster.device.memory_bytes, work.dense.state_bytes
     host_budget, host_state = STATE_SHARE * cluster.host_bytes, 0.0
     for table in work.tables:
-        given = methods if isinstance(methods, str) else methods.get(table.path, "auto")
+        method = methods if isinstance(methods, str) else methods.get(table.path, "auto")
         size = table.extent * table.family_bytes
-        if given == "auto" and table.hosted:
-            given = HOSTED
-        elif given == "auto":
+        if method == "auto" and table.hosted:
+            method = HOSTED
+        elif method == "auto":
             terms = step_terms(rates, sizes_at(table, n))
             possible = SIMULATED if state + size <= budget else ("ps",)
-            given = min(possible, key=lambda m: sum(t.seconds for t in terms[m]))
-        chosen[table.path] = given
-        found.append((given, host_sizes_at(table, n) if given == HOSTED else sizes_at(table, n)))
-        if given == HOSTED:
+            method = min(possible, key=lambda m: sum(t.seconds for t in terms[m]))
+        chosen[table.path] = method
+        loads.append((method, host_sizes_at(table, n) if method == HOSTED else sizes_at(table, n)))
+        if method == HOSTED:
             host_state += size / cluster.machines
         else:
-            state += size / n if given == "ps" else size
+            state += size / n if method == "ps" else size
     hosted = [t.hosted for t in work.tables if chosen[t.path] == HOSTED]
     by_mpi = bool(hosted) and (work.dense.by_mpi or not any(t.hosted for t in work.tables))
-    parts = dict(step_parts(rates, replace(work.dense, by_mpi=by_mpi), found, n, hosts))
+    parts = dict(step_parts(rates, replace(work.dense, by_mpi=by_mpi), loads, n, hosts))
     model = sum(t.seconds for part in ("model", "lookups") for t in parts[part])
     dense = sum(t.seconds for t in parts["dense gradients"])
     waiting, hidden = variation * model * expected_maximum(n), min(overlap * dense, BACKWARD * model)

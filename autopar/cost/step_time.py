@@ -63,7 +63,7 @@ def step_parts(
             Term("values of the batch", rates.moved_s(dense.moved_bytes)),
         ),
         "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
-        "tables": tuple(term for given in tables for term in _table_terms(rates, hosts, *given) if not term.fixed),
+        "tables": tuple(term for table in tables for term in _table_terms(rates, hosts, *table) if not term.fixed),
         "dense gradients": _reduced(rates, dense, devices, hosts),
         "dense updates": (Term("update dense parameters", updates),),
     }

@@ -124,7 +124,7 @@ def _pure(fun: Callable[..., Any], static: Static) -> Callable[..., Any]:
     @functools.wraps(fun)
     def pure(*args: Any, **kwargs: Any) -> Sequence[Any]:
         own_args, own_kwargs = _combined(static, (args, kwargs))
-        told, out = _partitioned(fun(*own_args, **own_kwargs))
-        return told, *(out if type(out) is tuple else (out,))
+        outputs, out = _partitioned(fun(*own_args, **own_kwargs))
+        return outputs, *(out if type(out) is tuple else (out,))
 
     return pure

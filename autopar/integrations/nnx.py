@@ -183,13 +183,13 @@ class _Split:
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
         objects = list(map(_is_object, leaves))
         if any(objects) and not all(objects) and name is not _OUT:
-            other = next(x for x, found in zip(leaves, objects, strict=True) if not found)
+            other = next(x for x, is_object in zip(leaves, objects, strict=True) if not is_object)
             raise ArgumentsError(
                 f"argument {name!r} holds nnx objects and something else (a {type(other).__name__}) together: "
                 "pass each as an argument of its own, or keep the arrays in an nnx.Variable"
             )
         pairs = enumerate(zip(leaves, objects, strict=True))
-        return treedef.unflatten([self._values((name, k), x) if found else x for k, (x, found) in pairs])
+        return treedef.unflatten([self._values((name, k), x) if is_object else x for k, (x, is_object) in pairs])
 
     @property
     def structure(self) -> Graphs:

@@ -139,10 +139,10 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
-        found = asdict(self)
-        levels = {"inside": found.pop("inside"), "between": found.pop("between"), "host": found.pop("to_host")}
-        sections = {"device": found.pop("device"), "link": levels, "measured": found.pop("measured")}
-        return {**found, **sections}
+        fields = asdict(self)
+        levels = {"inside": fields.pop("inside"), "between": fields.pop("between"), "host": fields.pop("to_host")}
+        sections = {"device": fields.pop("device"), "link": levels, "measured": fields.pop("measured")}
+        return {**fields, **sections}
 
     def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Self:
         """Another number of the same machines."""

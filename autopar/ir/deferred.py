@@ -138,5 +138,5 @@ class Replay:
 
 def flushes(block: Block) -> list[Equation]:
     """The equations that flush a block's update logs, in the order of the update logs among its outputs."""
-    found = [e for e in block.equations if e.op == "ap.flush"]
-    return sorted(found, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))
+    flushes_ = [e for e in block.equations if e.op == "ap.flush"]
+    return sorted(flushes_, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))

@@ -12,19 +12,19 @@ from autopar.ir.paths import matches
 BatchAxis = int | Mapping[str, int | None]
 
 
-def check_batch_axis(given: Any) -> None:
+def check_batch_axis(batch_axis: Any) -> None:
     """Raise ArgumentsError if it is neither an axis nor a mapping from patterns to axes."""
-    axes = [a for a in given.values() if a is not None] if isinstance(given, Mapping) else [given]
-    patterns = list(given) if isinstance(given, Mapping) else []
+    axes = [a for a in batch_axis.values() if a is not None] if isinstance(batch_axis, Mapping) else [batch_axis]
+    patterns = list(batch_axis) if isinstance(batch_axis, Mapping) else []
     is_axis = all(isinstance(a, int) and not isinstance(a, bool) for a in axes)
     if not is_axis or not all(isinstance(p, str) for p in patterns):
         raise ArgumentsError(
-            f"batch_axis={given!r}: give an int, or a mapping from patterns over the batch's paths to an int, or to "
-            "None for what every device has all of"
+            f"batch_axis={batch_axis!r}: give an int, or a mapping from patterns over the batch's paths to an int, or "
+            "to None for what every device has all of"
         )
 
 
-def example_axes(given: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
+def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
     """The axis of each leaf that runs over the examples, None where there is none.
 
     Args:
@@ -34,28 +34,30 @@ def example_axes(given: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]
     Raises:
       ArgumentsError: a pattern that matches no leaf, or an axis that a leaf which it names (or every leaf) lacks.
     """
-    if isinstance(given, int):
-        axes = [_axis(given, shape) for _, shape in leaves]
+    if isinstance(batch_axis, int):
+        axes = [_axis(batch_axis, shape) for _, shape in leaves]
         if all(a is None for a in axes) and any(shape for _, shape in leaves):
-            raise ArgumentsError(f"batch_axis={given}: nothing in the batch has that axis. There are: {_shown(leaves)}")
+            raise ArgumentsError(
+                f"batch_axis={batch_axis}: nothing in the batch has that axis. There are: {_shown(leaves)}"
+            )
         return axes
-    for pattern in given:
+    for pattern in batch_axis:
         if not any(matches(pattern, path) for path, _ in leaves):
             raise ArgumentsError(
                 f"batch_axis: {pattern!r} matches nothing in the batch. There are: {_shown(leaves) or 'no leaves'}"
             )
-    return [_matched(given, path, shape) for path, shape in leaves]
+    return [_matched(batch_axis, path, shape) for path, shape in leaves]
 
 
-def _matched(given: Mapping[str, int | None], path: str, shape: tuple[int, ...]) -> int | None:
-    pattern = next((p for p in given if matches(p, path)), None)
-    axis = 0 if pattern is None else given[pattern]
-    found = None if axis is None else _axis(axis, shape)
-    if axis is not None and found is None and pattern not in (None, "*", "**"):
+def _matched(patterns: Mapping[str, int | None], path: str, shape: tuple[int, ...]) -> int | None:
+    pattern = next((p for p in patterns if matches(p, path)), None)
+    axis = 0 if pattern is None else patterns[pattern]
+    place = None if axis is None else _axis(axis, shape)
+    if axis is not None and place is None and pattern not in (None, "*", "**"):
         raise ArgumentsError(
             f"batch_axis: {path} has no axis {axis}, its shape is {list(shape)} ({pattern!r} names it)"
         )
-    return found
+    return place
 
 
 def _axis(axis: int, shape: tuple[int, ...]) -> int | None:

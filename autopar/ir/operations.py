@@ -50,14 +50,14 @@ class Operation:
 
     def split(self, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
         """Operands (of any kind: atoms, arrays) by group."""
-        found, start = {}, 0
+        parts, start = {}, 0
         for name, count in self.groups.items():
             size = count(params) if callable(count) else len(operands) - start if count == REST else count
-            found[name] = tuple(operands[start : start + size])
-            assert len(found[name]) == size, f"{size} operands are {name}, and there are {len(found[name])}"
+            parts[name] = tuple(operands[start : start + size])
+            assert len(parts[name]) == size, f"{size} operands are {name}, and there are {len(parts[name])}"
             start += size
         assert start == len(operands), f"{len(operands) - start} operands too many"
-        return found
+        return parts
 
 
 def _length(name: str, each: int = 1) -> Count:

@@ -186,11 +186,11 @@ class Plan:
     @property
     def families(self) -> tuple[TablePlan, ...]:
         """One table of each family: sizes and terms are those of a whole family."""
-        found: list[TablePlan] = []
+        families: list[TablePlan] = []
         for table in self.tables:
-            if not any(table.path in other.slots for other in found):
-                found.append(table)
-        return tuple(found)
+            if not any(table.path in other.slots for other in families):
+                families.append(table)
+        return tuple(families)
 
     @property
     def parameters(self) -> tuple[TablePlan | DensePlan, ...]:
@@ -228,11 +228,11 @@ class Plan:
         Raises:
           ArgumentsError: there is none.
         """
-        found = next((t for t in self.tables if t.path == path), None)
-        if found is None:
+        table = next((t for t in self.tables if t.path == path), None)
+        if table is None:
             shown = ", ".join(t.path for t in self.tables) or "none"
             raise ArgumentsError(f"{path!r} is no table of the plan of {self.step}; looked up by rows: {shown}")
-        return found
+        return table
 
     def with_reason(self, paths: Iterable[str], reason: str) -> Plan:
         """The plan with one more reason for some tables."""
@@ -273,29 +273,29 @@ class Plan:
         Raises:
           PlanError: the file can't be read, or is no plan, of another version, or damaged.
         """
-        found = read_plan(path, Plan)
-        wrong = _impossible(found)
+        plan = read_plan(path, Plan)
+        wrong = _impossible(plan)
         if wrong:
             raise PlanError(f"{path}: the plan is damaged: {wrong}. {AGAIN}")
-        return dataclasses.replace(found, source=str(path))
+        return dataclasses.replace(plan, source=str(path))
 
 
-def require_plan(given: object, what: str) -> Plan:
+def require_plan(plan: object, what: str) -> Plan:
     """What was given as a plan; `what` names the function that wants one.
 
     Raises:
       ArgumentsError: it isn't one.
     """
-    if not isinstance(given, Plan):
-        raise ArgumentsError(f"{what} takes a plan, autopar.plan(step, state, batch), not a {type(given).__name__}")
-    return given
+    if not isinstance(plan, Plan):
+        raise ArgumentsError(f"{what} takes a plan, autopar.plan(step, state, batch), not a {type(plan).__name__}")
+    return plan
 
 
-def _impossible(found: Plan) -> str:
+def _impossible(plan: Plan) -> str:
     """What no plan says; empty if there is nothing."""
-    if found.devices < 1:
-        return f"devices is {found.devices}"
-    for table in found.tables:
+    if plan.devices < 1:
+        return f"devices is {plan.devices}"
+    for table in plan.tables:
         values = {
             "method": table.method in METHODS[1:],
             "where": table.where in ("devices", "hosts"),

@@ -57,20 +57,20 @@ def read_plan(path: str | Path, kind: type[T]) -> T:
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        contents = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: the plan can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PlanError(f"{path} is no plan: it is no text") from error
     except json.JSONDecodeError as error:
         raise PlanError(f"{path}:{error.lineno}: this is no plan, or a damaged one: {error.msg}. {AGAIN}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
         raise PlanError(f"{path} is no plan: it doesn't say {{'format': {FORMAT!r}}}")
-    if found.get("version") != VERSION:
-        version = found.get("version")
+    if contents.get("version") != VERSION:
+        version = contents.get("version")
         raise PlanError(f"{path} is a plan of version {version!r}; this autopar reads version {VERSION}. {AGAIN}")
     try:
-        return _read(kind, found.get("plan"), "plan")
+        return _read(kind, contents.get("plan"), "plan")
     except _Damaged as error:
         raise PlanError(f"{path}: the plan is damaged: {error}. {AGAIN}") from error
 
@@ -102,14 +102,14 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if origin is typing.Literal:
         return value if value in parts else _fail(f"one of {parts}", value, where)
     if origin is tuple:
-        found = value if isinstance(value, list) else _fail("a list", value, where)
-        kinds = parts[:1] * len(found) if parts[1:] == (...,) else parts
-        if len(kinds) != len(found):
+        items = value if isinstance(value, list) else _fail("a list", value, where)
+        kinds = parts[:1] * len(items) if parts[1:] == (...,) else parts
+        if len(kinds) != len(items):
             _fail(f"a list of {len(kinds)}", value, where)
-        return tuple(_read(k, x, f"{where}[{n}]") for n, (k, x) in enumerate(zip(kinds, found, strict=True)))
+        return tuple(_read(k, x, f"{where}[{n}]") for n, (k, x) in enumerate(zip(kinds, items, strict=True)))
     if origin is collections.abc.Mapping:
-        found = value if isinstance(value, dict) else _fail("an object", value, where)
-        return {key: _read(parts[1], x, f"{where}.{key}") for key, x in found.items()}
+        items = value if isinstance(value, dict) else _fail("an object", value, where)
+        return {key: _read(parts[1], x, f"{where}.{key}") for key, x in items.items()}
     assert kind in (bool, int, float, str), f"{where}: no file holds a {kind}"
     accepted = (int, float) if kind is float else (kind,)
     if type(value) not in accepted:
@@ -118,19 +118,19 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _read_fields(kind: Any, value: Any, where: str) -> Any:
-    found = value if isinstance(value, dict) else _fail("an object", value, where)
+    values = value if isinstance(value, dict) else _fail("an object", value, where)
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
     names: dict[str, str] = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
-    found = {names.get(str(key), str(key)): x for key, x in found.items()}
-    for key in found:
+    values = {names.get(str(key), str(key)): x for key, x in values.items()}
+    for key in values:
         if key not in hints:
             raise _Damaged(f"there is no {where}.{key}")
     missing = dataclasses.MISSING
     for field in fields:
-        if field.name not in found and field.default is missing and field.default_factory is missing:
+        if field.name not in values and field.default is missing and field.default_factory is missing:
             raise _Damaged(f"{where}.{field.name} is missing")
     try:
-        return kind(**{key: _read(hints[key], x, f"{where}.{key}") for key, x in found.items()})
+        return kind(**{key: _read(hints[key], x, f"{where}.{key}") for key, x in values.items()})
     except (ValueError, TypeError, ArgumentsError) as error:  # of the dataclass itself
         raise _Damaged(f"{where}: {error}") from error
 

@@ -19,12 +19,12 @@ def format_program(program: Program) -> str:
     """The whole program, nested blocks indented; inputs and outputs with their paths."""
     names: dict[Var, str] = {}
     lines = [f"program {program.name}"]
-    for var, given in zip(program.block.inputs, program.inputs, strict=True):
-        lines.append(f"  in  {_name(var, names)}:{var.type} {given.role} {given.path}")
+    for var, leaf in zip(program.block.inputs, program.inputs, strict=True):
+        lines.append(f"  in  {_name(var, names)}:{var.type} {leaf.role} {leaf.path}")
     lines += format_block(program.block, names, "  ")
-    for atom, given in zip(program.block.outputs, program.outputs, strict=True):
-        target = f" -> {program.inputs[given.state].path}" if given.state is not None else ""
-        lines.append(f"  out {format_atom(atom, names)} {given.path}{target}")
+    for atom, leaf in zip(program.block.outputs, program.outputs, strict=True):
+        target = f" -> {program.inputs[leaf.state].path}" if leaf.state is not None else ""
+        lines.append(f"  out {format_atom(atom, names)} {leaf.path}{target}")
     return "\n".join(lines) + "\n"
 
 

@@ -57,8 +57,8 @@ def _limit(kind: np.dtype, *, largest: bool) -> np.ndarray:
     if kind == np.bool_:
         return np.asarray(largest)
     if jax_compat.is_float(kind):
-        found = np.asarray(np.inf if largest else -np.inf, kind)
-        return found if np.isinf(found) else np.asarray(getattr(jnp.finfo(kind), "max" if largest else "min"), kind)
+        limit = np.asarray(np.inf if largest else -np.inf, kind)
+        return limit if np.isinf(limit) else np.asarray(getattr(jnp.finfo(kind), "max" if largest else "min"), kind)
     limits = jnp.iinfo(kind)
     return np.asarray(limits.max if largest else limits.min, kind)
 

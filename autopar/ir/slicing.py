@@ -144,8 +144,8 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, t
         skipped = len(equation.inputs) - len(body.inputs)
         return *_inline(Block(body.inputs, body.equations, (value,)), equation.inputs[skipped:]), (False, *varies)
     assert equation.op == "scan", f"a lookup inside {equation.op} can't be hoisted"
-    found, outside, stacked = _hoist_from_scan(equation, body, value)
-    return found, outside, (stacked, *varies)
+    hoisted, outside, stacked = _hoist_from_scan(equation, body, value)
+    return hoisted, outside, (stacked, *varies)
 
 
 def _body_with(path: Sequence[Equation], atom: Var) -> Block:

@@ -30,19 +30,19 @@ Strategy = Method | Mapping[str, Method]
 Emit = Choice["pjit", "pmap"]
 
 
-def split_method(given: Method) -> tuple[str, Where]:
+def split_method(asked: Method) -> tuple[str, Where]:
     """Method and place of what a user gives: `"ps"`, or `("ps", "hosts")`.
 
     Raises:
       StrategyError: there is no such method, or not there.
     """
-    method, where = given if isinstance(given, tuple) and len(given) == 2 else (given, "devices")
+    method, where = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, "devices")
     if not isinstance(method, str) or method not in METHODS:
         raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
     if where not in ("devices", "hosts"):
-        raise StrategyError(f"strategy: {given!r} is neither on 'devices' nor on 'hosts'")
+        raise StrategyError(f"strategy: {asked!r} is neither on 'devices' nor on 'hosts'")
     if where == "hosts" and method != "ps":
-        raise StrategyError(f"strategy: {given!r}: tables on hosts are trained by 'ps' only")
+        raise StrategyError(f"strategy: {asked!r}: tables on hosts are trained by 'ps' only")
     return method, "hosts" if where == "hosts" else "devices"
 
 
@@ -64,8 +64,8 @@ def asked_of(strategy: Strategy, path: str) -> Asked:
 
 def asks_for_hosts(strategy: Strategy) -> bool:
     """Whether a strategy puts any table in the memory of the hosts."""
-    given = strategy.values() if isinstance(strategy, Mapping) else [strategy]
-    return any(split_method(method)[1] == "hosts" for method in given)
+    methods = strategy.values() if isinstance(strategy, Mapping) else [strategy]
+    return any(split_method(method)[1] == "hosts" for method in methods)
 
 
 def with_hosts(strategy: Strategy, paths: Iterable[str]) -> Strategy:
@@ -78,7 +78,7 @@ def with_hosts(strategy: Strategy, paths: Iterable[str]) -> Strategy:
 def without_hosts(strategy: Strategy) -> Strategy:
     """The same for a step whose tables can't be on hosts: they are trained where they are."""
 
-    def of(given: Method) -> Method:
-        return "auto" if split_method(given)[1] == "hosts" else given
+    def of(method: Method) -> Method:
+        return "auto" if split_method(method)[1] == "hosts" else method
 
     return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)

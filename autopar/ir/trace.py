@@ -86,9 +86,9 @@ def _run(
         if body is not None:
             results = _run(*jax_compat.open_jaxpr(body), operands, equations, (eqn, *outer))
         else:
-            found = _transposed_first(_equation(eqn, operands, outer))
-            equations += found
-            results = found[-1].outputs
+            traced = _transposed_first(_equation(eqn, operands, outer))
+            equations += traced
+            results = traced[-1].outputs
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in jaxpr.outvars]
 

@@ -122,13 +122,15 @@ def _host(table: TomlTable) -> Host:
     processes = table.values.get("processes", 1)
     if not is_whole(processes, 1):
         table.fail("processes", f"processes is a number of ranks, 1 or more, not {processes!r}")
-    given = table.values.get("devices", processes)
-    ids = given if isinstance(given, list) else []
-    if not is_whole(given, 1) and not (ids and all(is_whole(i, 0) for i in ids)):
-        table.fail("devices", f"devices is their number, 1 or more, or a list of accelerators' numbers, not {given!r}")
+    devices = table.values.get("devices", processes)
+    ids = devices if isinstance(devices, list) else []
+    if not is_whole(devices, 1) and not (ids and all(is_whole(i, 0) for i in ids)):
+        table.fail(
+            "devices", f"devices is their number, 1 or more, or a list of accelerators' numbers, not {devices!r}"
+        )
     if len(set(ids)) < len(ids):
         table.fail("devices", f"devices names one twice: {ids}")
-    count = len(ids) or given
+    count = len(ids) or devices
     if count % processes:
         table.fail("devices", f"{count} devices can't be shared out equally among {processes} processes")
     each = count // processes

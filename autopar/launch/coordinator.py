@@ -92,12 +92,12 @@ def _answers(address: str, port: int, word: bytes) -> bool:
 
 def _own_addresses() -> list[str]:
     """This host's IPv4 addresses, loopback first."""
-    found = ["127.0.0.1"]
+    addresses = ["127.0.0.1"]
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, interface in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", interface.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
-    return list(dict.fromkeys(found))
+                addresses.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+    return list(dict.fromkeys(addresses))

@@ -70,12 +70,12 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
     """Who hangs; None while nobody does. `ranks`: all of them, in order."""
     silent = [r for r in ranks if r.exceeds(r.silent_s)]
     if silent:
-        told = [
+        lines = [
             f"{r.name} has given no sign of life for {r.silent_s:.0f} s (stopped, or its machine is gone); "
             f"last seen {r.where}."
             for r in silent
         ]
-        return _verdict(silent, told)
+        return _verdict(silent, lines)
     left, running = [r for r in ranks if r.left], [r for r in ranks if not r.left]
     late = _left_while_awaited(left, running)
     if late is not None:
@@ -87,16 +87,16 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
     if idle:
         stuck = [r for r in idle if r.exceeds(r.age_s)]
         names = _numbers(waiting)
-        told = [f"{r.name} has made no progress for {r.age_s:.0f} s, {r.where}; {names} for it." for r in stuck]
-        return _verdict(stuck, told) if stuck else None
+        lines = [f"{r.name} has made no progress for {r.age_s:.0f} s, {r.where}; {names} for it." for r in stuck]
+        return _verdict(stuck, lines) if stuck else None
     if len(waiting) < len(running):
         return None
     if left:
         return _left(left, waiting)
     first = min(r.step for r in waiting)
     behind = [r for r in waiting if r.step == first]
-    told = [f"{r.name} has waited for {r.age_s:.0f} s, {r.where}." for r in waiting]
-    return _verdict(behind, ["All ranks wait for each other:", *told])
+    lines = [f"{r.name} has waited for {r.age_s:.0f} s, {r.where}." for r in waiting]
+    return _verdict(behind, ["All ranks wait for each other:", *lines])
 
 
 def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
@@ -112,12 +112,12 @@ def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdic
 
 def _left(left: Sequence[Seen], waiting: Sequence[Seen]) -> Verdict:
     where = f"{_numbers(waiting)} for it {waiting[0].where}"
-    told = [f"{r.name} has left{_code(r)}, last seen {r.where}, while {where}." for r in left]
-    return Verdict(tuple(r.rank for r in left), " ".join([*told, "All ranks end."]))
+    lines = [f"{r.name} has left{_code(r)}, last seen {r.where}, while {where}." for r in left]
+    return Verdict(tuple(r.rank for r in left), " ".join([*lines, "All ranks end."]))
 
 
-def _verdict(culprits: Sequence[Seen], told: Sequence[str]) -> Verdict:
-    return Verdict(tuple(r.rank for r in culprits), " ".join([*told, f"All ranks end ({FAULT_REMEDY})."]))
+def _verdict(culprits: Sequence[Seen], lines: Sequence[str]) -> Verdict:
+    return Verdict(tuple(r.rank for r in culprits), " ".join([*lines, f"All ranks end ({FAULT_REMEDY})."]))
 
 
 def _code(r: Seen) -> str:

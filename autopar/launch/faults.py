@@ -155,7 +155,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     if type(error).__module__.startswith("mpi4py"):
         return True
     text = str(error)
-    return any(told in text for told in ("Gloo", "Connection reset by peer", "Connection closed by peer"))
+    return any(sign in text for sign in ("Gloo", "Connection reset by peer", "Connection closed by peer"))
 
 
 def _has_descriptor(stream: Any) -> bool:

@@ -84,18 +84,18 @@ _LINK: Mapping[str, _Check] = {"latency_s": _LATENCY, "bytes_s": _POSITIVE, "sou
 def read_hardware(top: TomlTable) -> dict[str, Any]:
     """What a file says of its machines, checked: the keys and sections above that are there, as nested mappings. The
     LaunchError for a key that isn't known, is missing or has a wrong value names its line."""
-    found: dict[str, Any] = {k: top.values[k] for k in TOP if k in top.values}
-    for key, value in found.items():
+    hardware: dict[str, Any] = {k: top.values[k] for k in TOP if k in top.values}
+    for key, value in hardware.items():
         _check(top, key, value, TOP[key])
     if "device" in top.values:
-        found["device"] = _section(top.table("device"), _DEVICE)
+        hardware["device"] = _section(top.table("device"), _DEVICE)
     if "link" in top.values:
-        found["link"] = _levels(top.table("link"), LINKS)
+        hardware["link"] = _levels(top.table("link"), LINKS)
     if "measured" in top.values:
         measured = top.table("measured")
         _check_keys(measured, COLLECTIVES, "in [measured]")
-        found["measured"] = {name: _levels(measured.table(name)) for name in measured.values}
-    return found
+        hardware["measured"] = {name: _levels(measured.table(name)) for name in measured.values}
+    return hardware
 
 
 def _levels(table: TomlTable, known: tuple[str, ...] = LEVELS) -> dict[str, Any]:

@@ -81,14 +81,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if options.dry_run else _run(command)
 
 
-def find_mpirun(given: str | None = None) -> Mpirun:
+def find_mpirun(mpirun: str | None = None) -> Mpirun:
     """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's."""
     beside = [str(Path(sys.executable).parent / name) for name in ("mpiexec", "mpirun")]
-    tried = [given] if given else [*beside, "mpirun", "mpiexec"]
-    path = next((found for name in tried if (found := shutil.which(name))), None)
+    tried = [mpirun] if mpirun else [*beside, "mpirun", "mpiexec"]
+    path = next((executable for name in tried if (executable := shutil.which(name))), None)
     if path is None:
-        if given:
-            raise LaunchError(f"--mpirun {given}: there is no such program")
+        if mpirun:
+            raise LaunchError(f"--mpirun {mpirun}: there is no such program")
         raise LaunchError("there is no mpirun: pip install 'autopar[mpi]' brings one, or name one with --mpirun PATH")
     path = os.path.abspath(path)
     return Mpirun(path, _flavor(path))
@@ -159,9 +159,9 @@ def mpirun_command(
     is_bound: bool = False,
 ) -> list[str]:
     """The command that starts all ranks of a script (absolute path, arguments); `is_bound`: each keeps to one core."""
-    found = importlib.util.find_spec("autopar.launch.supervise")
-    assert found is not None and found.origin is not None, "autopar/launch/supervise.py is a part of the package"
-    program = [sys.executable, "-I", found.origin, *script]
+    code = importlib.util.find_spec("autopar.launch.supervise")
+    assert code is not None and code.origin is not None, "autopar/launch/supervise.py is a part of the package"
+    program = [sys.executable, "-I", code.origin, *script]
     if mpirun.flavor == "other" and (cluster is not None or any(r.variables for r in ranks)):
         raise LaunchError(
             f"{mpirun.path} is neither mpich's nor Open MPI's, and its flags for hosts and variables aren't known. "

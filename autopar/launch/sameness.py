@@ -27,9 +27,9 @@ def check_same(world: World, facts: Mapping[str, str]) -> None:
     """
     if world.size == 1:
         return
-    told: Sequence[dict[str, str]] = world.comm.allgather(dict(facts))
-    names = list(dict.fromkeys(name for rank in told for name in rank))
-    different = [line for name in names for line in _differences(name, [rank.get(name) for rank in told])]
+    facts_of_ranks: Sequence[dict[str, str]] = world.comm.allgather(dict(facts))
+    names = list(dict.fromkeys(name for rank in facts_of_ranks for name in rank))
+    different = [line for name in names for line in _differences(name, [rank.get(name) for rank in facts_of_ranks])]
     if different:
         raise LaunchError(
             f"rank {world.rank}: the ranks of this job don't do the same:\n  "

@@ -134,11 +134,11 @@ def _check_host_name(here: World, coordinator: str) -> None:
         return
     name = socket.gethostname()
     try:
-        found = socket.gethostbyname(name)
+        address = socket.gethostbyname(name)
     except OSError as error:
-        found = str(error)
-    if found.startswith("127.") or not found[:1].isdigit():
+        address = str(error)
+    if address.startswith("127.") or not address[:1].isdigit():
         report_fault(
-            f"warning: the name of the host of rank {here.rank}, {name}, leads to {found}, where other hosts can't "
+            f"warning: the name of the host of rank {here.rank}, {name}, leads to {address}, where other hosts can't "
             "reach it. JAX's collectives on CPUs need it: give its network address in its /etc/hosts"
         )

@@ -49,10 +49,10 @@ def together(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> l
         all_done = ranks.comm.Ibarrier()  # that leaves the core to ranks that still work
         while not all_done.Test():
             time.sleep(_PAUSE_S)
-        told = ranks.comm.allgather((failure, result))
-    failed = [(rank, *failure) for rank, (failure, _) in enumerate(told) if failure is not None]
+        outcomes = ranks.comm.allgather((failure, result))
+    failed = [(rank, *failure) for rank, (failure, _) in enumerate(outcomes) if failure is not None]
     if not failed:
-        return [value for _, value in told]
+        return [value for _, value in outcomes]
     first, raised, text, machine = failed[0]
     if len(failed) == ranks.size and len({text for _, _, text, _ in failed}) == 1:
         raise raised(text) from own
@@ -76,11 +76,11 @@ def led(ranks: World, kind: type[AutoparError], work: Callable[[], T]) -> T:
             failure = error
             return None
 
-    found = together(ranks, kind, lambda: (lead(), failure and (type(failure), str(failure))))[0]
-    if found[1] is not None:
-        raised, text = found[1]
+    outcome = together(ranks, kind, lambda: (lead(), failure and (type(failure), str(failure))))[0]
+    if outcome[1] is not None:
+        raised, text = outcome[1]
         raise raised(text) from failure
-    return cast(T, found[0])
+    return cast(T, outcome[0])
 
 
 def go_on(what: str) -> None:

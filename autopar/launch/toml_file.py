@@ -38,10 +38,10 @@ class TomlTable:
         line = heads[number]
         if key is not None:
             rest = self._lines[line:]
-            found = re.compile(rf"\s*{_quoted(key)}\s*[=.]")
+            start = re.compile(rf"\s*{_quoted(key)}\s*[=.]")
             end = next((i for i, text in enumerate(rest) if text.lstrip().startswith("[")), len(rest))
             inner = _heads(self._lines, f"{self.name}.{key}" if self.name else key)
-            line = next((line + i for i, text in enumerate(rest[:end], 1) if found.match(text)), (inner or [line])[0])
+            line = next((line + i for i, text in enumerate(rest[:end], 1) if start.match(text)), (inner or [line])[0])
         return f"{self._path}:{line}" if line else f"{self._path}"
 
     def fail(self, key: str | None, message: str) -> NoReturn:
@@ -58,10 +58,10 @@ class TomlTable:
 
     def tables(self, name: str) -> list[TomlTable]:
         """The tables of an array of them; empty if there is none."""
-        found = self.values.get(name, [])
-        if not isinstance(found, list) or not all(isinstance(values, Mapping) for values in found):
+        tables = self.values.get(name, [])
+        if not isinstance(tables, list) or not all(isinstance(values, Mapping) for values in tables):
             self.fail(name, f"{name} is written as [[{name}]], once for each")
-        return [TomlTable(self._path, self._lines, values, name, k) for k, values in enumerate(found)]
+        return [TomlTable(self._path, self._lines, values, name, k) for k, values in enumerate(tables)]
 
 
 def _heads(lines: Sequence[str], name: str) -> list[int]:

@@ -28,11 +28,11 @@ from autopar.tables.kinds import materialize
 def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
     """alpha of one family: of all devices together (the union), and of one. `leaves`: as of `example_ids`."""
     ids: RowIds = program.ids[space.family]
-    found = example_ids(program, ids, leaves)
+    ids_of_examples = example_ids(program, ids, leaves)
     extent = space.extent
-    if found is None:
+    if ids_of_examples is None:
         return most(ids, extent, devices)
-    return alpha_of(device_ids(found, ids.batched, devices, extent), extent, ids.count)
+    return alpha_of(device_ids(ids_of_examples, ids.batched, devices, extent), extent, ids.count)
 
 
 def most(ids: RowIds, extent: int, devices: int) -> Alpha:

@@ -59,23 +59,23 @@ def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
     """
     if devices not in _known:
         file = cache_file(devices)
-        found = _first_rates(devices, _read(file))
-        if found is None:
+        kept = _first_rates(devices, _read(file))
+        if kept is None:
             what, why = f"what exchanges cost on {devices.count} devices", "to choose each table's method"
             shown = devices.processes.rank == 0
             # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
             with measuring(what, why, PARTS, str(file), shown=shown) as advance, ThreadPoolExecutor(1) as thread:
                 measured = thread.submit(calibrate_rates, devices, plan, advance).result()
-            found = _first_rates(devices, measured)
-            assert found is not None, "the first process has measured, too"
+            kept = _first_rates(devices, measured)
+            assert kept is not None, "the first process has measured, too"
             if devices.processes.rank == 0:
-                write_cache(file, json.dumps(found.as_dict()))
-        _known[devices] = found
+                write_cache(file, json.dumps(kept.as_dict()))
+        _known[devices] = kept
     return _known[devices]
 
 
-def _first_rates(devices: Devices, found: Rates | None) -> Rates | None:
-    first = loops.of_first(devices, None if found is None else found.as_dict(), "rates of the devices")
+def _first_rates(devices: Devices, own: Rates | None) -> Rates | None:
+    first = loops.of_first(devices, None if own is None else own.as_dict(), "rates of the devices")
     return None if first is None else Rates.of_dict(first)
 
 
@@ -198,8 +198,8 @@ def _curve(points: list[tuple[float, float]]) -> Curve:
 
 
 def _gather_rows(index: Array, table: Array) -> Array:
-    found = table.at[index].get(mode="clip")
-    return (index + found.sum(1).astype(jnp.int32)) % table.shape[0]
+    rows = table.at[index].get(mode="clip")
+    return (index + rows.sum(1).astype(jnp.int32)) % table.shape[0]
 
 
 def _scatter_rows(values: Array, index: Array) -> Array:

@@ -85,13 +85,13 @@ class Cluster(ClusterSpec):
         if len(set(counts)) > 1:
             shown = ", ".join(f"{h.name} {count}" for h, count in zip(read.hosts, counts, strict=True))
             raise ArgumentsError(f"{path}: the machines of a cluster that is planned for are alike; devices: {shown}")
-        found = dict(read.hardware)
+        fields = dict(read.hardware)
         if counts:
-            found.update(machines=len(counts), devices=counts[0])
-        return Cluster.of_dict({"name": Path(path).name, **found}, like, str(path))
+            fields.update(machines=len(counts), devices=counts[0])
+        return Cluster.of_dict({"name": Path(path).name, **fields}, like, str(path))
 
     @staticmethod
-    def of_dict(given: Mapping[str, Any], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
+    def of_dict(values: Mapping[str, Any], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
         """The reverse of `as_dict`.
 
         Args:
@@ -102,28 +102,28 @@ class Cluster(ClusterSpec):
         Raises:
           ArgumentsError: something is missing, and there is no `like`.
         """
-        links = given.get("link", {})
-        missing = [] if "device" in given else ["[device]"]
+        links = values.get("link", {})
+        missing = [] if "device" in values else ["[device]"]
         missing += [f"[link.{level}]" for level in ("inside", "between") if level not in links]
-        missing += [key for key in ("name", "host_bytes", "machines", "devices") if key not in given]
+        missing += [key for key in ("name", "host_bytes", "machines", "devices") if key not in values]
         if missing and like is None:
             raise ArgumentsError(
                 f"{where} lacks {', '.join(missing)}. Write them there, or give a cluster that has them: like=..."
             )
         old = {} if like is None else like.as_dict()
-        found = {**old, **given, "link": {**old.get("link", {}), **links}}
-        if {"inside", "between"} & set(links) and "measured" not in given:
-            found["measured"] = {}  # of other links
+        merged = {**old, **values, "link": {**old.get("link", {}), **links}}
+        if {"inside", "between"} & set(links) and "measured" not in values:
+            merged["measured"] = {}  # of other links
         keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
-        fields: dict[str, Any] = {key: found[key] for key in keys if key in found}
+        fields: dict[str, Any] = {key: merged[key] for key in keys if key in merged}
         for name, level in (("inside", "inside"), ("between", "between"), ("to_host", "host")):
-            if level in found["link"]:
-                fields[name] = Link(**found["link"][level])
+            if level in merged["link"]:
+                fields[name] = Link(**merged["link"][level])
         measured = {
             collective: {level: Link(**link) for level, link in levels.items()}
-            for collective, levels in found.get("measured", {}).items()
+            for collective, levels in merged.get("measured", {}).items()
         }
-        return Cluster(**fields, device=Device(**found["device"]), measured=measured)
+        return Cluster(**fields, device=Device(**merged["device"]), measured=measured)
 
     def save(self, path: str | Path) -> None:
         """Write a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
@@ -178,11 +178,13 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
     return cluster
 
 
-def require_cluster(given: Any) -> ClusterSpec:
+def require_cluster(cluster: Any) -> ClusterSpec:
     """What was given as a cluster, if it is one; else an ArgumentsError."""
-    if not isinstance(given, ClusterSpec):
-        raise ArgumentsError(f"cluster is a {type(given).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')")
-    return given
+    if not isinstance(cluster, ClusterSpec):
+        raise ArgumentsError(
+            f"cluster is a {type(cluster).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')"
+        )
+    return cluster
 
 
 def arrange_machines(machines: Sequence[str]) -> list[list[int]]:

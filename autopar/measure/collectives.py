@@ -61,7 +61,7 @@ def _bits(dtype: str) -> int:
 
 def read_collectives(text: str) -> list[Collective]:
     """The collectives of a compiled program; their results may be tuples of any length."""
-    found: dict[str, list[Collective]] = collections.defaultdict(list)
+    collectives: dict[str, list[Collective]] = collections.defaultdict(list)
     called: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     entry = name = ""
     for line in text.splitlines():
@@ -77,22 +77,22 @@ def read_collectives(text: str) -> list[Collective]:
             )
             if match["start"] and match["op"] in ("all-gather", "collective-permute"):
                 arrays = arrays[len(arrays) // 2 :]  # the operands come first
-            found[name].append(Collective(match["op"], arrays, 1))
+            collectives[name].append(Collective(match["op"], arrays, 1))
         loop, turns = _LOOP.search(line), _TURNS.search(line)
         if loop:
             called[name].append((loop["name"], int(turns["count"]) if turns else 0))
         called[name] += [(c["name"], 1) for c in _CALLED.finditer(line)]
         for branches in _BRANCHES.finditer(line):
             called[name] += [(b.strip().lstrip("%"), 1) for b in branches["names"].split(",")]
-    return _collect(entry, found, called, 1)
+    return _collect(entry, collectives, called, 1)
 
 
 def _collect(
-    name: str, found: Mapping[str, list[Collective]], called: Mapping[str, list[tuple[str, int]]], times: int
+    name: str, collectives: Mapping[str, list[Collective]], called: Mapping[str, list[tuple[str, int]]], times: int
 ) -> list[Collective]:
-    mine = [Collective(c.op, c.arrays, times) for c in found.get(name, ())]
+    mine = [Collective(c.op, c.arrays, times) for c in collectives.get(name, ())]
     for other, turns in called.get(name, ()):
-        mine += _collect(other, found, called, times * turns)
+        mine += _collect(other, collectives, called, times * turns)
     return mine
 
 

@@ -35,7 +35,7 @@ def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
     """Collective -> level -> its link; nothing where there is one participant only. `grid`: `[machines, devices]`."""
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
     sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
-    found: dict[str, dict[str, Link]] = {}
+    links: dict[str, dict[str, Link]] = {}
     for collective in ("all_reduce", "all_gather", "all_to_all"):
         for level, axis, sharing in (("inside", "device", 1), ("between", "machine", grid.shape[1])):
             devices = Devices(mesh, axis)
@@ -44,8 +44,8 @@ def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
                 timed = undisturbed(collective_points(devices, collective, sizes))
                 points = [(size / parts, s) for size, s in timed]
                 link = fit_collective(collective, devices.count, points, sharing)
-                found.setdefault(collective, {})[level] = link
-    return found
+                links.setdefault(collective, {})[level] = link
+    return links
 
 
 def measure_ranks(here: World) -> dict[str, dict[str, Link]]:
@@ -53,9 +53,9 @@ def measure_ranks(here: World) -> dict[str, dict[str, Link]]:
 
     Where machines have different numbers of ranks, links between them aren't measured.
     """
-    found: dict[str, dict[str, Link]] = {}
+    links: dict[str, dict[str, Link]] = {}
     if here.size == 1:
-        return found
+        return links
     names = here.comm.allgather(machine_name())
     number = names[: here.rank].count(names[here.rank])
     are_alike = len({names.count(name) for name in names}) == 1
@@ -67,9 +67,9 @@ def measure_ranks(here: World) -> dict[str, dict[str, Link]]:
             count = comm.Get_size()
             for collective, points in _points(Exchange(comm.Get_rank(), count, comm), comm).items():
                 link = fit_collective(collective, count, undisturbed(points), sharing)
-                found.setdefault(f"mpi_{collective}", {})[level] = link
+                links.setdefault(f"mpi_{collective}", {})[level] = link
         comm.Free()
-    return found
+    return links
 
 
 def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]]]:

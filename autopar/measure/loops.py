@@ -85,8 +85,8 @@ def loop_seconds(
     def looped(turns: Array, x: Array, *constant: Array) -> Array:
         return jax.lax.fori_loop(0, turns, lambda _, x: step(x, *constant), x)
 
-    given = (None, 0, *(0 for _ in constant))
-    run = jax.jit(lambda turns, x, *constant: devices.local(looped, given, 0, turns, x, *constant))
+    axes = (None, 0, *(0 for _ in constant))
+    run = jax.jit(lambda turns, x, *constant: devices.local(looped, axes, 0, turns, x, *constant))
     operands = [place_array(x, devices.sharding(0)) for x in (start, *constant)]
 
     def seconds(turns: int) -> float:
@@ -108,9 +108,9 @@ def agreed_turns(devices: Devices, turns: float) -> int:
     return of_first(devices, int(turns), "measuring rates")
 
 
-def of_first(devices: Devices, found: Any, about: str) -> Any:
+def of_first(devices: Devices, value: Any, about: str) -> Any:
     """What the first process of the mesh has found, as JSON holds it: all must choose by the same figures."""
-    return json.loads(devices.processes.gather(json.dumps(found).encode(), about)[0])
+    return json.loads(devices.processes.gather(json.dumps(value).encode(), about)[0])
 
 
 def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

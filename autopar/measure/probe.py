@@ -73,13 +73,13 @@ def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: 
         )
     few, many = (steps[f"examples {count}"] for count in _EXAMPLES)
     work = [count_work(step.entry(state, batch).compiled.analysed) for step, state, batch in (few, many)]
-    found = _times(steps, devices)
-    more = [max(0.0, found[f"dense {side}"] - found["allreduce"]) / _COUNT for side in _SIDES]
-    added = found[f"examples {_EXAMPLES[1]}"] - found[f"examples {_EXAMPLES[0]}"]
+    seconds = _times(steps, devices)
+    more = [max(0.0, seconds[f"dense {side}"] - seconds["allreduce"]) / _COUNT for side in _SIDES]
+    added = seconds[f"examples {_EXAMPLES[1]}"] - seconds[f"examples {_EXAMPLES[0]}"]
     products = (work[1].on(n) - work[0].on(n)) * flop_s
     moved = (work[1].moved_bytes - work[0].moved_bytes) / n
     return Probed(
-        calls={m: found[m] for m in methods},
+        calls={m: seconds[m] for m in methods},
         dense=Curve(tuple((4.0 * side**2, max(more[: k + 1])) for k, side in enumerate(_SIDES))),
         moved_byte_s=max(0.0, added - products) / moved,
     )
@@ -109,12 +109,12 @@ def _perceptron(state: Any, batch: Any) -> tuple[Any, Array]:
 
 def _trained(state: Any, ids: Array, grads: Any) -> tuple[Any, Array]:
     """The table by `_step`, dense parameters by Adagrad on their gradients, clipped by their norm."""
-    found, loss = _step({k: state[k] for k in ("table", "slot")}, ids)
+    new_state, loss = _step({k: state[k] for k in ("table", "slot")}, ids)
     scale = jnp.minimum(1.0, jax.lax.rsqrt(sum(jnp.sum(g * g) for g in grads)))
     grads = [g * scale for g in grads]
     slots = [s + g * g for s, g in zip(state["slots"], grads, strict=True)]
     dense = [w - 0.01 * g * jax.lax.rsqrt(s) for w, g, s in zip(state["dense"], grads, slots, strict=True)]
-    return {**found, "dense": dense, "slots": slots}, loss
+    return {**new_state, "dense": dense, "slots": slots}, loss
 
 
 def _with_dense(shapes: list[tuple[int, int]]) -> Any:
@@ -125,7 +125,7 @@ def _with_dense(shapes: list[tuple[int, int]]) -> Any:
 def _times(steps: Mapping[str, tuple[Step, Any, Any]], devices: Devices) -> dict[str, float]:
     """Seconds of each step, all of them in turns for some seconds; each has a state and a batch."""
     states = {name: state for name, (_, state, _) in steps.items()}
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    timed: dict[str, list[float]] = {name: [] for name in steps}
 
     def turn(name: str) -> float:
         step, _, batch = steps[name]
@@ -141,9 +141,9 @@ def _times(steps: Mapping[str, tuple[Step, Any, Any]], devices: Devices) -> dict
     for round in range(_ROUNDS):
         for name, count in turns.items():
             if count == _TURN or round % 4 == 0:
-                found[name].append(statistics.median([turn(name) for _ in range(count)][count // 2 :]))
+                timed[name].append(statistics.median([turn(name) for _ in range(count)][count // 2 :]))
     # The best round of each: others at work on the machine slow down most what waits for others.
-    return {name: min(seconds) for name, seconds in found.items()}
+    return {name: min(seconds) for name, seconds in timed.items()}
 
 
 def _table() -> Any:

@@ -27,8 +27,8 @@ def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...
     table there.
     """
     wanted = {path: math.prod(shape) * np.dtype(dtype).itemsize for path, (shape, dtype) in tables.items()}
-    told = json.dumps({"host": os.uname().nodename, "levels": memory_levels(), "wanted": wanted}).encode()
-    ranks = [json.loads(text.tobytes()) for text in exchange.gather(np.frombuffer(told, np.uint8))]
+    message = json.dumps({"host": os.uname().nodename, "levels": memory_levels(), "wanted": wanted}).encode()
+    ranks = [json.loads(text.tobytes()) for text in exchange.gather(np.frombuffer(message, np.uint8))]
     for level in dict.fromkeys(name for rank in ranks for name in rank["levels"]):
         sharing = {r: rank for r, rank in enumerate(ranks) if level in rank["levels"]}
         available = min(rank["levels"][level] for rank in sharing.values()) - RESERVE

@@ -41,7 +41,7 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
     The machine comes first.
     """
     machine = machine_name()
-    found = {machine: _machine_bytes(root, "MemAvailable")}
+    levels = {machine: _machine_bytes(root, "MemAvailable")}
     for version, folder in _cgroups(root, "memory"):
         limit_file, usage_file, inactive = _MEMORY_FILES[version]
         limit, used = _number(folder / limit_file), _number(folder / usage_file)
@@ -49,13 +49,13 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
             # Pages of files that nobody has used lately are given up before anything else.
             files = _statistic(folder / "memory.stat", inactive) or 0
             at = folder.stat()
-            found[f"{machine}/{at.st_dev}:{at.st_ino}"] = max(limit - max(used - files, 0), 0)
-    return found
+            levels[f"{machine}/{at.st_dev}:{at.st_ino}"] = max(limit - max(used - files, 0), 0)
+    return levels
 
 
 def cores(root: Path = Path("/")) -> int:
     """Cores that the process can run on: those of its affinity, cut to its cgroups' quota of time."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for version, folder in _cgroups(root, "cpu"):
         if version == 2:
             words = _text(folder / "cpu.max").split()
@@ -63,8 +63,8 @@ def cores(root: Path = Path("/")) -> int:
         else:
             quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
         if quota is not None and quota > 0 and period:
-            found = min(found, max(round(quota / period), 1))
-    return found
+            count = min(count, max(round(quota / period), 1))
+    return count
 
 
 def machine_name() -> str:

@@ -89,8 +89,8 @@ class LeaderExchange(Exchange):
         bounds = self._bounds(places, shard_rows)
         # As places of a table of which each node leader has as many rows as there are in all.
         keys = np.empty(places.size, np.int64)
-        for owner, given, sent in self._parts(bounds):
-            np.add(places[given], self._leaders[owner] * total, out=keys[sent])
+        for owner, part, sent in self._parts(bounds):
+            np.add(places[part], self._leaders[owner] * total, out=keys[sent])
         near = self.near.ask(keys, total)
         far = super().ask(near.rows, shard_rows)
         return RequestedByLeaders(far.rows, bounds, far.sources, near, far)
@@ -106,8 +106,8 @@ class LeaderExchange(Exchange):
         by_leaders = self._scratch.take("by leaders", (requested.far.size, *shape[1:]), rows.dtype)
         sorted_ = self._scratch.take("by node leader", shape, rows.dtype)
         self.near.fetch(requested.near, super().fetch(requested.far, rows, by_leaders), sorted_)
-        for _, given, sent in self._parts(requested.bounds):
-            result[given] = sorted_[sent]
+        for _, part, sent in self._parts(requested.bounds):
+            result[part] = sorted_[sent]
         return result
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -119,8 +119,8 @@ class LeaderExchange(Exchange):
         if out is not None:
             first_of(out, len(requested.rows), sums)  # refused before anything is sent
         sorted_ = self._scratch.take("by node leader", sums.shape, sums.dtype)
-        for _, given, sent in self._parts(requested.bounds):
-            sorted_[sent] = sums[given]
+        for _, part, sent in self._parts(requested.bounds):
+            sorted_[sent] = sums[part]
         by_leaders = self._scratch.take("by leaders", (requested.far.size, *sums.shape[1:]), sums.dtype)
         return super().deliver(requested.far, self.near.deliver(requested.near, sorted_, by_leaders), out)
 
@@ -136,5 +136,5 @@ class LeaderExchange(Exchange):
 def _leaders(ranks: Sequence[int], size: int) -> list[int]:
     """By owner, which of a machine's ranks is the node leader; owners on other machines are distributed cyclically."""
     others = [r for r in range(size) if r not in ranks]
-    found = {r: k for k, r in enumerate(ranks)} | {r: k % len(ranks) for k, r in enumerate(others)}
-    return [found[r] for r in range(size)]
+    leaders = {r: k for k, r in enumerate(ranks)} | {r: k % len(ranks) for k, r in enumerate(others)}
+    return [leaders[r] for r in range(size)]

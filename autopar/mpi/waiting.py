@@ -98,14 +98,14 @@ def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool
       shares_cores: Whether other threads of the program communicate too, as gloo's do.
     """
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(cores())
-    told = comm.allgather((polling, shares_cores, machine_name(), frozenset(affinity), cores()))
-    shared = any(shares for _, shares, *_ in told)
+    processes = comm.allgather((polling, shares_cores, machine_name(), frozenset(affinity), cores()))
+    shared = any(shares for _, shares, *_ in processes)
     patience = BOUND_PATIENCE_S if len(affinity) == 1 and not shared else PATIENCE_S
-    options = [option for option, *_ in told if option is not None]
+    options = [option for option, *_ in processes if option is not None]
     if options:
         return Waiting(any(options), patience)
     machines: dict[str, list[tuple[frozenset[int], int]]] = {}
-    for _, _, machine, affinity, quota in told:
+    for _, _, machine, affinity, quota in processes:
         machines.setdefault(machine, []).append((affinity, quota))
     crowded = any(len(ranks) > _together(ranks) for ranks in machines.values())
     return Waiting(crowded or shared, patience)

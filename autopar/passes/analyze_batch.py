@@ -38,11 +38,11 @@ def analyze_batch(
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    inputs = [(v, given.path) for v, given in pairs if given.role == "batch"]
-    found = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
+    inputs = [(v, input_.path) for v, input_ in pairs if input_.role == "batch"]
+    places = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
     if devices * microbatches == 1 and not always:
         return _with_ids(program, {}, devices), "one device"
-    named = {v: axis for (v, _), axis in zip(inputs, found, strict=True) if axis is not None}
+    named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
     parts = devices * microbatches
     starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % parts == 0}
     if microbatches > 1:
@@ -79,7 +79,7 @@ def _note(program: Program, over: str, named: Mapping[Var, int], starts: Mapping
         sizes = ", ".join(map(str, sorted({v.shape[axis] for v, axis in named.items()})))
         return f"nothing is spread: {over} don't divide the batch ({sizes})"
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    carried = [given.path for v, given in pairs if given.role == "state" and v in axes]
+    carried = [input_.path for v, input_ in pairs if input_.role == "state" and v in axes]
     count = len(axes) - len(starts) - len(carried)
     note = f"{len(starts)} inputs are spread over {over}, and {count} values that follow from them"
     return f"{note}; carried along with the examples: {', '.join(carried)}" if carried else note
@@ -105,13 +105,13 @@ def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchA
 def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
     """Leaves of the state that may be carried, with their axes of the batch's size. Rows in row space never are."""
     taken = {k for space in program.rows.spaces if space.refusal is None for k in space.leaves}
-    found = {}
+    candidates = {}
     for k in program.new_states:
         var = program.block.inputs[k]
         axes = [d for d, n in enumerate(var.shape) if n in sizes]
         if axes and k not in taken and isinstance(var.type, ArrayType):
-            found[var] = axes
-    return found
+            candidates[var] = axes
+    return candidates
 
 
 def _wrong(guesses: Guesses, unconfirmed: int) -> int:

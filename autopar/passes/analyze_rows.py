@@ -92,7 +92,7 @@ class _Search:
             if whole:
                 self.reading_whole |= whole
                 continue
-            causes = {space: found for space in spaces if (found := families.causes(space))}
+            causes = {space: cause for space in spaces if (cause := families.causes(space))}
             if not causes:
                 return families, spaces
             self._drop(causes, families)
@@ -112,17 +112,17 @@ class _Search:
 
     def _drop(self, causes: Mapping[RowSpace, Mapping[int, Refusal]], families: Families) -> None:
         """Drop leaves that keep their families from being lifted."""
-        failed = [space for space, found in causes.items() if set(found) & set(space.tables)]
+        failed = [space for space, tables_of in causes.items() if set(tables_of) & set(space.tables)]
         spared = self._spared(failed, families)
-        for space, found in causes.items():
+        for space, tables_of in causes.items():
             if space in spared:
                 continue
             if space in failed:
-                tables = tuple(k for k in space.tables if k in found)
-                reason = self._first_reason(space, found)
+                tables = tuple(k for k in space.tables if k in tables_of)
+                reason = self._first_reason(space, tables_of)
                 self.refused.append(dataclasses.replace(space, family=-1, tables=tables, refusal=reason))
-                found = {k: found[k] for k in tables}  # what was with them may be another table's
-            self.dropped |= {k: _Dropped(reason, space.tables) for k, reason in found.items()}
+                tables_of = {k: tables_of[k] for k in tables}  # what was with them may be another table's
+            self.dropped |= {k: _Dropped(reason, space.tables) for k, reason in tables_of.items()}
         if failed:  # what it stood in the way of is seen anew
             self.axes, self.barred, self.reading_whole = dict(self.program.candidates), set(), set()
         self.axes = {k: axis for k, axis in self.axes.items() if k not in self.dropped}

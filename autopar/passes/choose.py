@@ -46,7 +46,7 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
         for k, reason in sharded.items():
             made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
         bound = _assemble(program, options, made, patterns) if sharded else bound
-    tables = sum(len(told) for _, told in made)
+    tables = sum(len(plans) for _, plans in made)
     lifted = sum(t.lifted for t in bound.plan.tables)
     return bound, f"{lifted} of {tables} tables run on their touched rows"
 
@@ -64,20 +64,20 @@ def _assemble(
     """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
     pairs = zip(program.rows.spaces, decided, strict=True)
     families = [
-        tuple(FamilyPlan(space.family, tables[0], bounds) for bounds in found)
-        for space, (found, tables) in pairs
-        if found is not None
+        tuple(FamilyPlan(space.family, tables[0], bounds) for bounds in space_plan)
+        for space, (space_plan, tables) in pairs
+        if space_plan is not None
     ]
-    order = {given.path: k for k, given in enumerate(program.inputs)}
+    order = {input_.path: k for k, input_ in enumerate(program.inputs)}
     safe, tight = [f for f, _ in families], [f for _, f in families]
     placements, layouts = _placements(program, safe)
     chosen = {f.family for f in safe}
     rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
-    states = frozenset(k for k, given in enumerate(program.inputs) if given.role == "state")
-    shards, told = shard_dense(program, patterns, states - rows, options.devices)
-    tables = sorted(_with_shards([t for _, told in decided for t in told], told), key=lambda t: order[t.path])
+    states = frozenset(k for k, input_ in enumerate(program.inputs) if input_.role == "state")
+    shards, plans = shard_dense(program, patterns, states - rows, options.devices)
+    tables = sorted(_with_shards([t for _, plans in decided for t in plans], plans), key=lambda t: order[t.path])
     members = {leaf for space in program.rows.spaces for leaf in space.leaves}
-    named = {leaf.path: leaf for leaf in told}
+    named = {leaf.path: leaf for leaf in plans}
     others = [dense_plan(program, k, sharded=k in shards) for k in sorted(states - members)]
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shards.get(k, axis) for k, axis in enumerate(placements))
@@ -101,21 +101,21 @@ def _too_large(
         return {}
     open_: list[int] = []
     costs: list[Shardable] = []
-    for k, (space, (_, (told, *_))) in enumerate(zip(program.rows.spaces, decided, strict=True)):
+    for k, (space, (_, (plans, *_))) in enumerate(zip(program.rows.spaces, decided, strict=True)):
         # Sizes are known where methods were compared.
         is_auto = all(choices.methods[t][0] == "auto" for t in space.tables)
-        if is_auto and told.sizes is not None and told.method in REPLICATED:
-            cost = told.seconds or told.sent
+        if is_auto and plans.sizes is not None and plans.method in REPLICATED:
+            cost = plans.seconds or plans.sent
             open_.append(k)
-            costs.append(Shardable(_saved(program, space, choices.devices), cost["ps"] - cost[told.method]))
+            costs.append(Shardable(_saved(program, space, choices.devices), cost["ps"] - cost[plans.method]))
     sharded = sorted(choose_sharded(costs, needed - budget))
     needed -= sum(costs[n].saved for n in sharded)
-    found = {}
+    too_large = {}
     for n in sharded:
         method = decided[open_[n]][1][0].method
         with_it = f"{format_bytes(needed + costs[n].saved)} of {format_bytes(budget)} on each device"
-        found[open_[n]] = f"{method} would take {with_it} ({STATE_SHARE:.0%} of its memory, for the whole state)"
-    return found
+        too_large[open_[n]] = f"{method} would take {with_it} ({STATE_SHARE:.0%} of its memory, for the whole state)"
+    return too_large
 
 
 def _saved(program: Program, space: RowSpace, devices: int) -> int:
@@ -138,9 +138,9 @@ def _methods(
         hosts = frozenset(liftable if where == "hosts" else ())
         return {k: (method, False) for k, _ in program.tables}, {}, hosts
     tables = {k for k, _ in program.tables}
-    states = {k: given.path for k, given in enumerate(program.inputs) if given.role in ("state", "table")}
-    for pattern, given in strategy.items():
-        method, where = split_method(given)
+    states = {k: input_.path for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")}
+    for pattern, input_ in strategy.items():
+        method, where = split_method(input_)
         matched = [k for k, path in states.items() if matches(pattern, path)]
         shown = ", ".join(states[k] for k in sorted(tables)) or "none"
         if pattern not in ("**", "*") and not matched:
@@ -150,28 +150,28 @@ def _methods(
         if (method in ("allgather", "allreduce_rows") or where == "hosts") and not tables.intersection(matched):
             raise StrategyError(
                 f"strategy: {pattern!r} matches no parameter that is looked up by rows ({shown}); "
-                f"for dense ones there are 'allreduce' and 'ps', not {given!r}"
+                f"for dense ones there are 'allreduce' and 'ps', not {input_!r}"
             )
-    found, patterns, hosts = {}, {}, set()
+    methods, patterns, hosts = {}, {}, set()
     for k, path in states.items():
         method, where, pattern = asked_of(strategy, path)
         if k in tables:
-            found[k] = (method, pattern not in ("*", "**", None))
+            methods[k] = (method, pattern not in ("*", "**", None))
             hosts.update([k] if where == "hosts" else [])
         if pattern is not None and method == "ps" and where == "devices":
             patterns[k] = pattern
-    return found, patterns, frozenset(hosts)
+    return methods, patterns, frozenset(hosts)
 
 
 def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> list[TablePlan]:
     """The tables; of one that is kept in shards, as dense leaves are, why it isn't lifted as well."""
-    found = {t.path: t for t in tables}
+    by_path = {t.path: t for t in tables}
     for leaf in patterns:
-        old = found.get(leaf.path)
+        old = by_path.get(leaf.path)
         if old is not None:
             reason = f"{leaf.reason}; all rows, because {old.reason}"
-            found[leaf.path] = dataclasses.replace(old, method=leaf.method, reason=reason, sent=leaf.sent)
-    return list(found.values())
+            by_path[leaf.path] = dataclasses.replace(old, method=leaf.method, reason=reason, sent=leaf.sent)
+    return list(by_path.values())
 
 
 def _placements(
@@ -182,17 +182,17 @@ def _placements(
     The rest is on every device. And the layouts of tables that can't be stored as they are.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    found = [program.batch.get(v) if given.layout is None else _unstored(v, given.layout) for v, given in pairs]
+    axes = [program.batch.get(v) if input_.layout is None else _unstored(v, input_.layout) for v, input_ in pairs]
     sharded = {f.family: f.layout for f in families if f.layout is not None}
     layouts = {}
     for space in program.rows.spaces:
         layout = sharded.get(space.family)
         if layout is not None:
             for leaf, axis in space.row_axes.items():
-                found[leaf] = axis
+                axes[leaf] = axis
                 if not layout.is_plain:
                     layouts[leaf] = layout, axis
-    return tuple(found), layouts
+    return tuple(axes), layouts
 
 
 def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:

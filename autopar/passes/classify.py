@@ -23,7 +23,7 @@ Trace = tuple[int, int, int]
 
 def classify(program: Program) -> tuple[Program, str]:
     """Mark tables and candidates, each with its row axis."""
-    states = [k for k, given in enumerate(program.inputs) if given.role in ("state", "table")]
+    states = [k for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")]
     walk = _Lookups()
     for k in states:
         var = program.block.inputs[k]
@@ -103,50 +103,50 @@ class _Lookups(Interpreter[_Rows]):
     def end(self, carry: _Rows, result: _Rows) -> _Rows:
         return result
 
-    def body(self, equation: Equation, block: Block, given: Sequence[_Rows]) -> list[_Rows]:
-        return super().body(equation, block, [replace(v, constant=False) for v in given])
+    def body(self, equation: Equation, block: Block, operands: Sequence[_Rows]) -> list[_Rows]:
+        return super().body(equation, block, [replace(v, constant=False) for v in operands])
 
-    def while_loop(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
+    def while_loop(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
         n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-        self.body(equation, equation.bodies[0], [*given[:n], *given[n + m :]])
-        return self.loop(equation, given[n:])
+        self.body(equation, equation.bodies[0], [*operands[:n], *operands[n + m :]])
+        return self.loop(equation, operands[n:])
 
-    def equation(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
+    def equation(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
         if equation.op == "concatenate":
             self.joined[equation.outputs[0]] = equation
         pure = constant = True
         traced = False
-        for value in given:
+        for value in operands:
             pure, constant, traced = pure and value.pure, constant and value.constant, traced or bool(value.traces)
         if traced:
-            results = super().equation(equation, given)
+            results = super().equation(equation, operands)
             return [_Rows(v.traces, pure, constant) for v in results] if pure or constant else results
         return [_Rows(pure=pure, constant=constant) if pure or constant else _NOTHING] * len(equation.outputs)
 
-    def plain(self, equation: Equation, given: Sequence[_Rows]) -> Sequence[_Rows]:
+    def plain(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
         nothing = [_NOTHING] * len(equation.outputs)
-        if equation.op == "dot_general" and not all(v.pure for v in given):
+        if equation.op == "dot_general" and not all(v.pure for v in operands):
             return nothing  # activations times weights: their columns are nobody's rows
         if equation.op in _SLICED:
-            self._look_up(equation, given)
+            self._look_up(equation, operands)
         if equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
-            return [given[0]]
+            return [operands[0]]
         if equation.op in ALIGNED or equation.op == "optimization_barrier":
-            pairs = zip(equation.inputs, given, strict=True)
+            pairs = zip(equation.inputs, operands, strict=True)
             shape = None if equation.op in ("concatenate", "optimization_barrier") else equation.outputs[0].shape
             # An elementwise equation repeats an operand of another shape along an axis (as it does with a bias).
             union = _all(v.traces for a, v in pairs if shape in (None, a.shape))
             return [_Rows(union)] * len(equation.outputs)
         moved = {
             (leaf, of, to)
-            for k, value in enumerate(given)
+            for k, value in enumerate(operands)
             for leaf, of, axis in value.traces
             if (to := _moved(equation, k, axis)) is not None
         }
         return [_Rows(frozenset(moved))] * len(equation.outputs)
 
-    def _look_up(self, equation: Equation, given: Sequence[_Rows]) -> None:
-        picked = {t for t in given[0].traces if _picks_rows(equation, t[2])}
+    def _look_up(self, equation: Equation, operands: Sequence[_Rows]) -> None:
+        picked = {t for t in operands[0].traces if _picks_rows(equation, t[2])}
         chosen = {t for t in picked if not self._is_fixed(equation, t[2])}
         # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
         self.found |= {(leaf, of) for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}}

@@ -50,8 +50,8 @@ def lift_rows(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.bounds.rows - 1} rows" for f in bound.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
-    logs = [given for log in lift.in_order() for given in log.inputs()]
-    kept = (Output(given.path, k) for k, given in enumerate(logs, len(program.inputs)))
+    logs = [input_ for log in lift.in_order() for input_ in log.inputs()]
+    kept = (Output(input_.path, k) for k, input_ in enumerate(logs, len(program.inputs)))
     lifted = dataclasses.replace(
         program, block=block, inputs=(*program.inputs, *logs), outputs=(*program.outputs, *kept, *flag)
     )
@@ -93,10 +93,10 @@ class _Lift:
             block_rows={f.family: _block_rows(spaces[f.family], f, bound.devices) for f in bound.families},
             templates={},
             leaves={block.inputs[k]: k for s in spaces.values() for k in s.leaves},
-            batch_axes={e: axis for found in ids.values() for e, axis in found.axes.items()},
-            indices={e: index for found in ids.values() for e, index in found.indices.items()},
+            batch_axes={e: axis for of_family in ids.values() for e, axis in of_family.axes.items()},
+            indices={e: index for of_family in ids.values() for e, index in of_family.indices.items()},
             untouched=Exact(
-                [given.path for given in program.inputs],
+                [input_.path for input_ in program.inputs],
                 functools.cache(lambda: Fates(block, facts.values, facts.roles)),
             ),
         )
@@ -178,8 +178,8 @@ class _Lift:
         """Families whose updated leaves the equation reads whole."""
         if self.facts.roles.get(equation) != "dense":
             return set()
-        found = (self.facts.whole.get(a, frozenset()) for a in equation.inputs if isinstance(a, Var))
-        return {self.facts.find(f) for families in found for f in families}
+        read = (self.facts.whole.get(a, frozenset()) for a in equation.inputs if isinstance(a, Var))
+        return {self.facts.find(f) for families in read for f in families}
 
     def _families(self, equation: Equation) -> list[int]:
         atoms: Iterable[Atom] = (*equation.inputs, *equation.outputs)
@@ -226,8 +226,8 @@ class _Lift:
     def _updates(self, space: RowSpace) -> dict[int, Atom]:
         """Leaf -> its new value, of the family's leaves that change."""
         block, new = self.program.block, self.program.new_states
-        found = {k: block.outputs[new[k]] for k in space.leaves if k in new}
-        return {k: atom for k, atom in found.items() if atom is not block.inputs[k]}
+        updates = {k: block.outputs[new[k]] for k in space.leaves if k in new}
+        return {k: atom for k, atom in updates.items() if atom is not block.inputs[k]}
 
     def _is_complete(self, family: int) -> bool:
         return all(not isinstance(a, Var) or a in self.known for a in self._updates(self.spaces[family]).values())
@@ -306,7 +306,7 @@ class _Lift:
     def _old_readers(self, leaf: Var) -> list[Atom]:
         """Results of what has read the whole old leaf so far: the commit waits for them, and so needs no copy."""
         tainted: set[Atom] = {leaf}
-        found: list[Atom] = []
+        readers: list[Atom] = []
         for equation in self.scope.equations:
             is_planned = equation.op in ("ap.pull", "ap.sweep", "ap.fill", "ap.commit")
             if is_planned or not tainted.intersection(equation.inputs):
@@ -314,8 +314,8 @@ class _Lift:
             big = [v for v in equation.outputs if isinstance(v.type, ArrayType) and 2 * v.type.size >= leaf.type.size]
             tainted.update(big)
             if not big and equation.outputs and isinstance(equation.outputs[0].type, ArrayType):
-                found.append(equation.outputs[0])
-        return found
+                readers.append(equation.outputs[0])
+        return readers
 
 
 def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:

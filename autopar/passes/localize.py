@@ -48,15 +48,15 @@ def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tu
     """
     walk = Localizer(Shared(bound, examples))
     inputs = []
-    entries = [given.entry_axis for given in program.inputs[len(bound.placements) :]]
+    entries = [input_.entry_axis for input_ in program.inputs[len(bound.placements) :]]
     placements = (*bound.placements, *entries)
     owned = {k for k, axis in enumerate(placements) if axis is not None and _is_owned(program, bound, k)}
     for k, var in enumerate(program.block.inputs):
         axis = placements[k]
         state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
         inputs.append(walk.define(var, state))
-    given = [walk.state(v) for v in program.block.inputs]
-    outputs, states = walk.program(program, given)
+    input_ = [walk.state(v) for v in program.block.inputs]
+    outputs, states = walk.program(program, input_)
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
     facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), shared.inside)
@@ -76,19 +76,19 @@ def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
 class Localizer(Forms):
     """One block being rewritten."""
 
-    def program(self, program: Program, given: Sequence[State]) -> tuple[list[Atom], list[State]]:
+    def program(self, program: Program, inputs: Sequence[State]) -> tuple[list[Atom], list[State]]:
         """Rewrite a whole program; its outputs, and what a device has of each: of a new state what it has of the old.
 
         Args:
           program: The program, whose inputs are defined.
-          given: What a device has of these.
+          inputs: What a device has of these.
         """
         for equation in program.block.equations:
             self._add_with_line(program.block, equation)
         outputs, states = [], []
         for atom, out in zip(program.block.outputs, program.outputs, strict=True):
             if out.state is not None:
-                state, source = given[out.state], nearest_line(program.block, atom)
+                state, source = inputs[out.state], nearest_line(program.block, atom)
             else:
                 state, source = self.state(atom), None
                 state = None if isinstance(state, Partial) else state
@@ -186,21 +186,21 @@ class Localizer(Forms):
         (out,) = equation.outputs
 
         def body(sums_first: bool) -> Block:
-            given = tuple(Var(a.type) for a in equation.inputs)
-            operands, found = list(given), Var(out.type)
+            inner = tuple(Var(a.type) for a in equation.inputs)
+            operands, result = list(inner), Var(out.type)
             lines = []
             if sums_first:
-                operands[k] = Var(given[k].type)
-                lines.append(Equation("ap.reduce", (given[k],), (operands[k],), {"op": "sum"}))
-            lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(found,), original=None))
+                operands[k] = Var(inner[k].type)
+                lines.append(Equation("ap.reduce", (inner[k],), (operands[k],), {"op": "sum"}))
+            lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
             if sums_first:
-                lines.append(Equation("ap.once", (found,), (Var(out.type),)))
-            return Block(given, tuple(lines), lines[-1].outputs)
+                lines.append(Equation("ap.once", (result,), (Var(out.type),)))
+            return Block(inner, tuple(lines), lines[-1].outputs)
 
         inputs = tuple(self.read(a) for a in equation.inputs)
         params = {"by": 1 - k, "divides": equation.op == "div"}
-        found = self.define(out, PARTIAL)
-        self.append(Equation("ap.scaled", inputs, (found,), params, (body(False), body(True)), equation.origin))
+        scaled = self.define(out, PARTIAL)
+        self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), equation.origin))
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
         """Whether partial sums meet a factor of the step: where a device's is 0, infinity times it would be NaN."""
@@ -283,19 +283,19 @@ class Localizer(Forms):
     def _scan(self, equation: Equation) -> None:
         consts, carry = equation.params["num_consts"], equation.params["num_carry"]
         (body,) = equation.bodies
-        given = [self.state(a) for a in equation.inputs]
+        states = [self.state(a) for a in equation.inputs]
         xs: list[State] = []
         for k, atom in enumerate(equation.inputs[consts + carry :], consts + carry):
-            state = given[k]
+            state = states[k]
             if isinstance(state, Spread) and state.axis == 0:
                 self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
                 self.make_whole(atom, equation)
                 state = None
             xs.append(Spread(state.axis - 1, state.owner) if isinstance(state, Spread) else state)
-        carries = given[consts : consts + carry]
+        carries = states[consts : consts + carry]
         while True:
             mark = len(self.shared.reductions), self.shared.inside
-            inner, inputs = self.body(body, equation.inputs, [*given[:consts], *carries, *xs])
+            inner, inputs = self.body(body, equation.inputs, [*states[:consts], *carries, *xs])
             returned = [inner.state(a) for a in body.outputs]
             wanted = [joined(pair) for pair in zip(carries, returned, strict=False)]
             if wanted == carries:

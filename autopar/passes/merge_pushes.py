@@ -96,10 +96,10 @@ class _Merge:
         inputs, outputs = list(equation.inputs), list(equation.outputs)
         after = []
         for k in range(carry):
-            found = _accumulated(body, body.inputs[consts + k], body.outputs[k])
-            if found is None:
+            accumulated = _accumulated(body, body.inputs[consts + k], body.outputs[k])
+            if accumulated is None:
                 continue
-            sums, route, axis = found
+            sums, route, axis = accumulated
             inner = _Editor.of(body)
             carried = Var(sums.type)
             total = inner.plus(carried, sums)
@@ -154,10 +154,10 @@ def _accumulated(body: Block, carry: Var, out: Atom) -> tuple[Var, Var, int] | N
 
 
 def _uses(block: Block) -> collections.Counter[Atom]:
-    found = collections.Counter(block.outputs)
+    uses = collections.Counter(block.outputs)
     for equation in block.equations:
-        found.update(equation.inputs)
-    return found
+        uses.update(equation.inputs)
+    return uses
 
 
 class _Editor(ZeroWriter):
@@ -194,13 +194,13 @@ class _Editor(ZeroWriter):
 
     def chain(self, sums: Atom) -> list[Equation]:
         """The equations that add gradients to zeros, first to last; none if there is anything else in it."""
-        found: list[Equation] = []
+        chain: list[Equation] = []
         while (made := self.producers.get(sums)) is not None and made.op in _ADDING:
             if made.params["op"] != "scatter-add":
                 return []
-            found.append(made)
+            chain.append(made)
             sums = made.inputs[0]
-        return found[::-1] if self.is_zero(sums) else []
+        return chain[::-1] if self.is_zero(sums) else []
 
 
 def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:

@@ -52,19 +52,19 @@ def once_per_row(program: Program, bound: BoundPlan, devices: int = 1) -> tuple[
     """
     if not bound.on_hosts or bound.plan.reduction_backend == "xla":
         return program, "for a rank's own program, with tables on hosts"
-    found: list[Ids] = []
-    block = _of_block(program.block, devices, found)
+    distinct: list[Ids] = []
+    block = _of_block(program.block, devices, distinct)
     if block is program.block:
         return program, "nothing to gain, compiled for so many rows"
-    counts = tuple((ids.entries, ids.lookups) for ids in dict.fromkeys(found))
+    counts = tuple((ids.entries, ids.lookups) for ids in dict.fromkeys(distinct))
     before = products(program.block)
     made = OncePerRow(counts, products(block) / before if before else 1.0)
     return dataclasses.replace(program, block=block, once_per_row=made), str(made)
 
 
-def _of_block(block: Block, devices: int, found: list[Ids]) -> Block:
+def _of_block(block: Block, devices: int, distinct: list[Ids]) -> Block:
     block = block.with_equations(
-        [e.with_bodies([_of_block(body, devices, found) for body in e.bodies]) for e in block.equations]
+        [e.with_bodies([_of_block(body, devices, distinct) for body in e.bodies]) for e in block.equations]
     )
     every = {key: ids for key, ids in all_ids(block).items() if ids.entries * devices < ids.lookups}
     if not every:
@@ -72,7 +72,7 @@ def _of_block(block: Block, devices: int, found: list[Ids]) -> Block:
     rewritten = [_Rewrite(block, every, backward=backward).run() for backward in (False, True)]
     best = min((block, *rewritten), key=_cost)
     if best is not block:
-        found += every.values()
+        distinct += every.values()
     return best
 
 
@@ -125,10 +125,10 @@ class _Rewrite(EntrySums):
         if equation.op == "dot_general":
             return any(self._product(equation, k, f) or self._contracted(equation, k, f) for k, f in forms.items())
         (form, *others) = forms.values()
-        found = None if others or len(equation.inputs) > 1 else row_places.moved(equation, form.place, form.ids.entries)
-        if found is None:
+        moved = None if others or len(equation.inputs) > 1 else row_places.moved(equation, form.place, form.ids.entries)
+        if moved is None:
             return False
-        place, params = found
+        place, params = moved
         self.define(equation, form.ids, place, (form.atom,), params)
         return True
 

@@ -78,19 +78,19 @@ class _Walk(Tables):
           NotLocal: such an output.
         """
         block = self.program.block
-        found, refused = [], list[NotLocal]()
+        atoms, refused = [], list[NotLocal]()
         for atom, output in zip(block.outputs, self.program.outputs, strict=True):
             source = self.sources.get(atom)
             what = self._reads_whole(atom, output)
             if what:
                 remedy = READ_REMEDY if output.state is None else ""
                 refused.append(read_refusal(self.rows[atom], what, nearest_line(block, atom), remedy))
-            found.append(atom if source is None else source.atoms[0])
+            atoms.append(atom if source is None else source.atoms[0])
         if refused:
             first = refused[0]
             tables = tuple(dict.fromkeys(path for error in refused for path in error.tables))
             raise NotLocal(first.reason, first.source, first.remedy, tables)
-        return tuple(found)
+        return tuple(atoms)
 
     def _reads_whole(self, atom: Atom, output: Output) -> str:
         """What needs all rows of a table for an output; nothing where tables are returned as they are stored."""
@@ -138,10 +138,10 @@ class _Walk(Tables):
 
     def _waiting_for(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
         """An equation that waits for some values (its group `first`): now for the reductions of some tables, too."""
-        given = split(equation.op, equation.params, equation.inputs)
+        parts = split(equation.op, equation.params, equation.inputs)
         first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
-        rest = [a for a in given.pop("first") if a not in self.rows and a not in first]
-        kept = (a for atoms in given.values() for a in atoms)
+        rest = [a for a in parts.pop("first") if a not in self.rows and a not in first]
+        kept = (a for atoms in parts.values() for a in atoms)
         return dataclasses.replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
@@ -167,10 +167,10 @@ class _Walk(Tables):
         if equation.op == "ap.densify":
             leaf = self.updates.get(equation.outputs[0])
             return [leaf] if leaf is not None and leaf in self.sources else []
-        given = split(equation.op, equation.params, equation.inputs)
-        stored = given["leaves"] if equation.op == "ap.sweep" else given["leaf"]
-        found = [self.sources[a].leaf for a in stored if a in self.sources]
-        leaves = [leaf for leaf in found if leaf is not None]
+        parts = split(equation.op, equation.params, equation.inputs)
+        stored = parts["leaves"] if equation.op == "ap.sweep" else parts["leaf"]
+        leaves_of = [self.sources[a].leaf for a in stored if a in self.sources]
+        leaves = [leaf for leaf in leaves_of if leaf is not None]
         return leaves if len(leaves) == len(stored) else []  # not on hosts
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
@@ -207,15 +207,15 @@ class _Walk(Tables):
 
     def _compute(self, equation: Equation) -> None:
         """An ordinary equation of whole tables."""
-        found = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
-        some = next(iter(found.values()))
+        rows_of = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
+        some = next(iter(rows_of.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:
             where = "in a loop or branch" if equation.bodies else f"by {plain_name(equation.op)}"
             remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else READ_REMEDY
             raise read_refusal(some, where, equation, remedy)
-        if len({r.layout for r in found.values()}) > 1:
+        if len({r.layout for r in rows_of.values()}) > 1:
             raise read_refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
-        spread = {k: rows.axis for k, rows in found.items()}
+        spread = {k: rows.axis for k, rows in rows_of.items()}
         try:
             placed = place_spread(equation, spread, 1)
         except NotLocal:

@@ -90,8 +90,8 @@ class _Shield:
         return placed is not None and placed.axis != SUMMED
 
     def _isolated(self, equation: Equation, name: str) -> Equation:
-        given, placed = self._placed(equation)
-        inputs = tuple(_part(a, axis, self._devices) for a, axis in zip(equation.inputs, given, strict=True))
+        places, placed = self._placed(equation)
+        inputs = tuple(_part(a, axis, self._devices) for a, axis in zip(equation.inputs, places, strict=True))
         returned, reduction, params = None, None, equation.params
         if placed is not None and placed.axis == SUMMED:
             reduction = REDUCES[equation.op]
@@ -102,14 +102,14 @@ class _Shield:
             params = RESIZE[equation.op](equation, returned, outputs[0].shape[returned])
         body = dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params)
         operands = tuple(v for v in inputs if isinstance(v, Var))
-        told = "by each device on its examples" if placed is not None else "by every device, all of it"
-        self.told.append(f"{name} ({equation.where}) is run {told}")
+        by_whom = "by each device on its examples" if placed is not None else "by every device, all of it"
+        self.told.append(f"{name} ({equation.where}) is run {by_whom}")
         return dataclasses.replace(
             equation,
             op="ap.isolated",
             inputs=tuple(a for a in equation.inputs if isinstance(a, Var)),
             params={
-                "given": tuple(axis for a, axis in zip(equation.inputs, given, strict=True) if isinstance(a, Var)),
+                "given": tuple(axis for a, axis in zip(equation.inputs, places, strict=True) if isinstance(a, Var)),
                 "returned": returned,
                 "reduction": reduction,
             },
@@ -183,9 +183,9 @@ def _reduced_with_nan(equation: Equation) -> Sequence[Equation]:
     """A maximum or minimum, and whether there is a NaN."""
 
     def reduced(x: Any) -> Any:
-        (found,) = jax_compat.bind(equation.primitive, (x,), equation.params)
+        (result,) = jax_compat.bind(equation.primitive, (x,), equation.params)
         is_nan = jax.lax.reduce_or(jax.lax.ne(x, x), equation.params["axes"])
-        return jax.lax.select(is_nan, jax.lax.full_like(found, np.nan), found)
+        return jax.lax.select(is_nan, jax.lax.full_like(result, np.nan), result)
 
     return expand(reduced, equation, equation.inputs, equation.outputs[0])
 
@@ -196,10 +196,10 @@ def _scattered_with_nan(equation: Equation) -> Sequence[Equation]:
     params = {name: equation.params[name] for name in same}
 
     def scattered(operand: Any, indices: Any, updates: Any) -> Any:
-        (found,) = jax_compat.bind(equation.primitive, (operand, indices, updates), equation.params)
+        (result,) = jax_compat.bind(equation.primitive, (operand, indices, updates), equation.params)
         old, new = (jax.lax.convert_element_type(jax.lax.ne(x, x), np.int32) for x in (operand, updates))
         is_nan = jax.lax.gt(jax.lax.scatter_max(old, indices, new, **params), np.int32(0))
-        return jax.lax.select(is_nan, jax.lax.full_like(found, np.nan), found)
+        return jax.lax.select(is_nan, jax.lax.full_like(result, np.nan), result)
 
     return expand(scattered, equation, equation.inputs, equation.outputs[0])
 

@@ -76,9 +76,9 @@ class _Split:
                     items.append(segment)
             for op in self.exchanges:
                 mine = (e for e in self.block.equations if e.op == op and e in self.exchanged)
-                found = tuple(e for e in mine if self.stage.get(e) == level)
-                if found:
-                    items.append(ExchangeStage(op, level, found))
+                equations = tuple(e for e in mine if self.stage.get(e) == level)
+                if equations:
+                    items.append(ExchangeStage(op, level, equations))
         return Stages(_with_last_uses(items, set(self.block.outputs)))
 
     def _place(self, equation: Equation) -> None:
@@ -140,18 +140,18 @@ class _Split:
     def _constants(self, equations: Sequence[Equation]) -> list[Equation]:
         """The constants that equations read, in order."""
         wanted: set[Atom] = {a for e in equations for a in e.inputs}
-        found = []
+        constants = []
         for equation in reversed(list(self.free)):
             if any(v in wanted for v in equation.outputs):
-                found.append(equation)
+                constants.append(equation)
                 wanted.update(equation.inputs)
-        return found[::-1]
+        return constants[::-1]
 
 
 def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, None]:
     """Equations that depend on no input: constants, made anew wherever they are read. In order."""
     made: set[Atom] = set()
-    found: dict[Equation, None] = {}
+    free: dict[Equation, None] = {}
     needed: set[Atom] = set(block.outputs)
     for equation in block.equations:
         if equation in exchanged:
@@ -160,9 +160,9 @@ def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, No
         variables = [a for a in equation.inputs if isinstance(a, Var)]
         plain = not equation.effects and equation not in exchanged
         if plain and all(v in made for v in variables) and not any(v in needed for v in equation.outputs):
-            found[equation] = None
+            free[equation] = None
             made.update(equation.outputs)
-    return found
+    return free
 
 
 def _with_last_uses(
@@ -170,13 +170,13 @@ def _with_last_uses(
 ) -> tuple[ProgramStage | ExchangeStage, ...]:
     """The segments with the inputs that nothing reads after them."""
     later: set[Atom] = set(outputs)
-    found: list[ProgramStage | ExchangeStage] = []
+    stages_: list[ProgramStage | ExchangeStage] = []
     for item in reversed(items):
         if isinstance(item, ProgramStage):
             last = frozenset(v for v in item.block.inputs if v not in later)
-            found.append(ProgramStage(item.side, item.level, item.block, last))
+            stages_.append(ProgramStage(item.side, item.level, item.block, last))
             later.update(item.block.inputs)
         else:
-            found.append(item)
+            stages_.append(item)
             later.update(a for e in item.equations for a in e.inputs)
-    return tuple(found[::-1])
+    return tuple(stages_[::-1])

@@ -68,14 +68,14 @@ def split_update(program: Program, bound: BoundPlan, *, own_statistics: bool = F
 def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool) -> tuple[Program, str]:
     walk = _Microbatch(_shared(program, bound, count), program)
     axes = _axes(program, bound)
-    given: list[State] = [None if axis is None else Spread(axis) for axis in axes]
+    inputs: list[State] = [None if axis is None else Spread(axis) for axis in axes]
     parts: dict[Var, Var] = {}
-    for var, state in zip(program.block.inputs, given, strict=True):
+    for var, state in zip(program.block.inputs, inputs, strict=True):
         if state is None:
             walk.env[var] = var, None
         else:
             parts[walk.define(var, state)] = var
-    outputs, states = walk.program(program, given)
+    outputs, states = walk.program(program, inputs)
     batch_axes = {v: axis for v, axis in zip(program.block.inputs, axes, strict=True) if axis is not None}
     local, _ = eliminate_dead(Block(tuple(parts), tuple(walk.equations), tuple(outputs)))
     statistics: tuple[Source | None, ...] = ()
@@ -128,7 +128,7 @@ def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equatio
     plain = [e for e in before if not e.op.startswith(PREFIX)]
     of_batch = dependent(plain, walk.whole_values)
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    of_weights = dependent(before, [v for v, given in pairs if given.role != "batch" and not _counts(v)])
+    of_weights = dependent(before, [v for v, input_ in pairs if input_.role != "batch" and not _counts(v)])
     for equation in plain:
         is_work = equation.op in PRODUCTS or equation.bodies
         if is_work and all(not some.isdisjoint(equation.inputs) for some in (of_batch, of_weights)):
@@ -150,10 +150,10 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
 def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
     """Of each input the axis of its examples; None where it has none."""
     rows = {k for space in program.rows.spaces for k in space.leaves if bound.family(space.family) is not None}
-    found = [None if k in rows or k in bound.shards else axis for k, axis in enumerate(bound.placements)]
-    found += [None] * (len(program.block.inputs) - len(found))
-    pairs = zip(found, program.inputs, strict=True)
-    return [axis if given.role in ("batch", "state") else None for axis, given in pairs]
+    axes = [None if k in rows or k in bound.shards else axis for k, axis in enumerate(bound.placements)]
+    axes += [None] * (len(program.block.inputs) - len(axes))
+    pairs = zip(axes, program.inputs, strict=True)
+    return [axis if input_.role in ("batch", "state") else None for axis, input_ in pairs]
 
 
 def _whole(atom: Atom, axis: int, count: int) -> object:
@@ -259,7 +259,7 @@ class _Microbatch(Localizer):
     def __init__(self, shared: Shared, program: Program) -> None:
         super().__init__(shared)
         pairs = zip(program.block.inputs, program.inputs, strict=True)
-        weights = [v for v, given in pairs if given.role != "batch" and not _counts(v)]
+        weights = [v for v, input_ in pairs if input_.role != "batch" and not _counts(v)]
         self.whole_values: dict[Var, None] = {}
         self._of_weights = dependent(program.block.equations, weights)
 

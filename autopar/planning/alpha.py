@@ -73,11 +73,11 @@ class Alphas:
         Raises:
           ArgumentsError: there is none.
         """
-        found = next((t for t in self.tables if t.path == path), None)
-        if found is None:
+        table = next((t for t in self.tables if t.path == path), None)
+        if table is None:
             shown = ", ".join(t.path for t in self.tables) or "none"
             raise ArgumentsError(f"alpha of {path!r} wasn't measured; that of these tables of {self.step} was: {shown}")
-        return found
+        return table
 
     def __str__(self) -> str:
         workers, each = (self.tables[0].workers, self.tables[0].per_machine) if self.tables else (0, 0)
@@ -143,7 +143,7 @@ def measure_alpha(
             f"measure_alpha takes the batches of two workers at least, to see how rows grow with workers, not of "
             f"{reader.workers}: give more batches, or say over how many workers each is spread (workers=)"
         )
-    return Alphas(step.name, tuple(found.alpha(per_machine) for found in reader.tables.values()))
+    return Alphas(step.name, tuple(measured.alpha(per_machine) for measured in reader.tables.values()))
 
 
 @dataclass(eq=False)
@@ -202,9 +202,9 @@ class _Reader:
             rows = device_ids(flat, ids.batched, self._spread, space.extent)
             for table in space.tables:
                 path = program.inputs[table].path
-                found = self.tables.setdefault(path, _Measured(path, space.extent, [], []))
-                found.requested += rows
-                found.ids += [ids.count_on(self._spread)] * len(rows)
+                measured = self.tables.setdefault(path, _Measured(path, space.extent, [], []))
+                measured.requested += rows
+                measured.ids += [ids.count_on(self._spread)] * len(rows)
         self.workers += self._spread
 
     def _unknown(self, program: Program, space: RowSpace, number: int) -> ArgumentsError:

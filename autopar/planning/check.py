@@ -73,8 +73,8 @@ class CheckRow:
         unplanned = "not in the plan" if self.collective == SEND else "XLA's own"
         planned = unplanned if self.planned is None else f"planned {format_bytes(self.planned)}"
         arrays = f" ({self.count} array{'' if self.count == 1 else 's'})" if self.count else ""
-        found = f"compiled {format_bytes(self.compiled)}{arrays}{'' if self.ok else ': DIFFERS'}"
-        return self.collective, self.what, planned, found
+        compiled = f"compiled {format_bytes(self.compiled)}{arrays}{'' if self.ok else ': DIFFERS'}"
+        return self.collective, self.what, planned, compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Check:
 
     def __str__(self) -> str:
         if self.devices == 1:
-            told = "nothing travels, and the compiled program has no collective"
-            first = f"{self.step} on one device: {told if self.ok else 'nothing is to travel'}"
+            text = "nothing travels, and the compiled program has no collective"
+            first = f"{self.step} on one device: {text if self.ok else 'nothing is to travel'}"
         else:
             said = "what the plan says" if self.ok else "not what the plan says"
             first = f"{self.step} on {self.devices} devices: each sends in a step {said}"
@@ -152,9 +152,9 @@ def compare_sends(step: str, plan: PipelinePlan, actions: Actions) -> Check:
             own = [send for send in parts if stage_of[send.source] == k]
             ahead = [send for send in own if stage_of[send.target] > k]
             back = [send for send in own if stage_of[send.target] < k]
-            for what, planned, found in (("later", stage.ahead_bytes, ahead), ("earlier", stage.back_bytes, back)):
+            for what, planned, made in (("later", stage.ahead_bytes, ahead), ("earlier", stage.back_bytes, back)):
                 rows.append(
-                    CheckRow(SEND, f"stage {k} to {what} stages", planned * count, _sent_bytes(found), len(found))
+                    CheckRow(SEND, f"stage {k} to {what} stages", planned * count, _sent_bytes(made), len(made))
                 )
     rest = [send for send in sent if send.value[1] < 0]
     rows.append(CheckRow(SEND, "sums, norms, results, weights of several stages", None, _sent_bytes(rest), len(rest)))
@@ -165,12 +165,12 @@ def _sent_bytes(sends: Sequence[Send]) -> int:
     return sum(int(getattr(send.value[0].type, "nbytes", 0)) for send in sends)
 
 
-def compare_collectives(plan: Plan, found: Sequence[Collective]) -> Check:
+def compare_collectives(plan: Plan, collectives: Sequence[Collective]) -> Check:
     """A plan and the collectives of a program that was compiled by it."""
     if plan.devices == 1:
-        rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in found]
+        rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in collectives]
         return Check(plan.step, 1, tuple(rows))
-    pool = _Pool.of(found, plan.devices)
+    pool = _Pool.of(collectives, plan.devices)
     rows = [row for table in plan.tables for row in _reduced(table, pool)]
     rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool)]
     unplanned = None if _has_shards(plan) else 0
@@ -195,9 +195,9 @@ class _Pool:
     arrays: list[tuple[str, int, int]]
 
     @staticmethod
-    def of(found: Sequence[Collective], devices: int) -> _Pool:
+    def of(collectives: Sequence[Collective], devices: int) -> _Pool:
         arrays = []
-        for c in found:
+        for c in collectives:
             for array in c.arrays:
                 one = Collective(c.op, (array,), 1)
                 op = "any" if array[0] == "pred" else c.op
@@ -206,17 +206,17 @@ class _Pool:
 
     def take(self, op: str, nbytes: int) -> tuple[int, int]:
         """One array of so many bytes: what is sent of it, and 1; zeros if there is none."""
-        found = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
-        if found is None:
+        taken = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
+        if taken is None:
             return 0, 0
-        self.arrays.remove(found)
-        return found[2], 1
+        self.arrays.remove(taken)
+        return taken[2], 1
 
     def rest(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
         """All arrays of a collective, or those of some sizes: what is sent of them, and how many they are."""
-        found = [array for array in self.arrays if array[0] == op and (sizes is None or array[1] in sizes)]
-        self.arrays = [array for array in self.arrays if array not in found]
-        return sum(sent for _, _, sent in found), len(found)
+        arrays = [array for array in self.arrays if array[0] == op and (sizes is None or array[1] in sizes)]
+        self.arrays = [array for array in self.arrays if array not in arrays]
+        return sum(sent for _, _, sent in arrays), len(arrays)
 
 
 def _reduced(table: TablePlan, pool: _Pool) -> list[CheckRow]:
@@ -247,17 +247,17 @@ def _exchanged(plan: Plan, op: str, pool: _Pool) -> list[CheckRow]:
 
 def _possible(plan: Plan, op: str) -> set[int]:
     """Bytes that the tables' exchanges by one collective may take: families of the same ids may send them once."""
-    found, groups = {0}, collections.defaultdict(list)
+    totals, groups = {0}, collections.defaultdict(list)
     for table in plan.families:
         terms = [t for t in _terms(table) if t.collective == op]
         ids = sum(t.sent for t in terms if t.name in ID_TERMS)
         rest = sum(t.sent for t in terms) - ids
-        found = {total + rest for total in found}
+        totals = {total + rest for total in totals}
         if ids and (s := table.sizes) is not None:
             groups[table.method, s.extent, s.ids, s.requested, s.capacity].append(ids)
     for (first, *_), count in ((ids, len(ids)) for ids in groups.values()):
-        found = {total + times * first for total in found for times in range(1, count + 1)}
-    return found
+        totals = {total + times * first for total in totals for times in range(1, count + 1)}
+    return totals
 
 
 def _terms(table: TablePlan) -> Sequence[Term]:

@@ -238,16 +238,16 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     rows = [_table_row(entry, space, k, leaves) for space in program.rows.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan.devices) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    updates = any(given.role == "state" for given in program.inputs)
+    updates = any(input_.role == "state" for input_ in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
     hosted = hosted_text(entry, leaves, 1 if cluster is not None else jax.local_device_count()) if plan.on_hosts else ""
-    told = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
+    facts = (entry.trace_s, plan.sparse, plan.devices, updates, processes, hosted)
     there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
     there += isolated_notes(entry, 1 if cluster is not None else jax.local_device_count())
     if is_undivided(entry):
         there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
     return Explanation(
-        name, tuple(rows), passes, *told, (*memory_notes(entry, cluster), *there, *entry.notes), plan.pipeline
+        name, tuple(rows), passes, *facts, (*memory_notes(entry, cluster), *there, *entry.notes), plan.pipeline
     )
 
 
@@ -293,7 +293,7 @@ def _log_bytes(entry: Entry, family: int) -> int:
     program = entry.compiled.program
     lead = f"update log {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
-    return sum(v.type.nbytes for given, v in pairs if given.path.startswith(lead))
+    return sum(v.type.nbytes for input_, v in pairs if input_.path.startswith(lead))
 
 
 def _short(line: str) -> str:

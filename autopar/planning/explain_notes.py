@@ -22,7 +22,7 @@ def is_undivided(entry: Entry) -> bool:
     """Whether the batch has examples, and several devices don't divide them."""
     program, options = entry.compiled.analysed, entry.options
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    batch = [(v, given.path) for v, given in pairs if given.role == "batch"]
+    batch = [(v, input_.path) for v, input_ in pairs if input_.role == "batch"]
     axes = example_axes(options.batch_axis, [(path, v.shape) for v, path in batch])
     has_examples = any(axis is not None for axis in axes) and entry.compiled.plan.devices > 1
     return has_examples and not any(v in program.batch for v, _ in batch)
@@ -82,12 +82,12 @@ def hosted_text(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str
     """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
     plan = entry.compiled.plan
     why = plan.reduction_reason
-    told = {
+    text = {
         "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
         "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
         "": f"Nothing is reduced: {why}",
     }[plan.reduction_backend]
     once = once_per_row_of(entry, leaves, devices)
     if once is not None:
-        told += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
-    return f"{told}.\nStages: {', '.join(plan.stages)}."
+        text += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
+    return f"{text}.\nStages: {', '.join(plan.stages)}."

@@ -77,11 +77,11 @@ def plan_of(
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             touched = _touched(program, space, leaves, made.devices, seen)
-            found = dataclasses.replace(decided[path], alpha=touched.alpha, growth=touched.growth)
-            tables.append(dataclasses.replace(found, terms=_terms(entry, found, rates, hosts)))
-    told = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(entry, leaves)}
-    found = dataclasses.replace(made, **told)
-    return found if rates is None else dataclasses.replace(found, parts=_parts(found, rates, hosts))
+            changed = dataclasses.replace(decided[path], alpha=touched.alpha, growth=touched.growth)
+            tables.append(dataclasses.replace(changed, terms=_terms(entry, changed, rates, hosts)))
+    fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(entry, leaves)}
+    changed = dataclasses.replace(made, **fields)
+    return changed if rates is None else dataclasses.replace(changed, parts=_parts(changed, rates, hosts))
 
 
 def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
@@ -96,21 +96,21 @@ def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
     return dataclasses.replace(work, sums=tuple(sorted(sums.items())))
 
 
-def _parts(found: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
+def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
     """What the whole step is predicted to take."""
-    tables = [(t.taken, t.sizes) for t in found.families if t.sizes is not None]
-    return step_parts(rates, dense_load(found), tables, found.devices, hosts)
+    tables = [(t.taken, t.sizes) for t in decided.families if t.sizes is not None]
+    return step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
 
 
-def dense_load(found: Plan) -> DenseLoad:
+def dense_load(decided: Plan) -> DenseLoad:
     """What a step does on each device with all leaves whose rows don't go by themselves."""
-    whole = [t for t in found.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
+    whole = [t for t in decided.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
     sizes = [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
-    leaves = [leaf.nbytes // (found.devices if leaf.sharded else 1) for leaf in found.dense]
+    leaves = [leaf.nbytes // (decided.devices if leaf.sharded else 1) for leaf in decided.dense]
     leaves += [size for size, table in sizes for _ in range(1 + len(table.slots))]
-    sums, work = (*found.work.sums, *((size, 1) for size, _ in sizes)), found.work
-    moved = work.moved_bytes / found.devices
-    return DenseLoad(work.on(found.devices), sums, tuple(leaves), moved, by_mpi=found.reduction_backend == "mpi")
+    sums, work = (*decided.work.sums, *((size, 1) for size, _ in sizes)), decided.work
+    moved = work.moved_bytes / decided.devices
+    return DenseLoad(work.on(decided.devices), sums, tuple(leaves), moved, by_mpi=decided.reduction_backend == "mpi")
 
 
 @dataclass(frozen=True, slots=True)

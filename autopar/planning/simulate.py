@@ -99,11 +99,11 @@ def _named(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str
     """Methods by the names that simulated steps have; as in strategies ("ps", "hosts") is one."""
 
     def name(method: Any) -> str:
-        found = HOSTED if method == ("ps", "hosts") else method
-        if found not in ("auto", *SIMULATED, HOSTED):
+        method_ = HOSTED if method == ("ps", "hosts") else method
+        if method_ not in ("auto", *SIMULATED, HOSTED):
             known = ", ".join(map(repr, ("auto", *SIMULATED, HOSTED)))
             raise ArgumentsError(f"methods: there is no {method!r}; there are {known}")
-        return found
+        return method_
 
     if not isinstance(methods, Mapping):
         return name(methods)
@@ -145,5 +145,5 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
         """Where growth isn't known: all ids differ."""
         return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
 
-    given = (table.path, sizes.extent, sizes.row_bytes, sizes.family_bytes, each, rows)
-    return TableLoad(*given, hosted=table.where == "hosts")
+    sizes_and_rows = (table.path, sizes.extent, sizes.row_bytes, sizes.family_bytes, each, rows)
+    return TableLoad(*sizes_and_rows, hosted=table.where == "hosts")

@@ -97,11 +97,11 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         raise ArgumentsError("verify runs the step: give it arrays, not shapes (jax.ShapeDtypeStruct)")
     entry = pure.entry(*arrays, **named)
     _check_pure(pure, entry, arrays, named)
-    found = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
-    if not found.ok:
-        wrong = "\n".join(str(leaf) for leaf in found.leaves if not leaf.ok)
+    compared = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
+    if not compared.ok:
+        wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")
-    return found
+    return compared
 
 
 def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

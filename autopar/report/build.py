@@ -95,7 +95,7 @@ def report(
         return _report_stages(made, plan, plan.pipeline, timings(measured) if measured is not None else ())
     shown = _shown(plan, table)
     where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
-    told = timings(measured) if measured is not None else ()
+    measured_times = timings(measured) if measured is not None else ()
     made.tables["parameters"] = parameter_rows(plan)
     if shown is None:
         made.notes.append(f"No figure of bytes: {_unknown(plan)}.")
@@ -106,13 +106,13 @@ def report(
     elif plan.devices > 1:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
     _add_scaling(made, figures, plan, cluster, shown)
-    if told:
-        _add_measured(made, figures, told)
+    if measured_times:
+        _add_measured(made, figures, measured_times)
     title = f"{plan.step} on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
     return Report(title, made.figures, made.captions, made.tables, tuple(made.notes))
 
 
-def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, told: Sequence[Timing]) -> Report:
+def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: Sequence[Timing]) -> Report:
     from autopar.report import stages  # draws
 
     simulated, where = pipeline.simulated, f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
@@ -131,8 +131,8 @@ def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, told: Seque
     )
     if not pipeline.seconds:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
-    if told:
-        _add_measured(made, require_figures(), told)
+    if measured:
+        _add_measured(made, require_figures(), measured)
     return Report(f"{plan.step} in {where}", made.figures, made.captions, made.tables, tuple(made.notes))
 
 
@@ -152,10 +152,10 @@ def _shown(plan: Plan, path: str | None) -> TablePlan | None:
     if path is None:
         return largest(plan)
     wanted = plan.table(path)
-    found = next((t for t in plan.families if path == t.path or path in t.slots), wanted)
-    if found.sizes is None:
+    table = next((t for t in plan.families if path == t.path or path in t.slots), wanted)
+    if table.sizes is None:
         raise ArgumentsError(f"what is sent of {path!r} isn't known: {_unknown(plan, wanted)}")
-    return found
+    return table
 
 
 def _unknown(plan: Plan, table: TablePlan | None = None) -> str:
@@ -180,7 +180,7 @@ def _add_bytes(made: _Parts, figures: ModuleType, plan: Plan, table: TablePlan) 
         f"{each} of N devices, each with as many ids as in the plan. {_crossed(devices, lambda c: f'N = {c.at:,}')}",
         figures.bytes_figure(devices, "devices"),
     )
-    other = {m: told for m, told in theirs.items() if m in devices.sent and _differ(devices.sent[m], told)}
+    other = {m: nbytes for m, nbytes in theirs.items() if m in devices.sent and _differ(devices.sent[m], nbytes)}
     if not other:
         return
     same = [m for m in theirs if m in devices.sent and m not in other]
@@ -230,38 +230,40 @@ def _add_scaling(
     if cluster is None and plan.cluster is None:
         made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
         return
-    found = simulate(plan, cluster=cluster)
-    made.tables["scaling"] = scaling_rows(found)
+    simulation = simulate(plan, cluster=cluster)
+    made.tables["scaling"] = scaling_rows(simulation)
     made.draw(
         "speedup",
-        f"Simulated speed-up on {found.cluster.device.name} ({found.cluster.name}) over one device, with as many "
-        f"examples on each. {_limits(found, table)}",
-        figures.speedup_figure([t.devices for t in found.times], found.speedups, [t.limit for t in found.times]),
+        f"Simulated speed-up on {simulation.cluster.device.name} ({simulation.cluster.name}) over one device, with as "
+        f"many examples on each. {_limits(simulation, table)}",
+        figures.speedup_figure(
+            [t.devices for t in simulation.times], simulation.speedups, [t.limit for t in simulation.times]
+        ),
     )
 
 
-def _limits(found: Simulation, table: TablePlan | None) -> str:
+def _limits(simulation: Simulation, table: TablePlan | None) -> str:
     """What takes most of a step, and how the table goes, as they change."""
-    said = f"Most of a step is {_changes(found, lambda time: time.limit)}."
+    said = f"Most of a step is {_changes(simulation, lambda time: time.limit)}."
     if table is None:
         return said
-    return f"{said} {table.path} goes by {_changes(found, lambda time: time.methods[table.path])}."
+    return f"{said} {table.path} goes by {_changes(simulation, lambda time: time.methods[table.path])}."
 
 
-def _changes(found: Simulation, of: Callable[[StepTime], str]) -> str:
+def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
     """What something is on the fewest devices, and what it becomes on more."""
-    pairs = itertools.pairwise(found.times)
+    pairs = itertools.pairwise(simulation.times)
     changes = [f"{of(new)} from {new.devices:,} on" for old, new in pairs if of(old) != of(new)]
-    first = of(found.times[0])
+    first = of(simulation.times[0])
     return ", ".join([f"{first} on one device", *changes]) if changes else first
 
 
-def _add_measured(made: _Parts, figures: ModuleType, told: Sequence[Timing]) -> None:
-    made.tables["measured"] = timing_rows(told)
-    near = sum(t.near for t in told)
+def _add_measured(made: _Parts, figures: ModuleType, measured: Sequence[Timing]) -> None:
+    made.tables["measured"] = timing_rows(measured)
+    near = sum(t.near for t in measured)
     made.draw(
         "measured",
         f"Predicted against measured time of a step. In the band the prediction is within 20% of what was measured: "
-        f"{near} of {len(told)}.",
-        figures.measured_figure(told),
+        f"{near} of {len(measured)}.",
+        figures.measured_figure(measured),
     )

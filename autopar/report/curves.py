@@ -86,8 +86,8 @@ def by_alpha(table: TablePlan) -> Curves:
 def by_table_3(table: TablePlan) -> tuple[Curves, Mapping[str, tuple[float, ...]]]:
     """`by_devices`, and at the same N what Parallax's table 3 says of the same methods, of a table of as many bytes."""
     ours, sizes = by_devices(table), _of(table)
-    told = [table_3(b=sizes.extent * sizes.row_bytes, n=round(n), alpha=local_alpha(table)) for n in ours.x]
-    return ours, {method: tuple(row[method] for row in told) for method in told[0]}
+    formulas = [table_3(b=sizes.extent * sizes.row_bytes, n=round(n), alpha=local_alpha(table)) for n in ours.x]
+    return ours, {method: tuple(row[method] for row in formulas) for method in formulas[0]}
 
 
 def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[str, int]:
@@ -124,7 +124,7 @@ def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -
     `at`: number (of devices, of ids) -> what each method sends. `points`: growing numbers, between neighbours of which
     no method is the least only for a while.
     """
-    found = []
+    crossings_ = []
     for left, right in itertools.pairwise(points):
         old, last = least(at(left)), least(at(right))
         low = left
@@ -134,9 +134,9 @@ def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -
                 middle = (low + high) // 2
                 low, high = (middle, high) if least(at(middle)) == old else (low, middle)
             new = least(at(high))
-            found.append((high, old, new))
+            crossings_.append((high, old, new))
             low, old = high, new
-    return found
+    return crossings_
 
 
 def spaced(first: int, last: int, count: int = _POINTS) -> list[int]:
@@ -154,10 +154,10 @@ def _curves(
     own: float,
 ) -> Curves:
     rows = [at(k) for k in points]
-    found = tuple(Crossing(k, axis(k), at(k)[new], old, new) for k, old, new in crossings(at, points))
+    crossings_ = tuple(Crossing(k, axis(k), at(k)[new], old, new) for k, old, new in crossings(at, points))
     sent = {method: tuple(float(row[method]) for row in rows) for method in rows[0]}
     method = table.taken
-    return Curves(table.path, tuple(map(axis, points)), sent, found, own, method, own_bytes(table)[method])
+    return Curves(table.path, tuple(map(axis, points)), sent, crossings_, own, method, own_bytes(table)[method])
 
 
 def own_bytes(table: TablePlan) -> Mapping[str, int]:

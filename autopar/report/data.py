@@ -42,10 +42,10 @@ class Timing:
 
 def timings(measured: Measured) -> tuple[Timing, ...]:
     """What a user gives; an ArgumentsError if it has another form, or a time that is no positive number."""
-    given: Iterable[Any] = measured
+    pairs: Iterable[Any] = measured
     if isinstance(measured, Mapping):
-        given = ((label, *(x if isinstance(x, (tuple, list)) else [x])) for label, x in measured.items())
-    return tuple(_timing(tuple(row) if isinstance(row, (tuple, list)) else (row,)) for row in given)
+        pairs = ((label, *(x if isinstance(x, (tuple, list)) else [x])) for label, x in measured.items())
+    return tuple(_timing(tuple(row) if isinstance(row, (tuple, list)) else (row,)) for row in pairs)
 
 
 def _timing(row: tuple[Any, ...]) -> Timing:
@@ -53,12 +53,12 @@ def _timing(row: tuple[Any, ...]) -> Timing:
         raise ArgumentsError(f"measured: {row!r} isn't (label, predicted seconds, measured seconds)")
     label, predicted, measured = row
     try:
-        found = Timing(label, float(predicted), float(measured))
+        timing = Timing(label, float(predicted), float(measured))
     except (TypeError, ValueError):
-        found = Timing(label, math.nan, math.nan)
-    if not all(math.isfinite(s) and s > 0 for s in (found.predicted_s, found.measured_s)):
+        timing = Timing(label, math.nan, math.nan)
+    if not all(math.isfinite(s) and s > 0 for s in (timing.predicted_s, timing.measured_s)):
         raise ArgumentsError(f"measured: {label!r} has times {predicted!r}, {measured!r}; give seconds, more than 0")
-    return found
+    return timing
 
 
 def largest(plan: Plan) -> TablePlan | None:
@@ -108,7 +108,7 @@ def method_rows(plan: Plan) -> list[TableRow]:
     for table in plan.families:
         if table.sizes is None:
             continue
-        told = table_3(b=table_bytes(table), n=plan.devices, alpha=local_alpha(table))
+        formulas = table_3(b=table_bytes(table), n=plan.devices, alpha=local_alpha(table))
         for method, sent in own_bytes(table).items():
             seconds = table.seconds.get(method)
             rows.append(
@@ -117,7 +117,7 @@ def method_rows(plan: Plan) -> list[TableRow]:
                     "method": method,
                     "chosen": "yes" if method == table.taken else "",
                     "bytes a device sends": sent,
-                    "bytes by Parallax's table 3": told.get(method, ""),
+                    "bytes by Parallax's table 3": formulas.get(method, ""),
                     "predicted ms": "" if seconds is None else 1e3 * seconds,
                 }
             )
@@ -142,7 +142,7 @@ def part_rows(plan: Plan) -> list[TableRow]:
     ]
 
 
-def scaling_rows(found: Simulation) -> list[TableRow]:
+def scaling_rows(simulation: Simulation) -> list[TableRow]:
     """Steps by number of devices."""
     return [
         {
@@ -152,11 +152,11 @@ def scaling_rows(found: Simulation) -> list[TableRow]:
             "most of it": t.limit,
             "methods": ", ".join(f"{path} {method}" for path, method in t.methods.items()),
         }
-        for t, speedup in zip(found.times, found.speedups, strict=True)
+        for t, speedup in zip(simulation.times, simulation.speedups, strict=True)
     ]
 
 
-def timing_rows(found: Sequence[Timing]) -> list[TableRow]:
+def timing_rows(timings_: Sequence[Timing]) -> list[TableRow]:
     """Predicted and measured times."""
     return [
         {
@@ -166,7 +166,7 @@ def timing_rows(found: Sequence[Timing]) -> list[TableRow]:
             "predicted / measured": t.ratio,
             "off by 20% at most": "yes" if t.near else "no",
         }
-        for t in found
+        for t in timings_
     ]
 
 

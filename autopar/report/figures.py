@@ -76,13 +76,13 @@ def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -
 def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Figure:
     """A panel for each method of which the paper's table says something else: what is sent, and what it says."""
     figure, panels = blank(height=HEIGHT, width=max(WIDTH, 1.75 * len(theirs)), panels=len(theirs))
-    for axes, (method, told) in zip(panels, theirs.items(), strict=True):
+    for axes, (method, values) in zip(panels, theirs.items(), strict=True):
         _line(axes, ours.x, ours.sent[method], method)
-        axes.plot(ours.x, told, color=PALE, linewidth=2.5, zorder=1)
-    for axes, (method, told) in zip(panels, theirs.items(), strict=True):
+        axes.plot(ours.x, values, color=PALE, linewidth=2.5, zorder=1)
+    for axes, (method, values) in zip(panels, theirs.items(), strict=True):
         log_axes(axes, "count", "bytes", most=3)
         at = 2 * len(ours.x) // 3
-        pair = {"sent": (ours.sent[method][at], METHOD_STYLES[method][0]), "table 3": (told[at], GREY)}
+        pair = {"sent": (ours.sent[method][at], METHOD_STYLES[method][0]), "table 3": (values[at], GREY)}
         highest = max(pair, key=lambda name: pair[name][0])
         for name, (y, colour) in pair.items():
             if name == highest:
@@ -109,10 +109,10 @@ def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -
     """A bar for each method of a table: exchanges, and work on rows."""
     figure, (axes,) = blank(height=1.0 + 0.24 * len(terms))
     kinds = {"exchanges": BLUE, "rows": SKY, "fixed": PALE}
-    split = [_split(found) for found in terms.values()]
+    split = [_split(seconds) for seconds in terms.values()]
     left = [0.0] * len(split)
     for kind, colour in kinds.items():
-        wide = [1e3 * found[kind] for found in split]
+        wide = [1e3 * seconds[kind] for seconds in split]
         if any(wide):
             axes.barh(list(terms), wide, left=left, color=colour, height=0.65, label=kind)
         left = [a + b for a, b in zip(left, wide, strict=True)]
@@ -129,10 +129,10 @@ def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -
 
 def _split(terms: Sequence[Term]) -> Mapping[str, float]:
     """Seconds of exchanges, of work on rows, and of what is there however little there is to do."""
-    found = {"exchanges": 0.0, "rows": 0.0, "fixed": 0.0}
+    seconds = {"exchanges": 0.0, "rows": 0.0, "fixed": 0.0}
     for term in terms:
-        found["fixed" if term.fixed else "exchanges" if term.collective else "rows"] += term.seconds
-    return found
+        seconds["fixed" if term.fixed else "exchanges" if term.collective else "rows"] += term.seconds
+    return seconds
 
 
 def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> Figure:
@@ -141,7 +141,7 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
     axes.plot(devices, [n / devices[0] for n in devices], color=PALE, linewidth=1.2)
     axes.plot(devices, speedups, color=INK, linewidth=0.8, zorder=2)
     for limit, colour in zip(dict.fromkeys(limits), itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, INK)), strict=False):
-        at = [k for k, found in enumerate(limits) if found == limit]
+        at = [k for k, limit_ in enumerate(limits) if limit_ == limit]
         x, y = [devices[k] for k in at], [speedups[k] for k in at]
         axes.plot(x, y, "o", color=colour, markersize=4, zorder=3, label=limit)
     log_axes(axes)
@@ -152,24 +152,24 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
     return fit_size(figure)
 
 
-def measured_figure(found: Sequence[Timing]) -> Figure:
+def measured_figure(measured: Sequence[Timing]) -> Figure:
     """Predicted against measured times: on the diagonal they are equal, in the band within 20%.
 
     Of many only those outside the band have their labels.
     """
     figure, (axes,) = blank(height=3.0)
-    times = [s for t in found for s in (t.predicted_s, t.measured_s)]
+    times = [s for t in measured for s in (t.predicted_s, t.measured_s)]
     ends = [min(times) / 1.6, max(times) * 1.6]
     low, high = ([(1 + sign * NEAR) * x for x in ends] for sign in (-1, 1))
     axes.fill_between(ends, low, high, color=PALE, alpha=0.5, linewidth=0)
     axes.plot(ends, ends, color=GREY, linewidth=0.8)
-    for timing in found:
+    for timing in measured:
         axes.plot(timing.measured_s, timing.predicted_s, "o", color=BLUE if timing.near else ORANGE, markersize=4)
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
     log_axes(axes, "seconds", "seconds")
     axes.set_aspect("equal")
-    for timing in found if len(found) <= _LABELLED else [t for t in found if not t.near]:
+    for timing in measured if len(measured) <= _LABELLED else [t for t in measured if not t.near]:
         _note(axes, timing.label, timing.measured_s, timing.predicted_s)
     name_axes(axes, "measured time of a step", "predicted time of a step")
     return fit_size(figure)

@@ -80,8 +80,8 @@ def log_ticks(low: float, high: float, most: int) -> list[float]:
     if last - first >= 2:
         step = -(-(last - first + 1) // most)
         return [10.0**k for k in range(first, last + 1, step)]
-    found = [digit * 10.0**k for k in range(first - 1, last + 1) for digit in (1, 2, 5)]
-    return [tick for tick in found if low <= tick <= high]
+    ticks = [digit * 10.0**k for k in range(first - 1, last + 1) for digit in (1, 2, 5)]
+    return [tick for tick in ticks if low <= tick <= high]
 
 
 def write(
@@ -124,14 +124,14 @@ def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[floa
     >>> spread_labels([10, 12, 98], 25, 100)
     [10, 35, 98]
     """
-    found: list[float] = []
+    places: list[float] = []
     for height in heights:
-        found.append(max(height, found[-1] + gap) if found else height)
+        places.append(max(height, places[-1] + gap) if places else height)
     limit = top
-    for k in reversed(range(len(found))):
-        found[k] = min(found[k], limit)
-        limit = found[k] - gap
-    return found
+    for k in reversed(range(len(places))):
+        places[k] = min(places[k], limit)
+        limit = places[k] - gap
+    return places
 
 
 def format_count(value: float) -> str:

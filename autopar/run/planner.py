@@ -69,8 +69,8 @@ class Planner:
     @functools.cached_property
     def processes(self) -> Processes | None:
         """Those that run the step together; None if it is this one alone."""
-        found = self.stage_processes if self.devices is None else self.devices.processes
-        return found if found is not None and found.several else None
+        processes = self.stage_processes if self.devices is None else self.devices.processes
+        return processes if processes is not None and processes.several else None
 
     def plan(self, call: Call, leaves: Sequence[Any], number: int, *, is_first: bool) -> Entry:
         """Plan a call.

@@ -139,12 +139,12 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
     return SavedLeaf(record, leaf)
 
 
-def check_same_state(told: Sequence[str]) -> None:
+def check_same_state(lines: Sequence[str]) -> None:
     """That all ranks save the same; each says in text what it saves, and the CheckpointError names the first that
     differs."""
-    for rank, text in enumerate(told):
-        if text != told[0]:
-            mine, theirs = told[0].splitlines(), text.splitlines()
+    for rank, text in enumerate(lines):
+        if text != lines[0]:
+            mine, theirs = lines[0].splitlines(), text.splitlines()
             pairs = ((a, b) for a, b in zip(mine, theirs, strict=False) if a != b)
             a, b = next(pairs, (f"{len(mine)} leaves", f"{len(theirs)} leaves"))
             raise CheckpointError(

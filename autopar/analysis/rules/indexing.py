@@ -56,7 +56,7 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
             return [None]
         off = operand.off
         entered = ((d, analysis.enter(equation, d)) for d in free)
-        axis, family = next((found for found in entered if found[1] is not None), (free[0], None))
+        axis, family = next((pair for pair in entered if pair[1] is not None), (free[0], None))
     else:
         return [None]
     return _pushed(equation, axis, family, off, analysis)

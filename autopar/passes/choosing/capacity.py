@@ -62,12 +62,12 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
       devices: N.
       extent: V.
     """
-    found = []
+    ids_of_devices = []
     for k in range(devices):
         parts = [np.split(ids, devices)[k] if b else ids for ids, b in zip(flat, batched, strict=True)]
         unique = np.unique(np.concatenate(parts)) if parts else np.zeros((0,), np.int32)
-        found.append(unique[unique < extent])
-    return found
+        ids_of_devices.append(unique[unique < extent])
+    return ids_of_devices
 
 
 def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:

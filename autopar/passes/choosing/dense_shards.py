@@ -32,7 +32,7 @@ def shard_dense(
       StrategyError: a pattern names one leaf that can't be spread.
     """
     axes: dict[int, int] = {}
-    told: dict[int, DensePlan] = {}
+    plans: dict[int, DensePlan] = {}
     tables = {k for k, _ in program.tables}
     for leaf, pattern in patterns.items():
         if leaf not in dense or leaf in axes or devices == 1:
@@ -54,8 +54,8 @@ def shard_dense(
         reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
         once = (devices - 1) * type_.nbytes // devices
         sent = {"ps": 2 * once, "allreduce": 2 * once}
-        told[named] = dataclasses.replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
-    return axes, list(told.values())
+        plans[named] = dataclasses.replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
+    return axes, list(plans.values())
 
 
 def dense_plan(program: Program, k: int, *, sharded: bool) -> DensePlan:
@@ -75,7 +75,7 @@ def _with_slots(program: Program, leaf: int) -> frozenset[int]:
     producers = {v: e for e in block.equations for v in e.outputs}
     numbers = {v: k for k, v in enumerate(block.inputs)}
     shape = block.inputs[leaf].shape
-    found, waiting = {leaf}, [leaf]
+    together, waiting = {leaf}, [leaf]
     while waiting:
         k = waiting.pop()
         seen: set[Atom] = set()
@@ -85,10 +85,10 @@ def _with_slots(program: Program, leaf: int) -> frozenset[int]:
             if not isinstance(atom, Var) or atom in seen or atom.shape != shape:
                 continue
             seen.add(atom)
-            if atom in numbers and program.inputs[numbers[atom]].role == "state" and numbers[atom] not in found:
-                found.add(numbers[atom])
+            if atom in numbers and program.inputs[numbers[atom]].role == "state" and numbers[atom] not in together:
+                together.add(numbers[atom])
                 waiting.append(numbers[atom])
             made = producers.get(atom)
             if made is not None and (made.op in ALIGNED or made.op == "optimization_barrier"):
                 atoms += made.inputs
-    return frozenset(found)
+    return frozenset(together)

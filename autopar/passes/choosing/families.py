@@ -71,8 +71,8 @@ class Choices:
         """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
         if not space.deferred:
             return 0
-        told = self.told(space)
-        return (told.log_steps if told is not None else self.options.log_steps) or log_steps(space.extent)
+        earlier = self.told(space)
+        return (earlier.log_steps if earlier is not None else self.options.log_steps) or log_steps(space.extent)
 
     def told(self, space: RowSpace) -> TablePlan | None:
         """What an earlier plan decides about a family."""
@@ -96,8 +96,8 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     method = _method(requested)
     source = _line(space)
 
-    def dense(reason: str, remedy: str = "", line: str = source, **told: Any) -> tuple[None, list[TablePlan]]:
-        said = {"reason": reason, "remedy": remedy, "line": line, **told}
+    def dense(reason: str, remedy: str = "", line: str = source, **fields: Any) -> tuple[None, list[TablePlan]]:
+        said = {"reason": reason, "remedy": remedy, "line": line, **fields}
         return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **said)
 
     lifted = functools.partial(_lifted, program, space, source, choices.waits(space))
@@ -137,7 +137,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         method = "ps" if method == "auto" else method
         bounds = device_bounds(space, ids, method, 1)
         return (bounds, bounds), lifted(bounds, method)
-    stored = next((given[0] for k in space.leaves if (given := program.inputs[k].layout) is not None), None)
+    stored = next((layout[0] for k in space.leaves if (layout := program.inputs[k].layout) is not None), None)
     safe, tight = _sharded(program, space, ids, choices, stored)
     if stored is not None:  # a Table that is only read
         return (safe, tight), lifted(tight, "ps")
@@ -197,7 +197,7 @@ def _lifted(
     method: str,
     where: Where = "devices",
     why: str = "",
-    **told: Any,
+    **fields: Any,
 ) -> list[TablePlan]:
     """The plans of the tables of a lifted family."""
     most = min(space.extent, program.ids[space.family].count)
@@ -207,12 +207,12 @@ def _lifted(
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
     if where == "hosts" and space.is_read_whole:
         reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
-    told |= {"capacity": bounds.capacity, "tight": bounds.tight, "log_steps": log_steps}
-    told |= {"cyclic": bounds.layout is not None and bounds.layout.cyclic, "reason": reason, "line": line}
-    return _plans(program, space, method=method, where=where, lifted=True, **told)
+    fields |= {"capacity": bounds.capacity, "tight": bounds.tight, "log_steps": log_steps}
+    fields |= {"cyclic": bounds.layout is not None and bounds.layout.cyclic, "reason": reason, "line": line}
+    return _plans(program, space, method=method, where=where, lifted=True, **fields)
 
 
-def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
+def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
     """The plans of a family's tables, of which the same is decided."""
     ids = program.ids[space.family].count if space.accesses else 0
     return [
@@ -223,7 +223,7 @@ def _plans(program: Program, space: RowSpace, **told: Any) -> list[TablePlan]:
             axis=space.row_axes[table],
             slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
             ids=ids,
-            **told,
+            **fields,
         )
         for table in space.tables
     ]
@@ -238,10 +238,10 @@ def _told(bounds: Bounds, where: Where) -> str:
         return f"; rows in the memory of the hosts, distributed cyclically over {ranks}"
     order = ", distributed cyclically over the devices" if bounds.layout.cyclic else ", in shards of adjacent rows"
     measured = "measured, with headroom" if bounds.tight else "a bound"
-    told = f"{order}; a device asks another one for {bounds.capacity} of them at most ({measured})"
+    text = f"{order}; a device asks another one for {bounds.capacity} of them at most ({measured})"
     if bounds.imbalance is None:
-        return told
-    return f"{told}; in the example the busiest message is {bounds.imbalance:.2f} times the average one"
+        return text
+    return f"{text}; in the example the busiest message is {bounds.imbalance:.2f} times the average one"
 
 
 def _sharded(
@@ -253,24 +253,24 @@ def _sharded(
     where as many ids are looked up.
     """
     bounds = device_bounds(space, ids, "ps", choices.devices)
-    told = choices.told(space)
-    told = told if told is not None and told.method == "ps" and stored is None else None
+    earlier = choices.told(space)
+    earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
     if stored is not None:
         bounds = dataclasses.replace(bounds, layout=stored)
-    elif told is not None:
+    elif earlier is not None:
         layout = bounds_layout(bounds)
-        layout = dataclasses.replace(layout, cyclic=told.cyclic or layout.cyclic)
+        layout = dataclasses.replace(layout, cyclic=earlier.cyclic or layout.cyclic)
         bounds = dataclasses.replace(bounds, layout=layout)
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
-    if told is not None and told.ids == ids.count:
-        grown = (told.capacity or 1) * choices.options.headroom / HEADROOM
-        return bounds, limited(bounds, grown) if told.tight else bounds
+    if earlier is not None and earlier.ids == ids.count:
+        grown = (earlier.capacity or 1) * choices.options.headroom / HEADROOM
+        return bounds, limited(bounds, grown) if earlier.tight else bounds
     flat = choices.measured.ids.get(space.family)
     if flat is None:
         return bounds, bounds
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    safe = with_layout(bounds, loads) if stored is None and told is None else bounds
+    safe = with_layout(bounds, loads) if stored is None and earlier is None else bounds
     safe = dataclasses.replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
     return safe, tightened(safe, loads, choices.options.headroom)
 

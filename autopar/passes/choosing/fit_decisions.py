@@ -31,11 +31,11 @@ def check_facts(program: Program, earlier: Plan, devices: int) -> None:
             f"{earlier.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
         )
     known = {t.path for t in earlier.tables}
-    found = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
-    states = {given.path for given in program.inputs}
-    wrong = [f"{t.path} is no table of the step" for t in earlier.tables if t.path not in found]
+    leaves = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
+    states = {input_.path for input_ in program.inputs}
+    wrong = [f"{t.path} is no table of the step" for t in earlier.tables if t.path not in leaves]
     wrong += [f"{path} isn't in the step's state" for path in earlier.sharded if path not in states]
-    for path, (space, table) in found.items():
+    for path, (space, table) in leaves.items():
         if path in known:
             wrong += _differences(program, space, table, earlier.table(path))
         else:
@@ -43,17 +43,17 @@ def check_facts(program: Program, earlier: Plan, devices: int) -> None:
     _raise(program, earlier, wrong)
 
 
-def _differences(program: Program, space: RowSpace, table: int, told: TablePlan) -> list[str]:
+def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan) -> list[str]:
     """What is other about a table than what was planned for."""
     type_ = program.block.inputs[table].type
     slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
     pairs = [
-        ("shape", list(told.shape), list(type_.shape)),
-        ("dtype", told.dtype, str(type_.dtype)),
-        ("axis of rows", told.axis, space.row_axes[table]),
-        ("slots", ", ".join(sorted(told.slots)) or "none", ", ".join(sorted(slots)) or "none"),
+        ("shape", list(plan.shape), list(type_.shape)),
+        ("dtype", plan.dtype, str(type_.dtype)),
+        ("axis of rows", plan.axis, space.row_axes[table]),
+        ("slots", ", ".join(sorted(plan.slots)) or "none", ", ".join(sorted(slots)) or "none"),
     ]
-    return [f"{told.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]
+    return [f"{plan.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]
 
 
 def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
@@ -68,14 +68,14 @@ def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
         family = made.family(space.family)
         where, log_steps = ("devices", 0) if family is None else (family.table.where, family.table.log_steps)
         for k in space.tables:
-            told, now = earlier.table(program.inputs[k].path), tables[program.inputs[k].path]
-            then, here = _words(told.lifted, told.method, told.where), _words(now.lifted, now.method, where)
+            before, now = earlier.table(program.inputs[k].path), tables[program.inputs[k].path]
+            then, here = _words(before.lifted, before.method, before.where), _words(now.lifted, now.method, where)
             if then != here:
                 line = f", {now.line}" if now.line else ""
-                wrong.append(f"{told.path}: {then} in the plan, {here} in the step ({now.reason}{line})")
-            elif told.log_steps != log_steps:
+                wrong.append(f"{before.path}: {then} in the plan, {here} in the step ({now.reason}{line})")
+            elif before.log_steps != log_steps:
                 wrong.append(
-                    f"{told.path}: rows wait for {told.log_steps} steps in the plan, for {log_steps} in the step"
+                    f"{before.path}: rows wait for {before.log_steps} steps in the plan, for {log_steps} in the step"
                 )
     _raise(program, earlier, wrong)
 

@@ -62,12 +62,12 @@ def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
     """
     excess = state_bytes(program, bound) - state_budget(memory)
-    found: list[str] = []
+    paths: list[str] = []
     free = [s for s in program.rows.spaces if host_refusal(program, s) is None and is_open(program, s, strategy)]
     sizes = {id(s): sum(leaf_bytes(program, bound, k) for k in s.leaves) for s in free}
     for space in sorted(free, key=lambda s: (-sizes[id(s)], program.inputs[s.tables[0]].path)):
         if excess <= 0:
             break
         excess -= sizes[id(space)]
-        found += [program.inputs[k].path for k in space.tables]
-    return tuple(found)
+        paths += [program.inputs[k].path for k in space.tables]
+    return tuple(paths)

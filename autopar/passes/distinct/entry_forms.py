@@ -63,18 +63,18 @@ class Form:
 
 def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
     """(route, index) -> its ids, where rows are looked up as a whole."""
-    found: dict[tuple[Atom, Atom], Ids] = {}
+    by_route: dict[tuple[Atom, Atom], Ids] = {}
     refused: set[tuple[Atom, Atom]] = set()
     for equation in block.equations:
         if equation.op != "ap.lookup":
             continue
         fetched, route, index = equation.inputs
         ids = Ids(equation, index.shape[:-1], fetched.shape[equation.params["axis"]], equation.params["clip"])
-        other = found.setdefault((route, index), ids)
+        other = by_route.setdefault((route, index), ids)
         same = all(equation.params[k] == other.lookup.params[k] for k in ("clip", "extent", "batch", "spread"))
         if not same or ids.fetched != other.fetched or not _is_whole(equation):
             refused.add((route, index))
-    return {key: ids for key, ids in found.items() if key not in refused}
+    return {key: ids for key, ids in by_route.items() if key not in refused}
 
 
 def _is_whole(lookup: Equation) -> bool:
@@ -170,29 +170,29 @@ class EntryForms(Writer):
         def make() -> Var:
             like, width = ids.lookup, ids.fetched
             numbers = self.expand(lambda: jax.lax.iota(jnp.int32, width), like, ())
-            given: dict[str, Any] = {"slice_sizes": (1,), "spread": like.params["batch"]}
-            given |= {} if ids.clips else {"fill_value": width}
-            found = self._look_up(ids, numbers, like.inputs[2], given)
+            params: dict[str, Any] = {"slice_sizes": (1,), "spread": like.params["batch"]}
+            params |= {} if ids.clips else {"fill_value": width}
+            looked_up = self._look_up(ids, numbers, like.inputs[2], params)
             if not ids.clips:
-                return found
+                return looked_up
             last = ids.lookup.params["extent"] - 1
 
-            def apart(found: Any, index: Any) -> Any:
+            def apart(place: Any, index: Any) -> Any:
                 index = index[..., 0]
                 above = index > min(last, jnp.iinfo(index.dtype).max)
-                return jnp.where(index < 0, width, jnp.where(above, width + 1, found))
+                return jnp.where(index < 0, width, jnp.where(above, width + 1, place))
 
-            return self.expand(apart, like, (found, like.inputs[2]))
+            return self.expand(apart, like, (looked_up, like.inputs[2]))
 
         return self.once(("inverse", ids), make)
 
-    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, given: Mapping[str, Any]) -> Var:
+    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, how: Mapping[str, Any]) -> Var:
         """The lookup of these ids, or of others, in something whose rows lead. `given`: parameters that differ."""
         rank, rest = len(index.shape) - 1, fetched.shape[1:]
         dims = ids.lookup.params["dimension_numbers"]._replace(
             offset_dims=tuple(range(rank, rank + len(rest))), collapsed_slice_dims=(0,), start_index_map=(0,)
         )
-        params = {**ids.lookup.params, "axis": 0, **given, "dimension_numbers": dims}
+        params = {**ids.lookup.params, "axis": 0, **how, "dimension_numbers": dims}
         out = Var(ArrayType((*index.shape[:-1], *rest), fetched.dtype))
         route = ids.lookup.inputs[1]
         self.append(dataclasses.replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
@@ -234,8 +234,8 @@ class EntryForms(Writer):
             dtype = np.dtype(lookup.inputs[2].dtype)
             ends = np.array([[0], [min(lookup.params["extent"] - 1, np.iinfo(dtype).max)]], dtype)
             index = Literal(ends, ArrayType(ends.shape, ends.dtype))
-            given = {"slice_sizes": (1, *atom.shape[1:]), "batch": None, "spread": None}
-            more = self._look_up(ids, atom, index, given)
+            params = {"slice_sizes": (1, *atom.shape[1:]), "batch": None, "spread": None}
+            more = self._look_up(ids, atom, index, params)
         else:
             fill = lookup.params.get("fill_value")
             fill = jnp.nan if fill is None else fill

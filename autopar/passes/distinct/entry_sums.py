@@ -37,9 +37,9 @@ class EntrySums(EntryForms):
         for one in self._in_order(like, "product", self._through):
             equation = self.producers.get(one.atom)
             inner = self._through(one)
-            found = any(self.made["product", a] for a in inner.values())
+            product = any(self.made["product", a] for a in inner.values())
             is_product = equation is not None and equation.op == "dot_general"
-            self.made["product", one] = bool(inner) and (is_product or found)
+            self.made["product", one] = bool(inner) and (is_product or product)
         return self.made["product", like]
 
     def _in_order(self, like: Form, kind: str, behind: Callable[[Form], Mapping[int, Form]]) -> list[Form]:

@@ -82,16 +82,16 @@ def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceP
     rule = _RULES.get(equation.op)
     if rule is None or len(equation.inputs) != 1:
         return None
-    found = rule(equation, place, entries)
-    return None if found is None else (found[0], {**equation.params, **found[1]})
+    place_and_params = rule(equation, place, entries)
+    return None if place_and_params is None else (place_and_params[0], {**equation.params, **place_and_params[1]})
 
 
 def before(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
     """The same the other way round: where the operand has the ids that the result has at `place`."""
     for inner in lookup_places(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape):
-        found = moved(equation, inner, entries)
-        if found is not None and found[0] == place:
-            return inner, found[1]
+        after = moved(equation, inner, entries)
+        if after is not None and after[0] == place:
+            return inner, after[1]
     return None
 
 
@@ -221,9 +221,9 @@ def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None
     for k in (0, 1):
         free = _free(equation, k)
         axes = free[place.at - start :][: place.rank] if place.at >= start else []
-        found = _of_axes(axes) if len(axes) == place.rank else None
-        if found is not None:
-            return k, found
+        places = _of_axes(axes) if len(axes) == place.rank else None
+        if places is not None:
+            return k, places
         start += len(free)
     return None
 

@@ -66,8 +66,8 @@ class _Loop:
 
     def _varying_indices(self) -> list[Equation]:
         """Accesses in the loop whose index operand differs from iteration to iteration."""
-        found = self.scope.lifting.indices.items()
-        return [e for e, at in found if self.equation in at.path and at.varies[at.path.index(self.equation)]]
+        indices = self.scope.lifting.indices.items()
+        return [e for e, at in indices if self.equation in at.path and at.varies[at.path.index(self.equation)]]
 
     def _bind(
         self, child: Scope, positions: range, fixed: Sequence[Var] | None, shift: int
@@ -202,10 +202,10 @@ def _join_branches(offs: Sequence[Template], exported: Mapping[Atom, Var]) -> Te
     named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in offs]
     imports = tuple(dict.fromkeys(key for off in offs for key in off.imports))
     exports = tuple(dict.fromkeys(a for off in offs for a in off.exports))
-    types = {name: var.type for given in named for name, var in given.items()}
+    types = {name: var.type for rows in named for name, var in rows.items()}
     bodies = tuple(
-        dataclasses.replace(off.bodies[0], inputs=tuple(given.get(k) or Var(types[k]) for k in (*imports, *exports)))
-        for off, given in zip(offs, named, strict=True)
+        dataclasses.replace(off.bodies[0], inputs=tuple(rows.get(k) or Var(types[k]) for k in (*imports, *exports)))
+        for off, rows in zip(offs, named, strict=True)
     )
     stacked = tuple(exported[a] for a in exports)
     return dataclasses.replace(offs[0], bodies=bodies, imports=imports, stacked=stacked)

@@ -81,9 +81,9 @@ def read_untouched_update(
     for equation in kept.equations:
         if equation.op == "ap.pull" and equation.inputs[0] in names and equation.inputs[1] is chunk:
             leaf = names[equation.inputs[0]]
-            found = rows.setdefault(leaf, equation.outputs[0])
-            renamed[equation.outputs[0]] = found
-            dependent.add(found)
+            first = rows.setdefault(leaf, equation.outputs[0])
+            renamed[equation.outputs[0]] = first
+            dependent.add(first)
             continue
         if chunk in equation.inputs:
             number = equation.op == "ap.row_iota"
@@ -147,10 +147,10 @@ class _Step:
         """The value as it is."""
         if isinstance(atom, Literal):
             return atom
-        found = self.outside.get(atom) or self.arrays.get(atom)
-        if found is None:
-            found = self.arrays[atom] = self.scope.full(self.scalars[atom], atom.type)
-        return found
+        array = self.outside.get(atom) or self.arrays.get(atom)
+        if array is None:
+            array = self.arrays[atom] = self.scope.full(self.scalars[atom], atom.type)
+        return array
 
     def compute(self, equation: Equation) -> None:
         """Emit an equation none of whose operands depends on rows."""
@@ -181,9 +181,9 @@ class _Step:
         if divisor is None or isinstance(divisor, Literal) or not jax_compat.is_float(dtype) or dtype.itemsize < 4:
             return None
         if divisor not in self.inverses:
-            found = self.inverses[divisor] = Var(ArrayType((), dtype))
+            inverse = self.inverses[divisor] = Var(ArrayType((), dtype))
             inputs = (Literal.scalar(1, dtype), divisor)
-            self.scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(found,)))
+            self.scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(inverse,)))
         return self.inverses[divisor]
 
     def boundary(

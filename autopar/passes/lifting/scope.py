@@ -84,7 +84,7 @@ class Template:
 class Untouched(Protocol):
     """Values that are constant off the touched rows, unless something of the step isn't finite (`sweeping`)."""
 
-    def densified(self, scope: Scope, atom: Var, found: Var, row: Row) -> Var:
+    def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """All rows of a value, given those with the padding row for all that the step doesn't touch."""
         ...
 
@@ -139,42 +139,42 @@ class Scope(Writer):
         if atom in self.dense:
             return self.dense[atom]
         if atom in self.operands:
-            found = self.import_(("dense", self.operands[atom]), self.operands[atom].type)
+            dense = self.import_(("dense", self.operands[atom]), self.operands[atom].type)
         elif atom in self.stored:
-            found = self.unstored(*self.stored[atom])
+            dense = self.unstored(*self.stored[atom])
         else:
-            found = self._whole(atom)
-        self.dense[atom] = found
-        return found
+            dense = self._whole(atom)
+        self.dense[atom] = dense
+        return dense
 
     def at_rows(self, atom: Atom, axis: int, family: int) -> Atom:
         """The value at the rows of a family that lie along `axis`."""
         if atom.shape == ():
             return self.get(atom)
         key = (atom, axis, family)
-        found = self.rows.get(key)
-        if found is None:
-            self.rows[key] = found = self._make_rows(atom, axis, family)
-        return found
+        rows = self.rows.get(key)
+        if rows is None:
+            self.rows[key] = rows = self._make_rows(atom, axis, family)
+        return rows
 
     def fetched(self, atom: Atom, axis: int, family: int) -> Atom:
         """The rows of a value that each device asked for, brought there outside of the loops that leave it alone."""
         if self.lifting.families[family].layout is None:
             return self.at_rows(atom, axis, family)
         key = (atom, axis, family, "fetched")
-        found = self.rows.get(key)
-        if found is None:
+        fetched = self.rows.get(key)
+        if fetched is None:
             count = self.lifting.families[family].bounds.requested
             assert count is not None, "only rows that are spread are fetched"
             if isinstance(atom, Var) and atom in self.operands:
                 outer = self.operands[atom]
-                found = self.import_(("fetched", outer, axis, family), outer.type.resized(axis, count))
+                fetched = self.import_(("fetched", outer, axis, family), outer.type.resized(axis, count))
             else:
                 rows = self.at_rows(atom, axis, family)
                 type_ = atom.type.resized(axis, count)
-                found = self.emit("ap.fetch", (rows, self.route(family)), type_, {"axis": axis})
-            self.rows[key] = found
-        return found
+                fetched = self.emit("ap.fetch", (rows, self.route(family)), type_, {"axis": axis})
+            self.rows[key] = fetched
+        return fetched
 
     def _make_rows(self, atom: Atom, axis: int, family: int) -> Atom:
         value = self.lifting.facts.value(atom)
@@ -255,10 +255,10 @@ class Scope(Writer):
                 self.dense.setdefault(old, new)  # a cond has many: it is run once for all of them
             return self.dense[var]
         rows = self.at_rows(var, row.axis, row.family)
-        found = self.densify(rows, var.type, row.axis, row.family)
-        found = self.lifting.untouched.densified(self, var, found, row)
+        dense = self.densify(rows, var.type, row.axis, row.family)
+        dense = self.lifting.untouched.densified(self, var, dense, row)
         layout = self.lifting.families[row.family].layout
-        return found if layout is None or layout.is_plain else self.unstored(found, layout, row.axis)
+        return dense if layout is None or layout.is_plain else self.unstored(dense, layout, row.axis)
 
     def _is_made_of_whole(self, equation: Equation) -> bool:
         if self.lifting.facts.roles.get(equation) != "rows" or not can_be_run_again(equation):
@@ -268,11 +268,11 @@ class Scope(Writer):
 
     def index(self, access: Equation) -> Atom:
         """The index operand of an access."""
-        found = self.indices.get(access)
-        if found is None:
+        index = self.indices.get(access)
+        if index is None:
             assert self.parent is not None, "the outermost block has all indices"
-            self.indices[access] = found = self.import_(("index", access), self.parent.index(access).type)
-        return found
+            self.indices[access] = index = self.import_(("index", access), self.parent.index(access).type)
+        return index
 
     # --- routes and types ---
 
@@ -314,14 +314,14 @@ class Scope(Writer):
         kind, *what = key
         if kind == "new":
             return what[0]
-        found = {
+        ways = {
             "dense": self.get,
             "rows": self.at_rows,
             "fetched": self.fetched,
             "index": self.index,
             "route": self.route,
         }
-        return found[kind](*what)
+        return ways[kind](*what)
 
     def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:
         """Name results: dense ones, and rows of the families that are lifted. There may be more new ones than old."""

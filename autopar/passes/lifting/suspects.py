@@ -61,11 +61,11 @@ def _is_literal(scope: Scope, atom: Atom) -> bool:
     """Whether a value is made of literals, each of its elements in the same way: its constant is then what it is."""
     waiting, seen = [atom], set[Atom]()
     while waiting:
-        found = waiting.pop()
-        if isinstance(found, Literal) or found in seen:
+        value = waiting.pop()
+        if isinstance(value, Literal) or value in seen:
             continue
-        seen.add(found)
-        equation = scope.producers.get(found)
+        seen.add(value)
+        equation = scope.producers.get(value)
         if equation is None or equation.op not in ELEMENTWISE | MOVES:
             return False
         waiting += equation.inputs

@@ -83,8 +83,8 @@ class OffForm:
         for level in levels:
             assert level.primary is not None, "an off-row form is a second rewriting"
             suspects = find_suspects(level.primary, level.ran, family)
-            for found, those in zip((finite, nonzero), suspects, strict=True):
-                found += [scope.take(a, level.primary) for a in those]
+            for suspects_, those in zip((finite, nonzero), suspects, strict=True):
+                suspects_ += [scope.take(a, level.primary) for a in those]
         frontier = tuple(scope.take(a, level.primary) for level, a, _ in imports if level.primary is not None)
         return OffForm(body, leaves, frontier, tuple(finite), tuple(nonzero))
 
@@ -184,18 +184,18 @@ class Exact:
     paths: Sequence[str]
     fates: Callable[[], Fates]
 
-    def densified(self, scope: Scope, atom: Var, found: Var, row: Row) -> Var:
+    def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Swept, if need be."""
         if scope.lifting.lazy or not isinstance(row.off, Const):
-            return found
+            return dense
         rows = scope.at_rows(atom, row.axis, row.family)
         equation = scope.producers.get(atom)
         value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation, is_reduced=False)
         form, needed = self._form(scope, value)
         if form is None or needed is None:
-            return found
+            return dense
         chunk, *rest = form.body.inputs
-        body = Block((chunk, Var(found.type), *rest), form.body.equations, form.body.outputs)
+        body = Block((chunk, Var(dense.type), *rest), form.body.equations, form.body.outputs)
         space = scope.lifting.spaces[row.family]
         params = {
             "axes": (row.axis,),
@@ -203,11 +203,11 @@ class Exact:
             "read_axes": self._axes(scope, form, row.family),
             "rows": scope.lifting.block_rows[row.family],
         }
-        operands = (needed, found, *self._leaves(scope, form), *form.frontier)
-        out = scope.emit("ap.sweep", operands, found.type, params, (body,))
+        operands = (needed, dense, *self._leaves(scope, form), *form.frontier)
+        out = scope.emit("ap.sweep", operands, dense.type, params, (body,))
         params = {"axis": row.axis, "extent": space.extent, "guarded": None}
         # The sweep has taken all rows for untouched ones.
-        return scope.emit("ap.commit", (out, rows, scope.route(row.family)), found.type, params)
+        return scope.emit("ap.commit", (out, rows, scope.route(row.family)), dense.type, params)
 
     def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
         """The other rows, looked at if need be."""

@@ -19,9 +19,9 @@ from autopar.passes.localizing.local_forms import Forms, joined
 
 def _family(walk: Forms, equation: Equation) -> FamilyPlan:
     family = family_of(equation)
-    found = None if family is None else walk.shared.bound.family(family)
-    assert found is not None, "its rows belong to a family of the plan"
-    return found
+    bound = None if family is None else walk.shared.bound.family(family)
+    assert bound is not None, "its rows belong to a family of the plan"
+    return bound
 
 
 def _owned(family: FamilyPlan, axis: int) -> State:
@@ -108,8 +108,8 @@ def push_partial(walk: Forms, equation: Equation) -> None:
         _each("whole", "whole")(walk, equation)
         return
     index = walk.as_state(index, _examples(walk, p["batch"]), equation)
-    given = walk.as_state(updates, Spread(p["spread"]), equation) if batched else walk.read(updates)
-    _write(walk, equation, [walk.as_state(base, PARTIAL), walk.read(route), index, given], [PARTIAL])
+    values = walk.as_state(updates, Spread(p["spread"]), equation) if batched else walk.read(updates)
+    _write(walk, equation, [walk.as_state(base, PARTIAL), walk.read(route), index, values], [PARTIAL])
 
 
 def _row_iota(walk: Forms, equation: Equation) -> None:
@@ -123,24 +123,24 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     rows, route, *more = equation.inputs
     state = _rows(walk, equation)
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
-    given: list[Atom] = []
+    beside: list[Atom] = []
     if more:
-        given, inner = _off_form(walk, equation, (), more)
+        beside, inner = _off_form(walk, equation, (), more)
         (result,) = equation.bodies[0].outputs
         equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
-        _write(walk, equation, [*inputs, *given], [None])
+        _write(walk, equation, [*inputs, *beside], [None])
         return
     part = Var(equation.outputs[0].type)
-    if given and _family(walk, equation).on_hosts:  # no program has the other rows
-        needed, *read = given
+    if beside and _family(walk, equation).on_hosts:  # no program has the other rows
+        needed, *read = beside
         routed = Var(part.type)
         alone = dataclasses.replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
         walk.append(dataclasses.replace(alone, inputs=(*inputs, needed)))
         others = (routed, inputs[1], needed, *read)
         walk.append(dataclasses.replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
     else:
-        operands = (*inputs, *given)
+        operands = (*inputs, *beside)
         walk.append(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation), None
 
@@ -167,15 +167,15 @@ def _changes(walk: Forms, equation: Equation) -> None:
     """Each owner finds out by itself whether its other rows change."""
     p = equation.params
     family = _family(walk, equation)
-    given = split(equation.op, p, equation.inputs)
+    parts = split(equation.op, p, equation.inputs)
     axes = (*p["axes"], *p["axes"], *(axis for _, axis in p["constants"]))
     states = [_owned(family, axis) for axis in axes]
-    rows = (*given["old"], *given["new"], *given["constant"])
+    rows = (*parts["old"], *parts["new"], *parts["constant"])
     inputs = [walk.as_state(a, s, equation) for a, s in zip(rows, states, strict=True)]
-    inputs += [walk.whole(a, equation) for a in given["frontier"]]
-    for atom in (*given["finite"], *given["nonzero"]):  # a sum may be 0 where no device's part of it is, and conversely
+    inputs += [walk.whole(a, equation) for a in parts["frontier"]]
+    for atom in (*parts["finite"], *parts["nonzero"]):  # a sum may be 0 where no device's part of it is, and conversely
         inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
-    _write(walk, equation, [*inputs, *map(walk.read, (*given["guard"], *given["first"]))], [None])
+    _write(walk, equation, [*inputs, *map(walk.read, (*parts["guard"], *parts["first"]))], [None])
 
 
 def _sweep(walk: Forms, equation: Equation) -> None:

@@ -19,15 +19,15 @@ def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPla
     obstacle = _global_leaves(bound)
     if bound.devices > 1 and obstacle is None:
         try:
-            found, note = localize(program, bound)
-            obstacle = _unreachable_sum(found)
+            local, note = localize(program, bound)
+            obstacle = _unreachable_sum(local)
             if obstacle is None:
-                return found, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(found)), note
+                return local, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(local)), note
         except NotLocal as error:
             obstacle = str(error)
-    found, note = localize(program, bound, examples=False)
+    local, note = localize(program, bound, examples=False)
     backend, reason = ("xla", obstacle or "") if bound.devices > 1 else ("", "one process")
-    return found, bound.noting(reduction_backend=backend, reduction_reason=reason), note
+    return local, bound.noting(reduction_backend=backend, reduction_reason=reason), note
 
 
 def _reductions(program: Program) -> str:
@@ -54,7 +54,7 @@ def _unreachable_sum(program: Program) -> str | None:
 
 def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
     """The user's error for a step that can't be run with tables on hosts."""
-    if any(given.role == "state" for given in program.inputs):
+    if any(input_.role == "state" for input_ in program.inputs):
         what, elsewhere = "trained", "leave them on the devices"
         if error.tables:
             there = ", ".join(f"{path!r}: 'auto'" for path in error.tables)

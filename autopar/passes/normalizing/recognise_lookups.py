@@ -76,7 +76,7 @@ class OneHot:
 def recognise_lookups(program: Program) -> tuple[Program, int]:
     """The program with lookups for one-hot products, and how many products there were."""
     pairs = zip(program.block.inputs, program.inputs, strict=True)
-    states = {var for var, given in pairs if given.role in ("state", "table")}
+    states = {var for var, input_ in pairs if input_.role in ("state", "table")}
     extents: set[int] = set()
     block, lookups = _lookups(program.block, states, extents)
     if not lookups:
@@ -151,20 +151,20 @@ def _lookup(
         table, hot = equation.inputs[1 - k], equation.inputs[k]
         if table not in pure or any(batch) or len(contract[k]) != 1:
             continue
-        found = _one_hot(hot, producers)
-        if found is None or found.axis != contract[k][0]:
+        one_hot = _one_hot(hot, producers)
+        if one_hot is None or one_hot.axis != contract[k][0]:
             continue
         rows, dtype = contract[1 - k][0], equation.outputs[0].dtype
         extents.add(table.shape[rows])
 
-        def look(table: Any, ids: Any, found: Any = found, rows: int = rows, k: int = k, dtype: Any = dtype) -> Any:
-            ids = found.expanded(ids)
+        def look(table: Any, ids: Any, one_hot: Any = one_hot, rows: int = rows, k: int = k, dtype: Any = dtype) -> Any:
+            ids = one_hot.expanded(ids)
             start = ids.ndim if k == 0 else 0  # the axes of the left operand lead in the result
             numbers = jax.lax.GatherDimensionNumbers(tuple(range(start, start + table.ndim - 1)), (rows,), (rows,))
             sizes = [1 if d == rows else size for d, size in enumerate(table.shape)]
             return jax.lax.gather(table, ids[..., None], numbers, sizes, mode=_FILL, fill_value=0).astype(dtype)
 
-        return expand(look, equation, (table, found.ids), equation.outputs[0])
+        return expand(look, equation, (table, one_hot.ids), equation.outputs[0])
     return None
 
 
@@ -172,19 +172,19 @@ def _push(equation: Equation, producers: Mapping[Atom, Equation], extents: set[i
     """The scatter-add in place of a product that contracts all axes of a one-hot array but its classes."""
     contract, batch = equation.params["dimension_numbers"]
     for k in (0, 1):
-        found = _one_hot(equation.inputs[k], producers)
-        if found is None or any(batch) or found.shape[found.axis] not in extents:
+        one_hot = _one_hot(equation.inputs[k], producers)
+        if one_hot is None or any(batch) or one_hot.shape[one_hot.axis] not in extents:
             continue
         along, grad = contract[k], equation.inputs[1 - k]
-        if sorted(along) != [d for d in range(len(found.shape)) if d != found.axis]:
+        if sorted(along) != [d for d in range(len(one_hot.shape)) if d != one_hot.axis]:
             continue
         order = [contract[1 - k][list(along).index(d)] for d in sorted(along)]
         dtype = equation.outputs[0].dtype
 
-        def push(grad: Any, ids: Any, found: Any = found, order: Any = order, k: int = k, dtype: Any = dtype) -> Any:
-            ids = found.expanded(ids)
+        def push(grad: Any, ids: Any, hot: Any = one_hot, order: Any = order, k: int = k, dtype: Any = dtype) -> Any:
+            ids = hot.expanded(ids)
             rest = [d for d in range(grad.ndim) if d not in order]
-            extent = found.shape[found.axis]
+            extent = hot.shape[hot.axis]
             wide = jnp.promote_types(dtype, jnp.float32)  # a product adds up in float32 at least
             window = range(ids.ndim, ids.ndim + len(rest))
             updates = jax.lax.transpose(grad, (*order, *rest)).astype(wide)
@@ -198,7 +198,7 @@ def _push(equation: Equation, producers: Mapping[Atom, Equation], extents: set[i
             rows = _as_product(rows, ids, updates, extent).astype(dtype)
             return rows if k == 0 else jax.lax.transpose(rows, (*range(1, rows.ndim), 0))
 
-        return expand(push, equation, (grad, found.ids), equation.outputs[0])
+        return expand(push, equation, (grad, one_hot.ids), equation.outputs[0])
     return None
 
 
@@ -249,9 +249,9 @@ def _one_hot(atom: Atom, producers: Mapping[Atom, Equation]) -> OneHot | None:
         axis = _iota_axis(classes, producers)
         if axis is None or classes.shape[axis] != shape[axis]:
             continue
-        found = _without(ids, axis, producers)
-        if found is not None:
-            return OneHot(*found, shape, axis, order)
+        place = _without(ids, axis, producers)
+        if place is not None:
+            return OneHot(*place, shape, axis, order)
     return None
 
 

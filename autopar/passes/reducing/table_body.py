@@ -109,9 +109,9 @@ class Body(Writer):
         for kept, operands, place in reversed(self._kept):
             self._again(kept, operands, place)
         part = self._last(equation, by_rows)
-        given = [entry for entries in groups.values() for entry in entries]
-        inputs = (*(a for atoms, *_ in given for a in atoms), *self._whole)
-        block = Block((numbers, *(v for _, v, *_ in given), *self._whole.values()), tuple(self.equations), (part,))
+        entries_ = [entry for entries in groups.values() for entry in entries]
+        inputs = (*(a for atoms, *_ in entries_ for a in atoms), *self._whole)
+        block = Block((numbers, *(v for _, v, *_ in entries_), *self._whole.values()), tuple(self.equations), (part,))
         params = {
             "op": REDUCES[equation.op],
             "layout": self._like.layout,
