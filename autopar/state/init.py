@@ -245,12 +245,12 @@ class HostMaker(Maker):
     tables: Sequence[HostLeaf | None]
 
     @staticmethod
-    def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, axes: Sequence[int | None]) -> HostMaker:
-        """`found`: which input of the step each leaf is."""
+    def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, inputs_of: Sequence[int | None]) -> HostMaker:
+        """`inputs_of`: which input of the step each leaf is."""
         ranks = Ranks(exchange(), "xla" if exchange().size > 1 else "")
         devices = ranks.device_view if exchange().size > 1 else None
         inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
-        tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in axes]
+        tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in inputs_of]
         even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
         return HostMaker(make, devices, shardings, even, jax_compat.rounds_by_shape(), ranks, tables)

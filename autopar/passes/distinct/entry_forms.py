@@ -187,7 +187,7 @@ class EntryForms(Writer):
         return self.once(("inverse", ids), make)
 
     def _look_up(self, ids: Ids, fetched: Atom, index: Atom, how: Mapping[str, Any]) -> Var:
-        """The lookup of these ids, or of others, in something whose rows lead. `given`: parameters that differ."""
+        """The lookup of these ids, or of others, in something whose rows lead. `how`: parameters that differ."""
         rank, rest = len(index.shape) - 1, fetched.shape[1:]
         dims = ids.lookup.params["dimension_numbers"]._replace(
             offset_dims=tuple(range(rank, rank + len(rest))), collapsed_slice_dims=(0,), start_index_map=(0,)
