@@ -26,3 +26,20 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern covers a path: `matches("params/item*", "params/item_emb/embedding")`."""
     return _compiled(pattern).fullmatch(path) is not None
+
+
+def layers_path(path: str, ends: Sequence[int]) -> list[str]:
+    """The paths of a stacked leaf's parts, each with the layers that it has: `params/layers/w[0:3]`."""
+    return [f"{path}[{start}:{end}]" for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def split_layers(path: str) -> tuple[str, range | None]:
+    """A path or pattern without the layers that it ends in, and these; None: all."""
+    match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path)
+    return (match[1], range(int(match[2]), int(match[3]))) if match else (path, None)
+
+
+def matches_layers(pattern: str, path: str) -> bool:
+    """`matches` of paths and patterns that may end in layers, of which the pattern has all that the path has."""
+    (general, some), (leaf, own) = split_layers(pattern), split_layers(path)
+    return matches(general, leaf) and (some is None or (own is not None and set(own) <= set(some)))

@@ -169,24 +169,30 @@ class StagedStep:
     Attributes:
       stages: S.
       microbatches: M.
-      inputs: The step's inputs.
+      inputs: The step's inputs; of a leaf whose layers several stages have its parts.
       parts: A microbatch's part of an input -> (the input, the axis of its examples).
       programs: All programs by phase, level and stage; of a phase and stage one, of "update" one a level.
       joins: A value of one microbatch -> (what all microbatches' values are joined to, the name of a reduction or the
         axis of the examples).
       homes: The stage of each input of the state.
       weights: Those that the gradient program reads, in the order of their first use.
-      outputs: The step's outputs.
+      outputs: The step's outputs; of such a leaf's new value its parts.
       new_leaves: Those outputs that are the new value of a leaf of the state, and no scalar -> the leaf's stage.
     """
 
     stages: int
     microbatches: int
-    inputs: tuple[Var, ...]
+    inputs: tuple[Var | tuple[Var, ...], ...]
     parts: Mapping[Var, tuple[Var, int]]
     programs: tuple[StageProgram, ...]
     joins: Mapping[Var, tuple[Var, str | int]]
     homes: Mapping[Var, int]
     weights: tuple[Var, ...]
-    outputs: tuple[Atom, ...]
+    outputs: tuple[Atom | tuple[Atom, ...], ...]
     new_leaves: Mapping[Var, int]
+
+    @property
+    def results(self) -> tuple[Var, ...]:
+        """What the step returns and stages have made."""
+        atoms = [a for out in self.outputs for a in (out if isinstance(out, tuple) else (out,))]
+        return tuple(a for a in atoms if isinstance(a, Var))

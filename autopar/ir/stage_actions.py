@@ -134,7 +134,7 @@ class _Lister:
         return Actions(tuple(actions), tuple(self._drops(actions)), leaves, homes)
 
     def _results(self) -> list[Var]:
-        return [a for a in self._step.outputs if isinstance(a, Var) and a not in self._step.homes]
+        return [v for v in self._step.results if v not in self._step.homes]
 
     def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
         """Of all that made it the devices of the first one's stage, if all of these did."""

@@ -326,8 +326,10 @@ class Localizer(Forms):
 
     def _branches(self, equation: Equation) -> None:
         skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
-        for atom in equation.inputs[:skipped]:
-            self.whole(atom, equation)
+        is_update = equation.op == "cond" and not self.nested
+        is_update = is_update and not any(isinstance(self.state(a), Spread) for a in equation.inputs)
+        for atom in equation.inputs if is_update else equation.inputs[:skipped]:
+            self.whole(atom, equation)  # sums once, before the branches of an update
         states = [self.state(a) for a in equation.inputs[skipped:]]
         walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
         returned = [

@@ -17,7 +17,7 @@ from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.passes.staging.loads import StageLoad, stage_loads
-from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied, used_weights
+from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied
 from autopar.passes.staging.programs import StageCutter
 from autopar.passes.staging.stages import choose_stages
 
@@ -43,10 +43,10 @@ def split_pipeline(
             f"pipeline: {program.name} has an effect, {effect.op} ({effect.where}), and stages may run it several "
             "times. Leave it out, or run the step without pipeline="
         )
+    chosen = choose_stages(program, pipeline, measured, devices)
+    program, pipeline, weights = chosen.cut.program, chosen.pipeline, tuple(chosen.homes)
     parts = find_parts(program)
-    weights = used_weights(program, parts)
-    chosen = choose_stages(program, parts, weights, pipeline, measured, devices)
-    pipeline, homes = chosen.pipeline, chosen.homes | other_homes(program, parts, chosen.homes)
+    homes = chosen.homes | other_homes(program, parts, chosen.homes)
     parts = untied(parts, homes, pipeline.count)
     splits = pipeline.scheduled(pipeline.microbatches).splits_backward
     labels = label_parts(parts, homes, pipeline.count, splits_backward=splits)
@@ -57,7 +57,8 @@ def split_pipeline(
         candidates=tuple((str(c), seconds) for c, seconds in chosen.candidates) if measured.stages else (),
     )
     _check_memory(plan, measured)
-    return StageCutter(program, parts, labels, homes, tuple(weights), pipeline).run(), plan
+    staged = StageCutter(program, parts, labels, homes, weights, pipeline).run()
+    return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
 
 
 def _plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,17 +147,21 @@ class Entry:
         return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
 
     @functools.cached_property
-    def stage_leaves(self) -> Mapping[int, StagePlace]:
-        """Of a pipeline, leaves of the state by number -> where they are; scalars and random keys are everywhere."""
+    def stage_leaves(self) -> Mapping[int, tuple[StagePlace, ...]]:
+        """Of a pipeline, leaves of the state by number -> where they are, or their layers; scalars and random keys are
+        everywhere."""
         if self.compiled.plan.pipeline is None:
             return {}
         staged: StagedStep = self.compiled.program.staged
         places = self.compiled.plan.pipeline.places
-        return {
-            k: StagePlace.of([self.stage_devices[n] for n in places[staged.homes[var]]], self.stage_devices)
-            for k, var in enumerate(staged.inputs)
-            if var in staged.homes and var.shape and not jax_compat.is_key(var.dtype)
-        }
+        leaves: dict[int, tuple[StagePlace, ...]] = {}
+        for k, leaf in enumerate(staged.inputs):
+            parts = leaf if isinstance(leaf, tuple) else (leaf,)
+            if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
+                devices = [[self.stage_devices[n] for n in places[staged.homes[v]]] for v in parts]
+                ends = itertools.accumulate(v.shape[0] for v in parts)
+                leaves[k] = StagePlace.of_parts(devices, tuple(ends), self.stage_devices)
+        return leaves
 
     def _pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
         """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
@@ -164,8 +169,8 @@ class Entry:
         devices, schedule = self.stage_devices[: pipeline.devices], pipeline.scheduled(staged.microbatches)
         wanted: dict[Var, Sequence[int]] = {}
         if len({device.process_index for device in devices}) > 1:
-            results = [a for a in staged.outputs if isinstance(a, Var) and a not in staged.inputs]
-            wanted = dict.fromkeys(results, range(schedule.devices))
+            arguments = {v for leaf in staged.inputs for v in (leaf if isinstance(leaf, tuple) else (leaf,))}
+            wanted = dict.fromkeys((v for v in staged.results if v not in arguments), range(schedule.devices))
             wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
         return PipelineRunner(staged, list_actions(staged, schedule, wanted), devices, self.out_tree, self.donate)
 

@@ -9,6 +9,7 @@ devices of a stage (replicas) take microbatches in turn, hold the same weights, 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,14 +23,14 @@ from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch, wide
 from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
-from autopar.ir.program import Literal, Var
+from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.reductions import REDUCERS, neutral
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import Incoming, point_to_point
 from autopar.run.buffers import with_own_buffers
 from autopar.tables.kinds import copied
-from autopar.tables.staged import StageArray, replicated_over
+from autopar.tables.staged import StageArray, StagePlace, replicated_over
 
 Array = Any
 
@@ -48,7 +49,7 @@ class PipelineRunner:
     def __init__(self, step: StagedStep, actions: Actions, devices: Sequence[Any], out_tree: Any, donate: bool) -> None:
         self._step, self._out_tree, self._donate = step, out_tree, donate
         self.actions = actions
-        self._ranks = [device.process_index for device in devices]
+        self._all, self._ranks = tuple(devices), [device.process_index for device in devices]
         self._devices = {k: d for k, d in enumerate(devices) if d.process_index == jax.process_index()}
         self.messages = point_to_point() if len(set(self._ranks)) > 1 else None
         self._actions = [
@@ -57,7 +58,8 @@ class PipelineRunner:
             if not self._devices.keys().isdisjoint(_ends(action))
         ]
         self._leaves, self._homes = actions.leaves, actions.homes
-        self._states = {k for k, var in enumerate(step.inputs) if var in step.homes}
+        self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
+        self._states = {k for k, (var, *_) in enumerate(self._inputs) if var in step.homes}
         self._is_new = True
         self._programs = self._compiled(_last_readers(step) if donate else {})
 
@@ -102,17 +104,14 @@ class PipelineRunner:
         if self.messages is not None:
             with PROGRESS.during("waiting for the other stages", "waits"):
                 self.messages.finish()
-        seen, results = set[int](), []
-        for atom in self._step.outputs:
-            result = atom.value if isinstance(atom, Literal) else self._result(atom, values)
-            results.append(copied(result) if id(result) in seen else result)  # each leaf of a state has its own buffer
-            seen.add(id(result))
-        return self._out_tree.unflatten(results)
+        seen = set[int]()
+        return self._out_tree.unflatten([self._result(each, values, seen) for each in self._step.outputs])
 
     def _given(self, leaves: Sequence[Any]) -> Values:
         """The arguments; leaves of the state on all devices of their stages, before any of these donates its own."""
-        step, arrays = self._step, dict(zip(self._step.inputs, leaves, strict=True))
-        arrays |= {v: self._moved(v, leaf) for v, leaf in arrays.items() if isinstance(leaf, StageArray)}
+        step, arrays = self._step, dict[Var, Any]()
+        for parts, leaf in zip(self._inputs, leaves, strict=True):
+            arrays |= zip(parts, self._parts(parts, leaf), strict=True)
         values = Values(self._devices, arrays, step.microbatches, step.parts)
         for var, devices in self._leaves.items():
             for device in devices:
@@ -123,18 +122,28 @@ class PipelineRunner:
                 leaf.hand_on()
         return values
 
-    def _moved(self, var: Var, leaf: StageArray) -> Any:
-        """What this rank has of a leaf; sent there where another pipeline has left it on other ranks."""
+    def _parts(self, parts: Sequence[Var], leaf: Any) -> Sequence[Any]:
+        """What this rank has of the parts of a leaf, which another pipeline may have cut otherwise."""
+        if len(parts) == 1 and not isinstance(leaf, StageArray):
+            return [leaf]
+        ends = tuple(itertools.accumulate(var.shape[0] for var in parts))
+        if isinstance(leaf, StageArray) and tuple(place.stop for place in leaf.places) == ends:
+            return [self._moved(*each) for each in zip(parts, leaf.places, leaf.values, strict=True)]
+        array = np.asarray(leaf) if isinstance(leaf, StageArray) else leaf
+        return [array[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+
+    def _moved(self, var: Var, place: StagePlace, value: Any) -> Any:
+        """What this rank has of a part; sent there where another pipeline has left it on other ranks."""
         places = dict.fromkeys(self._ranks[device] for device in self._leaves.get(var, ()))
-        missing, me = [rank for rank in places if rank not in leaf.ranks], jax.process_index()
-        assert self.messages is not None or not missing, "there are several ranks"
-        if self.messages is None or (me != leaf.ranks[0] and me not in missing):
-            return leaf.value
+        missing, me = [rank for rank in places if rank not in place.ranks], jax.process_index()
+        if self.messages is None or (me != place.ranks[0] and me not in missing):
+            return value
         if me in missing:
-            return self.messages.receive(leaf.shape, leaf.dtype, leaf.ranks[0]).wait()
+            shape = (place.stop - place.start, *var.shape[1:])
+            return self.messages.receive(shape, var.dtype, place.ranks[0]).wait()
         for rank in missing:
-            self.messages.send(np.array(leaf.value), rank)
-        return leaf.value
+            self.messages.send(np.array(value), rank)
+        return value
 
     def _run(self, action: Run, values: Values) -> None:
         program, device = self._programs[id(action.program)], action.device
@@ -182,18 +191,30 @@ class PipelineRunner:
         for var, total in zip(sums, totals, strict=True):
             values.put((var, WHOLE), action.device, total)
 
-    def _result(self, var: Var, values: Values) -> Any:
-        """A result where it is: one array on all devices of its stage that this process has."""
-        stage = self._step.new_leaves.get(var) if self.messages is not None else None
-        if var in self._homes or stage is not None:
-            places = [k for k in self._homes[var] if k in self._devices]
-            array = _replicated([values.at((var, WHOLE), k) for k in places], [self._devices[k] for k in places])
-        else:
-            array = values.given(var)
-        if stage is None:
-            return array
-        ranks = tuple(dict.fromkeys(self._ranks[k] for k in self._homes[var]))
-        return StageArray(var.shape, var.dtype, ranks, array)
+    def _result(self, out: Atom | tuple[Atom, ...], values: Values, seen: set[int]) -> Any:
+        """A result where it is; a leaf of the state that stages on several ranks have, or several stages, part by part.
+        Each has buffers of its own: those of `seen` are copied."""
+        if isinstance(out, Literal):
+            return out.value
+        parts = [a for a in (out if isinstance(out, tuple) else (out,)) if isinstance(a, Var)]
+        if isinstance(out, tuple) or (self.messages is not None and out in self._step.new_leaves):
+            stages = [[self._all[k] for k in self._devices_of(var)] for var in parts]
+            places = StagePlace.of_parts(stages, tuple(itertools.accumulate(v.shape[0] for v in parts)), self._all)
+            arrays = [self._array(var, values, seen) for var in parts]
+            return StageArray((places[-1].stop, *parts[0].shape[1:]), parts[0].dtype, places, arrays)
+        if parts[0] in self._homes:
+            return self._array(parts[0], values, seen)
+        return _own(values.given(parts[0]), seen)
+
+    def _devices_of(self, var: Var) -> Sequence[int]:
+        """Of a result, or of a leaf of the state that is returned as it was."""
+        return self._homes[var] if var in self._homes else self._leaves[var]
+
+    def _array(self, var: Var, values: Values, seen: set[int]) -> Array | None:
+        """One array on all devices of its stage that this process has."""
+        places = [k for k in self._devices_of(var) if k in self._devices]
+        shards = [_own(values.at((var, WHOLE), k), seen) for k in places]
+        return _replicated(shards, [self._devices[k] for k in places])
 
 
 class Values:
@@ -248,6 +269,13 @@ class Values:
     def drop(self, value: Value, device: int) -> None:
         """Let a value go."""
         self._held[device].pop(value, None)
+
+
+def _own(array: Any, seen: set[int]) -> Any:
+    """An array, or a copy if it was seen before."""
+    array = copied(array) if id(array) in seen else array
+    seen.add(id(array))
+    return array
 
 
 def _replicated(shards: Sequence[Array], devices: Sequence[Any]) -> Array | None:
@@ -335,7 +363,7 @@ def _reads(action: Action) -> Sequence[Value]:
 def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
     """Of each program the positions of the state's leaves that no later one reads: their buffers take the new ones."""
     readers: dict[Var, tuple[int, int]] = {}
-    outputs = set(step.outputs)
+    outputs = set(step.results)
     for program in step.programs:
         for k, var in enumerate(program.block.inputs):
             if var in step.homes and step.homes[var] == program.stage and var not in outputs:

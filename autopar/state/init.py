@@ -27,7 +27,7 @@ from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.tables.host import HostTable, exchange
 from autopar.tables.sharded import Table
-from autopar.tables.staged import StageArray, StagePlace
+from autopar.tables.staged import StageArray, StagePlace, is_staged
 
 #: From what is made to all arguments of the step.
 CallArguments = Callable[[Any], Sequence[Any]]
@@ -62,7 +62,8 @@ def init(
 
     Returns:
       What `make_state` returns, with a `Table` for each leaf that is stored in a layout, a `HostTable` for each one in
-      the memory of the hosts, and a `StageArray` for each one of a stage where these are on several processes.
+      the memory of the hosts, and a `StageArray` for each one whose layers several stages have, or of a stage where
+      these are on several processes.
 
     Raises:
       ArgumentsError: a step that `parallelize` didn't make; not one of `batch` and `call`; a `make_state` that
@@ -128,8 +129,9 @@ class Maker:
         if bound.on_hosts:
             return HostMaker.of_plan(make, entry, numbers)
         if entry.stage_leaves:
-            places = [None if k is None else entry.stage_leaves.get(k) for k in numbers]
-            return StageMaker(make, None, None, [None] * len(numbers), False, traced.jaxpr.out_avals, places)
+            places = [() if k is None else entry.stage_leaves.get(k, ()) for k in numbers]
+            whole, types = jax_compat.rounds_by_shape(), traced.jaxpr.out_avals
+            return StageMaker(make, None, None, [None] * len(numbers), whole, types, places)
         if devices is None:
             return Maker(make, None, None, [None] * len(numbers), False)
         shardings = [devices.sharding(None if k is None else bound.placements[k]) for k in numbers]
@@ -184,38 +186,55 @@ class StageMaker(Maker):
 
     Attributes:
       types: Of the leaves.
-      places: Where each is; None: everywhere.
+      places: Where each is, or its layers; none: everywhere.
     """
 
     types: Sequence[Any]
-    places: Sequence[StagePlace | None]
+    places: Sequence[Sequence[StagePlace]]
 
     @functools.cached_property
     def run(self) -> Any:
-        """A program for each stage that this process has, and one for what is everywhere."""
+        """For each leaf its parts, made by a program for each stage that this process has and one for what is
+        everywhere."""
 
-        def run(*flat: Any) -> list[Any]:
-            made: list[Any] = [None] * len(self.places)
-            for place in dict.fromkeys(self.places):
-                numbers = tuple(k for k, p in enumerate(self.places) if p == place)
-                if place is not None and place.sharding is None:
-                    continue  # of another process
-                part = jax.jit(
-                    lambda *xs, numbers=numbers: [self.make(*xs)[k] for k in numbers],
-                    out_shardings=None if place is None else place.sharding,
-                )
-                values = flat if place is None else jax.device_put(flat, place.sharding)
-                for k, leaf in zip(numbers, part(*values), strict=True):
-                    made[k] = leaf
+        def run(*flat: Any) -> list[list[Any]]:
+            made: list[list[Any]] = [[None] * max(1, len(places)) for places in self.places]
+            for (sharding, alone), parts in self._programs().items():
+                whole = alone is not None
+
+                def make(*xs: Any, parts: Sequence[tuple[int, int]] = parts, whole: bool = whole) -> list[Any]:
+                    leaves = self.make(*xs)
+                    return [leaves[k] if whole else self._part(leaves[k], k, n) for k, n in parts]
+
+                values = flat if sharding is None else jax.device_put(flat, sharding)
+                for (k, n), value in zip(parts, jax.jit(make, out_shardings=sharding)(*values), strict=True):
+                    made[k][n] = self._part(value, k, n) if whole else value
             return made
 
         return run
 
+    def _programs(self) -> dict[tuple[Any, Any], list[tuple[int, int]]]:
+        """What each program makes, by its sharding: (leaf, part). What is made whole for the sake of its bits, and cut
+        then, has one of its own."""
+        programs: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
+        for k, places in enumerate(self.places):
+            if not places:
+                programs.setdefault((None, None), []).append((k, 0))
+            for n, place in enumerate(places):
+                if place.sharding is not None:  # else of another process
+                    alone = (k, n) if self.whole and len(places) > 1 else None
+                    programs.setdefault((place.sharding, alone), []).append((k, n))
+        return programs
+
+    def _part(self, leaf: Any, number: int, part: int) -> Any:
+        places = self.places[number]
+        return leaf if len(places) < 2 else leaf[places[part].start : places[part].stop]
+
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
-        """What `run` returned, as `StageArray`s where stages are on several processes."""
+        """What `run` returned, as `StageArray`s where parts are in several places, or stages on several processes."""
         return [
-            StageArray(aval.shape, aval.dtype, place.ranks, leaf) if place is not None and place.ranks else leaf
-            for leaf, aval, place in zip(leaves, self.types, self.places, strict=True)
+            StageArray(aval.shape, aval.dtype, places, parts) if is_staged(places) else parts[0]
+            for parts, aval, places in zip(leaves, self.types, self.places, strict=True)
         ]
 
 

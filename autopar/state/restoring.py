@@ -28,7 +28,7 @@ from autopar.state.saving import NUMBERS
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
-from autopar.tables.staged import StageArray
+from autopar.tables.staged import StageArray, StagePlace, is_staged
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class LeafPlace:
       kind: "hosts": a HostTable; "devices": a Table; "stage": a StageArray; "array": a jax.Array; "numpy"; or a Python
         number's type.
       layout, axis: Of tables: which row goes where.
-      sharding: Of jax.Arrays and Tables, and of a StageArray here; None: where JAX puts arrays by itself.
-      ranks: Of a StageArray.
+      sharding: Of jax.Arrays and Tables; None: where JAX puts arrays by itself.
+      places: Of a StageArray.
     """
 
     kind: str
     layout: RowLayout | None = None
     axis: int = 0
     sharding: Any = None
-    ranks: tuple[int, ...] = ()
+    places: tuple[StagePlace, ...] = ()
 
 
 def place_of(leaf: Any) -> LeafPlace:
@@ -58,7 +58,7 @@ def place_of(leaf: Any) -> LeafPlace:
     if isinstance(leaf, Table):
         return LeafPlace("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
     if isinstance(leaf, StageArray):
-        return LeafPlace("stage", sharding=leaf.sharding, ranks=leaf.ranks)
+        return LeafPlace("stage", places=leaf.places)
     if isinstance(leaf, jax.Array):
         return LeafPlace("array", sharding=leaf.sharding if leaf.committed else None)
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -75,8 +75,10 @@ def places_of_step(
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
     bound = entry.compiled.bound
     planned = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
-    for k, stage in entry.stage_leaves.items():
-        planned[k] = LeafPlace("stage" if stage.ranks else "array", sharding=stage.sharding, ranks=stage.ranks)
+    for k, parts in entry.stage_leaves.items():
+        planned[k] = (
+            LeafPlace("stage", places=parts) if is_staged(parts) else LeafPlace("array", sharding=parts[0].sharding)
+        )
     if not bound.on_hosts and step.devices is not None:
         for k, along in enumerate(bound.placements):
             layout, axis = bound.layouts.get(k, (None, 0))
@@ -204,8 +206,8 @@ class _Whole:
 def _placed(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace, rank: int) -> Any:
     layout, axis, dtype = place.layout, place.axis, record.numpy_dtype
     if place.kind == "stage":
-        own = _as_jax(source, record, place) if rank in place.ranks else None
-        return StageArray(record.shape, jax.dtypes.canonicalize_dtype(dtype), place.ranks, own)
+        own = [None if p.sharding is None else _stage_part(source, record, p) for p in place.places]
+        return StageArray(record.shape, jax.dtypes.canonicalize_dtype(dtype), place.places, own)
     if layout is not None:
         if place.kind == "hosts":
             storage = HostRows.empty(record.shape, dtype, axis, layout, rank, record.path)
@@ -224,11 +226,25 @@ def _placed(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace, ran
     return _as_jax(source, record, place)
 
 
-def _as_jax(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace) -> jax.Array:
+def _stage_part(source: _Whole | RowFiles, record: LeafRecord, place: StagePlace) -> jax.Array:
+    _check_dtype(record)
+
+    def read(index: Any) -> np.ndarray:
+        return source.part((slice(place.start, place.stop), *index[1:]))
+
+    array = jax.make_array_from_callback((place.stop - place.start, *record.shape[1:]), place.sharding, read)
+    return jax_compat.weak(array) if record.weak else array
+
+
+def _check_dtype(record: LeafRecord) -> None:
     if jax.dtypes.canonicalize_dtype(record.numpy_dtype) != record.numpy_dtype:
         raise CheckpointError(
             f"{record.path} was saved as {record.dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"
         )
+
+
+def _as_jax(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace) -> jax.Array:
+    _check_dtype(record)
     if record.key is not None:
         keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=record.key)
         return keys if place.sharding is None else across.place_array(keys, place.sharding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from autopar import jax_compat
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
-from autopar.mpi.world import world
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import file_name
 from autopar.tables.deferred import DeferredTable
@@ -60,8 +60,10 @@ def _shards(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.
         yield value.storage.rank, value.storage.rows
         return
     if isinstance(value, StageArray):
-        if value.ranks[0] == world().rank:
-            yield 0, np.asarray(value.value)
+        for place, part in zip(value.places, value.values, strict=True):
+            for start in range(place.start, place.stop, layout.shard_rows) if place.writes else ():
+                first = start - place.start
+                yield start // layout.shard_rows, np.asarray(part)[first : first + layout.shard_rows]
         return
     stored = value.stored if isinstance(value, Table) else value
     for shard in stored.addressable_shards:
@@ -98,8 +100,9 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
     if isinstance(leaf, (HostTable, Table)):
         record = LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), axis=leaf.axis, layout=leaf.layout)
         return SavedLeaf(record, leaf)
-    if isinstance(leaf, StageArray):  # one shard, which its stage writes
-        layout = RowLayout(leaf.shape[0], 1, cyclic=False)
+    if isinstance(leaf, StageArray):  # shards that one stage has each, which writes them
+        rows = math.gcd(*(place.stop for place in leaf.places))
+        layout = RowLayout(leaf.shape[0], leaf.shape[0] // rows if rows else 1, cyclic=False)
         return SavedLeaf(LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), layout=layout), leaf)
     if isinstance(leaf, jax.Array):
         return _jax_leaf(path, name, leaf)

@@ -1,4 +1,4 @@
-"""`StageArray`: a leaf of the state that the ranks of one stage of a pipeline hold."""
+"""`StageArray`: a leaf of the state that one stage of a pipeline holds, or whose layers several stages do."""
 
 from __future__ import annotations
 
@@ -18,23 +18,41 @@ from autopar.tables.leaf import TableLeaf
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a leaf of a pipeline's state is.
+    """Where a leaf of a pipeline's state is, or some of its layers.
 
     Attributes:
       ranks: Where stages are on several processes, those that hold it; else none.
       sharding: On the devices of this process that do; None: there are none.
+      start, stop: The layers, which are rows of its first axis.
     """
 
     ranks: tuple[int, ...]
     sharding: Any
+    start: int
+    stop: int
 
     @staticmethod
-    def of(stage: Sequence[Any], devices: Sequence[Any]) -> StagePlace:
-        """Of a leaf of a stage; `devices`: those of all stages."""
-        ranks = tuple(dict.fromkeys(d.process_index for d in stage))
-        own = [d for d in stage if d.process_index == jax.process_index()]
+    def of_parts(
+        stages: Sequence[Sequence[Any]], ends: Sequence[int], devices: Sequence[Any]
+    ) -> tuple[StagePlace, ...]:
+        """Of the parts of a leaf: each one's devices, and where it ends. `devices`: those of all stages."""
         several = len({d.process_index for d in devices}) > 1
-        return StagePlace(ranks if several else (), replicated_over(own) if own else None)
+        places = []
+        for stage, start, stop in zip(stages, (0, *ends), ends, strict=False):
+            ranks = tuple(dict.fromkeys(d.process_index for d in stage)) if several else ()
+            own = [d for d in stage if d.process_index == jax.process_index()]
+            places.append(StagePlace(ranks, replicated_over(own) if own else None, start, stop))
+        return tuple(places)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the first one that holds it."""
+        return world().rank == self.ranks[0] if self.ranks else True
+
+
+def is_staged(places: Sequence[StagePlace]) -> bool:
+    """Whether a leaf that is there is a `StageArray`, not one of JAX's."""
+    return len(places) > 1 or any(place.ranks for place in places)
 
 
 def replicated_over(devices: Sequence[Any]) -> Any:
@@ -46,16 +64,19 @@ def replicated_over(devices: Sequence[Any]) -> Any:
 
 
 class StageArray(TableLeaf):
-    """A weight or slot in the memory of its stage's ranks; the other ranks have none of it.
+    """A weight or slot in the memory of its stage's ranks, or of those of several stages, each with some layers of it;
+    the other ranks have none of it.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step in stages takes and returns it. Reading it
     (`np.asarray`, `jnp.asarray`, indexing) is collective: every rank must read, and gets the same. Other JAX functions
     refuse it: `autopar.materialize(state)` makes ordinary arrays.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, ranks: tuple[int, ...], value: Any) -> None:
-        """`ranks`: who holds it; `value`: the array on these, None on others."""
-        self._shape, self._dtype, self._ranks, self._value = shape, dtype, ranks, value
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, places: Sequence[StagePlace], values: Sequence[jax.Array | None]
+    ) -> None:
+        """`places`: who holds it, part by part; `values`: the arrays of this rank, None of other ranks' parts."""
+        self._shape, self._dtype, self._places, self._values = shape, dtype, tuple(places), tuple(values)
         self._is_gone = False
 
     @property
@@ -67,24 +88,24 @@ class StageArray(TableLeaf):
         return self._dtype
 
     @property
+    def places(self) -> tuple[StagePlace, ...]:
+        """Where it is, in the order of its layers."""
+        return self._places
+
+    @property
     def ranks(self) -> tuple[int, ...]:
-        """Who holds it."""
-        return self._ranks
+        """Who holds it, or some of it; none where all is in this process."""
+        return tuple(dict.fromkeys(rank for place in self._places for rank in place.ranks))
 
     @property
-    def sharding(self) -> Any:
-        """On the devices of this process that hold it; None: there are none."""
-        return None if self._value is None else self._value.sharding
-
-    @property
-    def value(self) -> jax.Array | None:
-        """This rank's array; None on ranks of other stages. A DonatedStateError if it was given to a step."""
+    def values(self) -> tuple[jax.Array | None, ...]:
+        """This rank's arrays; None for parts of other ranks. A DonatedStateError if they were given to a step."""
         if self.is_deleted():
             raise donated("this array")
-        return self._value
+        return self._values
 
     def is_deleted(self) -> bool:
-        return self._is_gone or (self._value is not None and self._value.is_deleted())
+        return self._is_gone or any(value is not None and value.is_deleted() for value in self._values)
 
     def hand_on(self) -> None:
         """Say that a step has taken it."""
@@ -96,12 +117,18 @@ class StageArray(TableLeaf):
 
     @uninterrupted  # the others wait for this rank
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        ranks, value = world(), self.value
-        is_first = value is not None and ranks.rank == self._ranks[0]
-        array = np.ascontiguousarray(value) if is_first else np.empty(self._shape, self._dtype)
-        if ranks.comm is not None:
-            ranks.comm.Bcast(array.reshape(-1).view(np.uint8), root=self._ranks[0])
+        parts = [self._read(place, value) for place, value in zip(self._places, self.values, strict=True)]
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return array.astype(dtype or self._dtype, copy=False)
+
+    def _read(self, place: StagePlace, value: jax.Array | None) -> np.ndarray:
+        """A part, of which its first rank tells the others."""
+        ranks = world()
+        shape = (place.stop - place.start, *self._shape[1:])
+        array = np.ascontiguousarray(value) if value is not None and place.writes else np.empty(shape, self._dtype)
+        if ranks.comm is not None and place.ranks:
+            ranks.comm.Bcast(array.reshape(-1).view(np.uint8), root=place.ranks[0])
+        return array
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of an array. Collective."""
@@ -109,4 +136,7 @@ class StageArray(TableLeaf):
 
     @property
     def _where(self) -> str:
-        return f" on rank{'s' * (len(self._ranks) > 1)} {', '.join(map(str, self._ranks))}"
+        ranks = self.ranks
+        if not ranks:
+            return f" on {len(set().union(*(place.sharding.device_set for place in self._places)))} devices"
+        return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

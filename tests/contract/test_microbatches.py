@@ -33,6 +33,11 @@ def test_the_same_numbers(count: int, options: dict[str, Any]) -> None:
     assert difference(autopar.parallelize(step, microbatches=count), step, make) < 1e-12
 
 
+def test_an_update_that_runs_in_a_branch() -> None:
+    step, make = language_model(optax.MultiSteps(CLIPPED, 2))
+    assert difference(autopar.parallelize(step, microbatches=3), step, make, steps=4) < 1e-12
+
+
 @pytest.mark.parametrize("tx", [optax.adagrad(0.1), optax.adam(1e-2), optax.sgd(0.1, momentum=0.9)])
 def test_tables_on_their_touched_rows(tx: optax.GradientTransformation) -> None:
     step, make = language_model(tx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -290,6 +291,73 @@ def test_nothing_is_sent_but_activations_their_gradients_and_sums(tied: bool) ->
     assert max(p.level for p in staged.programs if p.phase == "update") == 2
 
 
+@pytest.mark.parametrize(
+    "pipeline",
+    [autopar.Pipeline(4, "1f1b", 4), autopar.Pipeline(6, "interleaved", 6), autopar.Pipeline(3, "zero-bubble", 4)],
+    ids=lambda p: f"{p.count} {p.schedule}",
+)
+@pytest.mark.parametrize("options", [{"remat": True}, {"dropout": 0.2}], ids=str)
+def test_layers_of_a_scan(pipeline: autopar.Pipeline, options: dict[str, Any]) -> None:
+    step, make = language_model(CLIPPED, stacked=True, **options)
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    assert difference(planned, step, make) < 1e-12
+    homes = [stage.weights for stage in planned.plan.pipeline.stages]
+    parts = {re.sub(r".*/\w+", "", path) for weights in homes for path in weights if "layers" in path}
+    assert len(parts) >= pipeline.count - 2, homes
+
+
+def test_a_stack_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any) -> None:
+    step, make = language_model(CLIPPED, stacked=True)
+    patterns = [["params/words", "params/layers/*[0:1]"], ["params/layers/**[1:4]", "params/out"]]
+    by_patterns, three, plain = (
+        autopar.parallelize(step, pipeline=autopar.Pipeline(patterns, microbatches=4)),
+        autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)),
+        autopar.parallelize(step),
+    )
+    old = autopar.init(lambda key: make(), jax.random.key(0), step=by_patterns, batch=batch(0))
+    first = old["params"]["layers"]["w"]
+    assert [(p.start, p.stop) for p in first.places] == [(0, 1), (1, 4)]
+    assert [x.devices() for x in first.values] == [{jax.devices()[0]}, {jax.devices()[1]}]
+    assert np.array_equal(first, jax.jit(make)()["params"]["layers"]["w"])
+    assert first[2].shape == first.shape[1:] and "on 2 devices" in repr(first)
+    arrays = first.values
+    state, _ = by_patterns(old, batch(0))
+    assert first.is_deleted() and all(x.is_deleted() for x in arrays)
+    autopar.save(tmp_path / "state", state)
+    results = []
+    for planned, like, where in (
+        (by_patterns, state, {}),
+        (three, jax.eval_shape(make), {"step": three, "batch": batch(1)}),
+        (plain, make(), {}),
+        (three, state, {}),  # the parts are those of the patterns
+    ):
+        restored = autopar.restore(tmp_path / "state", like, **where).state
+        new, metrics = planned(restored, batch(1))
+        results.append(jax.tree.leaves((autopar.materialize(new["params"]), metrics)))
+    new, metrics = plain(autopar.materialize(state), batch(1))
+    for found in results:
+        for a, b in zip(found, jax.tree.leaves((new["params"], metrics)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def test_a_plan_of_layers_is_written_and_read(tmp_path: Any) -> None:
+    step, make = language_model(CLIPPED, stacked=True)
+    plan = autopar.plan(autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)), make(), batch(0))
+    plan.save(tmp_path / "plan.json")
+    planned = autopar.parallelize(step, plan=autopar.Plan.load(tmp_path / "plan.json"))
+    assert difference(planned, step, make) < 1e-12
+    assert planned.plan.pipeline.stages == plan.pipeline.stages
+
+
+def test_layers_that_no_stage_has() -> None:
+    step, make = language_model(CLIPPED, stacked=True)
+    patterns = [["params/words", "params/layers/**[0:1]"], ["params/layers/**[2:4]", "params/out"]]
+    with pytest.raises(autopar.StrategyError, match=r"params/layers/\w\[1:2\] belongs to no stage"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline(patterns))(make(), batch(0))
+    with pytest.raises(autopar.StrategyError, match="6 weights and layers to cut between"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline(7))(make(), batch(0))
+
+
 def test_stages_by_patterns() -> None:
     step, make = language_model(CLIPPED)
     patterns = [["params/words", "params/layers/0"], ["params/layers/[1-3]", "params/out"]]
@@ -363,5 +431,5 @@ def test_more_stages_than_weights() -> None:
         loss, grad = jax.value_and_grad(lambda w: (x @ w).sum())(w)
         return w - grad, loss
 
-    with pytest.raises(autopar.StrategyError, match="1 weights to cut between"):
+    with pytest.raises(autopar.StrategyError, match="1 weights and layers to cut between"):
         autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2))(np.eye(4), np.ones((4, 4)))

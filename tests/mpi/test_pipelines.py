@@ -13,7 +13,7 @@ from tests.support.mpi.ranks import run_cases
 WORLDS = {
     (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan"),
     (2, 2): ("check_schedules", "check_the_bits_are_those_of_one_process"),
-    (3, 1): ("check_schedules", "check_the_state", "check_what_is_refused"),
+    (3, 1): ("check_schedules", "check_the_state", "check_the_state_of_stacked_layers", "check_what_is_refused"),
 }
 
 

@@ -29,9 +29,15 @@ def batch(seed: int, examples: int = EXAMPLES) -> dict[str, np.ndarray]:
 
 
 def language_model(
-    tx: optax.GradientTransformation, *, tied: bool = False, dropout: float = 0.0, remat: bool = False
+    tx: optax.GradientTransformation,
+    *,
+    tied: bool = False,
+    dropout: float = 0.0,
+    remat: bool = False,
+    stacked: bool = False,
 ) -> tuple[Step, Callable[[], Any]]:
-    """A residual network over words with a masked mean, and metrics of several shapes; and what makes its state."""
+    """A residual network over words with a masked mean, and metrics of several shapes; and what makes its state.
+    `stacked`: a scan goes through its layers."""
 
     def layer(weights: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ weights["w"] + weights["b"])
@@ -42,7 +48,10 @@ def language_model(
     def loss_of(params: Any, given: Any, key: jax.Array) -> tuple[jax.Array, Any]:
         x = params["words"][given["ids"]]
         run = jax.checkpoint(layer) if remat else layer
-        for k in range(LAYERS):
+        if stacked:
+            layers = (params["layers"], jnp.arange(LAYERS))
+            x, _ = jax.lax.scan(lambda x, xs: (run(xs[0], x, jax.random.fold_in(key, xs[1])), None), x, layers)
+        for k in () if stacked else range(LAYERS):
             x = run(params["layers"][k], x, jax.random.fold_in(key, k))
         logits = x @ (params["words"].T if tied else params["out"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, given["labels"]) * given["mask"]
@@ -63,6 +72,7 @@ def language_model(
             {"w": scale * jax.random.normal(k, (WIDTH, WIDTH), float), "b": jnp.zeros(WIDTH, float)}
             for k in keys[:LAYERS]
         ]
+        layers = jax.tree.map(lambda *xs: jnp.stack(xs), *layers) if stacked else layers
         params = {"words": jax.random.normal(keys[-1], (WORDS, WIDTH), float), "layers": layers}
         if not tied:
             params["out"] = scale * jax.random.normal(keys[-2], (WIDTH, WORDS), float)

@@ -67,16 +67,16 @@ def check_bytes_are_those_of_the_plan() -> None:
     assert predicted <= sent <= predicted + metrics * COUNT, (predicted, sent)
 
 
-def check_the_state() -> None:
+def check_the_state(*, stacked: bool = False) -> None:
     """Made where its stages are, saved, and gone on with in other stages."""
-    folder = Path(os.environ["XDG_CACHE_HOME"]).parent / "state"
-    step, make = language_model(CLIPPED)
+    folder = Path(os.environ["XDG_CACHE_HOME"]).parent / f"state-{stacked}"
+    step, make = language_model(CLIPPED, stacked=stacked)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, microbatches=4))
     state = autopar.init(lambda key: make(), jax.random.key(0), step=planned, batch=batch(0))
     plain = jax.jit(make)()
     for a, b in zip(_params(state), jax.tree.leaves(plain["params"]), strict=True):
         assert np.array_equal(a, b)
-    held = [leaf.value is not None for leaf in jax.tree.leaves(state["params"])]
+    held = [value is not None for leaf in jax.tree.leaves(state["params"]) for value in leaf.values]
     assert any(held) and not all(held)
     old, _ = planned(state, batch(0))
     autopar.save(folder, old)
@@ -96,6 +96,10 @@ def check_the_state() -> None:
         restored, _ = again(restored, batch(1))
         for a, b in zip(_params(restored), _params(state), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+def check_the_state_of_stacked_layers() -> None:
+    check_the_state(stacked=True)
 
 
 def check_what_is_refused() -> None:

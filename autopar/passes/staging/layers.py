@@ -1,0 +1,354 @@
+"""Layers that a scan goes through one by one, cut apart between its iterations, so that stages can share them.
+
+The weights of such layers are stacked: a leaf has one row for each layer, and a scan takes a row an iteration. Here the
+leaf becomes several, each with the rows of some layers, and the scan as many, one behind the other. What they make for
+each layer (residuals, gradients), what the optimizer does elementwise with it, and its slots are in the same parts.
+What has no rule (`analysis.local.place_spread`) reads the parts put together, and is right all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.local import REDUCES, NotLocal, place_spread, resized_params
+from autopar.ir.paths import layers_path
+from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var
+from autopar.ir.slicing import clone
+from autopar.passes.staging.parts import find_parts, used_weights
+
+#: How parts of a reduced value are joined.
+_JOINS = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_p, "prod": jax.lax.mul_p}
+#: Where each part of a leaf ends, in layers; the last one is the number of layers.
+Ends = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stack:
+    """Leaves of the state whose rows are layers of the same scans.
+
+    Attributes:
+      layers: How many.
+      leaves: Weights and their slots.
+    """
+
+    layers: int
+    leaves: tuple[Var, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutProgram:
+    """A program whose stacked leaves are in parts.
+
+    Attributes:
+      program: It has an input for each part, and an output for each new one.
+      inputs, outputs: Those of the whole program, in order; of a leaf in parts these.
+      leaves: Leaf -> its parts.
+    """
+
+    program: Program
+    inputs: tuple[Var | tuple[Var, ...], ...]
+    outputs: tuple[Atom | tuple[Atom, ...], ...]
+    leaves: Mapping[Var, tuple[Var, ...]]
+
+    def parts(self, leaf: Var) -> tuple[Var, ...]:
+        """Of a leaf; itself, if it is whole."""
+        return self.leaves.get(leaf, (leaf,))
+
+    def layers(self, leaves: Sequence[Var]) -> list[tuple[Var, ...]]:
+        """The parts of several leaves that have the same layers, in order."""
+        return list(zip(*map(self.parts, leaves), strict=True))
+
+
+def find_stacks(program: Program) -> list[Stack]:
+    """The stacks of a step that `split_update` has cut, whose gradient program only scans over their layers."""
+    parts = find_parts(program)
+    lengths = {e.params["length"] for e in parts.body.equations if e.op == "scan"} - {1}
+    weights = used_weights(program, parts)
+    leaves = {v for v in weights if v.shape[0] in lengths}
+    while leaves:
+        cutter = _Cutter({v: (1, v.shape[0]) for v in leaves})
+        cutter.run(program)
+        kept = {v for scanned in cutter.scans for v in scanned} - cutter.spoiled
+        if kept == leaves:
+            return [_with_slots(program, cutter, group, set(weights)) for group in _connected(cutter.scans)]
+        leaves = kept
+    return []
+
+
+def _connected(groups: Iterable[frozenset[Var]]) -> list[list[Var]]:
+    """Leaves of one scan together, and those of scans that share one."""
+    joined: list[dict[Var, None]] = []
+    for group in groups:
+        met = [other for other in joined if not group.isdisjoint(other)]
+        new = dict.fromkeys(itertools.chain(*met, group))
+        joined = [other for other in joined if other not in met] + [new]
+    return [list(group) for group in joined]
+
+
+def _with_slots(program: Program, cutter: _Cutter, weights: Sequence[Var], read: Collection[Var]) -> Stack:
+    """Weights, and leaves that the gradient program doesn't `read` whose new value is made layer by layer of them."""
+    block, layers, leaves = program.block, weights[0].shape[0], dict.fromkeys(weights)
+    for leaf, out in program.new_states.items():
+        var, new = block.inputs[leaf], cutter.value(block.outputs[out])
+        is_cut = isinstance(new, _Pieces) and new.axis == 0 and new.leaves <= set(weights)
+        if is_cut and var.shape[:1] == (layers,) and var not in read:
+            leaves[var] = None
+    return Stack(layers, tuple(leaves))
+
+
+def cut_layers(program: Program, ends: Mapping[Var, Ends]) -> CutProgram:
+    """The program with leaves in parts; `ends`: of each leaf that is to be where its parts end, in layers."""
+    cutter = _Cutter(ends)
+    block = cutter.run(program)
+    inputs = tuple(cutter.parts.get(v, v) for v in program.block.inputs)
+    own: list[Input] = []
+    numbers: dict[int, int] = {}
+    for k, (var, leaf) in enumerate(zip(program.block.inputs, program.inputs, strict=True)):
+        numbers[k] = len(own)
+        own += [dataclasses.replace(leaf, path=p) for p in layers_path(leaf.path, ends[var])] if var in ends else [leaf]
+    outputs: list[Atom | tuple[Atom, ...]] = []
+    new: list[Output] = []
+    for atom, out in zip(program.block.outputs, program.outputs, strict=True):
+        var = None if out.state is None else program.block.inputs[out.state]
+        if var is None or var not in ends:
+            outputs.append(cutter.whole(atom))
+            new.append(out if out.state is None else dataclasses.replace(out, state=numbers[out.state]))
+            continue
+        outputs.append(cutter.pieces(atom, 0, ends[var]).atoms)
+        paths = layers_path(out.path, ends[var])
+        new += [Output(path, numbers[out.state or 0] + k) for k, path in enumerate(paths)]
+    flat = tuple(a for each in outputs for a in (each if isinstance(each, tuple) else (each,)))
+    block = Block(tuple(v for each in inputs for v in _listed(each)), tuple(cutter.equations), flat)
+    cut = dataclasses.replace(program, block=block, inputs=tuple(own), outputs=tuple(new))
+    return CutProgram(cut, inputs, tuple(outputs), cutter.parts)
+
+
+def _listed(each: Var | tuple[Var, ...]) -> tuple[Var, ...]:
+    return each if isinstance(each, tuple) else (each,)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """A value in parts along an axis; `leaves`: what it is made of."""
+
+    axis: int
+    ends: Ends
+    atoms: tuple[Atom, ...]
+    leaves: frozenset[Var]
+
+
+def _sizes(ends: Ends) -> list[int]:
+    return [end - start for start, end in zip((0, *ends), ends, strict=False)]
+
+
+class _Cutter:
+    """Writes a block anew.
+
+    Attributes:
+      ends, parts: Of each leaf that is cut where its parts end, and these.
+      equations: What is written.
+      scans: For each scan that is cut the leaves that it goes through.
+      spoiled: Leaves that the gradient program doesn't only go through layer by layer.
+    """
+
+    def __init__(self, ends: Mapping[Var, Ends], *, is_body: bool = False) -> None:
+        self.ends = ends
+        self.parts: dict[Var, tuple[Var, ...]] = {}
+        self.equations: list[Equation] = []
+        self.scans: list[frozenset[Var]] = []
+        self.spoiled: set[Var] = set()
+        self._is_body, self._spoils = is_body, True  # until the update
+        self._env: dict[Var, _Pieces] = {}
+        self._wholes: dict[Var, Var] = {}
+        self._sliced: dict[tuple[Var, int, Ends], _Pieces] = {}
+
+    def run(self, program: Program) -> Block:
+        """All of a program; its outputs as they were."""
+        for var, ends in self.ends.items():
+            self.parts[var] = tuple(Var(var.type.resized(0, size)) for size in _sizes(ends))
+            self._env[var] = _Pieces(0, ends, self.parts[var], frozenset((var,)))
+        for equation in program.block.equations:
+            if equation.op == "ap.microbatches":
+                self._microbatches(equation)
+                self._spoils = False
+            else:
+                self.add(equation)
+        return Block(program.block.inputs, tuple(self.equations), program.block.outputs)
+
+    def value(self, atom: Atom) -> Atom | _Pieces:
+        """What a value has become."""
+        return self._env.get(atom, atom) if isinstance(atom, Var) else atom
+
+    def add(self, equation: Equation) -> None:
+        """Write an equation, in parts if some of its operands are."""
+        cut = {k: value for k, a in enumerate(equation.inputs) if isinstance(value := self.value(a), _Pieces)}
+        if equation.op == "scan" and self._scan(equation, cut):
+            return
+        if not cut:
+            self.equations.append(equation)
+        elif equation.bodies or equation.effects or not self._plain(equation, cut):
+            self._spoil(*cut.values())
+            inputs = tuple(self.whole(a) for a in equation.inputs)
+            self.equations.append(dataclasses.replace(equation, inputs=inputs))
+
+    def whole(self, atom: Atom) -> Atom:
+        """A value, its parts put together."""
+        value = self.value(atom)
+        if not isinstance(value, _Pieces) or not isinstance(atom, Var):
+            return atom
+        if atom not in self._wholes:
+            self._wholes[atom] = Var(atom.type)
+            self._write("concatenate", jax.lax.concatenate_p, value.atoms, self._wholes[atom], dimension=value.axis)
+        return self._wholes[atom]
+
+    def pieces(self, atom: Atom, axis: int, ends: Ends) -> _Pieces:
+        """A value in parts."""
+        value = self.value(atom)
+        if isinstance(value, _Pieces) and (value.axis, value.ends) == (axis, ends):
+            return value
+        source = self.whole(atom)
+        assert isinstance(source, Var), "a literal has no axes"
+        key = (source, axis, ends)
+        if key not in self._sliced:
+            parts = tuple(Var(source.type.resized(axis, size)) for size in _sizes(ends))
+            for part, start, end in zip(parts, (0, *ends), ends, strict=False):
+                starts = tuple(start if d == axis else 0 for d in range(len(source.shape)))
+                limits = tuple(end if d == axis else size for d, size in enumerate(source.shape))
+                params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+                self._write("slice", jax_compat.slice_p, (source,), part, **params)
+            self._sliced[key] = _Pieces(axis, ends, parts, frozenset())
+        return self._sliced[key]
+
+    def _write(self, op: str, primitive: Any, inputs: tuple[Atom, ...], output: Var, **params: Any) -> None:
+        self.equations.append(Equation(op, inputs, (output,), params, primitive=primitive))
+
+    def _spoil(self, *values: _Pieces) -> None:
+        if self._spoils:
+            self.spoiled.update(*(value.leaves for value in values))
+
+    def _microbatches(self, equation: Equation) -> None:
+        """The gradient program, its operands and sums in parts."""
+        (body,), axes, joins = equation.bodies, equation.params["axes"], equation.params["joins"]
+        inner = _Cutter({}, is_body=True)
+        inputs: list[tuple[Atom, Var, int | None]] = []
+        for atom, var, axis in zip(equation.inputs, body.inputs, axes, strict=True):
+            value = self.value(atom) if axis is None else self.whole(atom)
+            if isinstance(value, _Pieces):
+                parts = tuple(Var(a.type) for a in value.atoms)
+                inner._env[var] = dataclasses.replace(value, atoms=parts)
+                inputs += [(outer, part, None) for outer, part in zip(value.atoms, parts, strict=True)]
+            else:
+                inputs.append((value, var, axis))
+        for each in body.equations:
+            inner.add(each)
+        outputs: list[tuple[Atom, Var, str | int]] = []
+        for atom, var, join in zip(body.outputs, equation.outputs, joins, strict=True):
+            value = inner.value(atom) if isinstance(join, str) else inner.whole(atom)
+            if isinstance(value, _Pieces):
+                parts = tuple(Var(a.type) for a in value.atoms)
+                self._env[var] = dataclasses.replace(value, atoms=parts)
+                outputs += [(own, part, join) for own, part in zip(value.atoms, parts, strict=True)]
+            else:
+                outputs.append((value, var, join))
+        self.scans += inner.scans
+        self.spoiled |= inner.spoiled
+        block = Block(tuple(v for _, v, _ in inputs), tuple(inner.equations), tuple(a for a, _, _ in outputs))
+        params = {
+            **equation.params,
+            "axes": tuple(axis for _, _, axis in inputs),
+            "joins": tuple(join for _, _, join in outputs),
+        }
+        self.equations.append(
+            dataclasses.replace(
+                equation,
+                inputs=tuple(a for a, _, _ in inputs),
+                outputs=tuple(v for _, v, _ in outputs),
+                params=params,
+                bodies=(block,),
+            )
+        )
+
+    def _scan(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
+        """A scan whose iterations are cut where its operands are; whether it is one."""
+        params = equation.params
+        first = params["num_consts"] + params["num_carry"]
+        layered = [value for k, value in cut.items() if k >= first and value.axis == 0]
+        if not layered:
+            return False
+        ends = layered[0].ends
+        self._spoil(*(v for k, v in cut.items() if k < first or (v.axis, v.ends) != (0, ends)))
+        leaves = frozenset[Var]().union(*(value.leaves for value in layered))
+        consts = tuple(self.whole(a) for a in equation.inputs[: params["num_consts"]])
+        carry = tuple(self.whole(a) for a in equation.inputs[params["num_consts"] : first])
+        xs = [self.pieces(a, 0, ends).atoms for a in equation.inputs[first:]]
+        made: dict[int, tuple[Var, ...]] = {}
+        order, sizes = range(len(ends)), _sizes(ends)
+        last = 0 if params["reverse"] else len(ends) - 1
+        for k in reversed(order) if params["reverse"] else order:
+            carries = equation.outputs[: params["num_carry"]]
+            carries = carries if k == last else tuple(Var(v.type) for v in carries)
+            ys = tuple(Var(v.type.resized(0, sizes[k])) for v in equation.outputs[params["num_carry"] :])
+            self.equations.append(
+                dataclasses.replace(
+                    equation,
+                    inputs=(*consts, *carry, *(x[k] for x in xs)),
+                    outputs=(*carries, *ys),
+                    params={**params, "length": sizes[k], "unroll": min(params["unroll"], sizes[k])},
+                    bodies=(clone(equation.bodies[0], {})[0],),
+                    original=None,
+                )
+            )
+            carry, made[k] = carries, ys
+        for n, var in enumerate(equation.outputs[params["num_carry"] :]):
+            self._env[var] = _Pieces(0, ends, tuple(made[k][n] for k in order), leaves)
+        self.scans.append(leaves)
+        return True
+
+    def _plain(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
+        """An equation without bodies, once for each part; whether there is a rule."""
+        first, *others = cut.values()
+        if any(other.ends != first.ends for other in others) or equation.op.startswith(("scatter", "ap.")):
+            return False
+        along = {k: value.axis for k, value in cut.items()}
+        try:
+            placed = place_spread(equation, along, 1)
+        except NotLocal:
+            return False
+        is_sum = placed.axis == SUMMED
+        if is_sum and (REDUCES.get(equation.op) not in _JOINS or self._is_body or len(equation.outputs) > 1):
+            return False
+        leaves = first.leaves.union(*(other.leaves for other in others))
+        operands = {k: value.atoms for k, value in cut.items()}
+        operands |= {k: self.pieces(equation.inputs[k], axis, first.ends).atoms for k, axis in placed.needed.items()}
+        made: list[tuple[Var, ...]] = []
+        for k, size in enumerate(_sizes(first.ends)):
+            types = [v.type if is_sum else v.type.resized(placed.axis, size) for v in equation.outputs]
+            params = equation.params if is_sum else resized_params(equation, along, placed.axis, size)
+            inputs = tuple(operands[j][k] if j in operands else a for j, a in enumerate(equation.inputs))
+            made.append(tuple(map(Var, types)))
+            self.equations.append(
+                dataclasses.replace(equation, inputs=inputs, outputs=made[-1], params=params, original=None)
+            )
+        if is_sum:
+            self._joined(equation, [part for (part,) in made])
+            return True
+        for n, var in enumerate(equation.outputs):
+            self._env[var] = _Pieces(placed.axis, first.ends, tuple(outputs[n] for outputs in made), leaves)
+        return True
+
+    def _joined(self, equation: Equation, parts: Sequence[Var]) -> None:
+        """What a reduction over all layers makes of its parts' results."""
+        primitive, total = _JOINS[REDUCES[equation.op]], parts[0]
+        for k, part in enumerate(parts[1:], 2):
+            (out,) = equation.outputs
+            new = out if k == len(parts) else Var(out.type)
+            self._write(primitive.name, primitive, (total, part), new)
+            total = new
