@@ -13,12 +13,13 @@ import numpy as np
 
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes, own_devices
+from autopar.cost.rates import StageRates
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import METHODS, Emit, Sparse, Strategy, asks_for_hosts
+from autopar.ir.strategy import STRATEGIES, TENSOR, Emit, Sparse, Strategy, asks_for_hosts, split_method
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
@@ -34,6 +35,7 @@ class _Given(TypedDict, total=False):
 
     mesh: Any
     data_axis: str | None
+    tensor_axis: str | None
     axis_name: str | None
     batch_axis: BatchAxis
     emit: Emit | None
@@ -61,6 +63,7 @@ def parallelize(
     *,
     mesh: Any = None,
     data_axis: str | None = None,
+    tensor_axis: str | None = None,
     axis_name: str | None = None,
     batch_axis: BatchAxis = 0,
     emit: Emit | None = None,
@@ -87,6 +90,9 @@ def parallelize(
         `(params, opt_state, batch) -> (params, opt_state, loss)`. State: the arguments that the step returns updated.
       mesh: Devices to run on: all of the process by default.
       data_axis: The mesh's axis over which batches are spread; its first by default.
+      tensor_axis: Another axis of the mesh, over whose devices matrix products are divided, as `strategy` says; with
+        it "auto" divides those for which that is predicted to pay. By default the mesh's first other axis, where a
+        strategy says "tensor", and else none: along other axes devices do the same.
       axis_name: Of a step that is written for one device of several, as for `jax.pmap(step, axis_name=...)`, the name
         by which it reduces over them. What is run is what `pmap` computes over the mesh's devices; the state is given
         once, the batch whole. Results that differ from device to device come stacked, [devices, ...].
@@ -100,7 +106,8 @@ def parallelize(
         its touched rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host
         memory, owned by the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths
         to methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
-        to "ps" is kept in shards, with its slots, and gathered for use.
+        to "ps" is kept in shards, with its slots, and gathered for use; of one that it gives to "tensor" the products
+        are divided over the devices of `tensor_axis`, by columns or rows, and nothing is gathered.
       sparse: "exact" (the default); "lazy": only touched rows move, whatever the optimizer does to the others (another
         function: TensorFlow's LazyAdam); "off".
       plan: Run the step as this plan says, in place of `strategy`, `sparse` and `emit`: one that `autopar.plan` made,
@@ -145,8 +152,8 @@ def parallelize(
     plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
-    if not isinstance(strategy, (Mapping, tuple)) and strategy not in METHODS:
-        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(METHODS)}, or a mapping from patterns")
+    if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
+        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(STRATEGIES)}, or a mapping from patterns")
     if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
         raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
     if not isinstance(donate, bool):
@@ -167,7 +174,7 @@ def parallelize(
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
-    devices, stage_devices = Devices.of(mesh, data_axis), []
+    devices, stage_devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit)), []
     processes: Processes | None = None
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
@@ -190,11 +197,12 @@ def parallelize(
             microbatches=microbatches if pipeline is None else pipeline.microbatches,
             pipeline=pipeline,
             stage_devices=len(stage_devices),
+            tensor=devices.tensor,
         ),
         machine=Machine(
             rates=rates if plan is None else None,
             memory=functools.partial(memory_of, devices),
-            stages=None if processes is None else functools.partial(stage_rates_of, tuple(stage_devices), processes),
+            stages=_stage_rates(devices, stage_devices, processes),
         ),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),
@@ -206,6 +214,44 @@ def parallelize(
         stage_processes=processes,
     )
     return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
+
+
+def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit) -> str | None:
+    """The axis of the mesh over which products are divided; None if none are.
+
+    Raises:
+      ArgumentsError: there is no such axis, or options that don't go with it.
+    """
+    asked = any(
+        split_method(m)[0] == TENSOR for m in (strategy.values() if isinstance(strategy, Mapping) else [strategy])
+    )
+    if name is None and not asked:
+        return None
+    what = "strategy='tensor'" if name is None else f"tensor_axis={name!r}"
+    names: Sequence[str] = [] if mesh is None else list(mesh.axis_names)
+    others = [axis for axis in names if axis != (data_axis or names[0])]
+    if not others or (name is not None and name not in others):
+        shown = f"; there are {', '.join(map(repr, others))}" if others else ""
+        raise ArgumentsError(
+            f"{what} takes a mesh with an axis beside the data axis{shown}: "
+            'mesh=jax.make_mesh((2, 4), ("data", "tensor")), with 1 in place of 2 to divide no batch'
+        )
+    if emit == "pmap":
+        raise ArgumentsError(f"{what} and emit='pmap' don't go together: XLA divides the products. Leave emit= out")
+    if asks_for_hosts(strategy):
+        raise ArgumentsError(f"{what} doesn't go with tables on hosts, whose ranks run programs of their own")
+    return name or others[0]
+
+
+def _stage_rates(
+    devices: Devices, stage_devices: Sequence[Any], processes: Processes | None
+) -> Callable[[], StageRates] | None:
+    """What measures the devices of a pipeline, or those over which products are divided; None if there are none."""
+    if processes is not None:
+        return functools.partial(stage_rates_of, tuple(stage_devices), processes)
+    if devices.tensor > 1:
+        return functools.partial(stage_rates_of, tuple(devices.mesh.devices.flat), devices.processes)
+    return None
 
 
 def _stage_devices(pipeline: Pipeline, devices: Devices) -> np.ndarray:
@@ -223,7 +269,7 @@ def _check_pipeline(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {devices.mesh.size}"
         )
     others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
-    others |= {"strategy": strategy != "auto"}
+    others |= {"strategy": strategy != "auto", "tensor_axis": devices.tensor_axis is not None}
     named = [f"{name}=" for name, is_given in others.items() if is_given]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")

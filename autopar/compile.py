@@ -107,7 +107,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
     earlier = request.options.plan
     if earlier is not None:
-        check_facts(program, earlier, request.options.devices)
+        check_facts(program, earlier, request.options.devices, request.options.tensor)
     made, note = choose(program, request.options, request.measured)
     if earlier is not None:
         check_followed(program, earlier, made)
@@ -156,7 +156,7 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
     by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
     devices = (1 if by_rank else bound.devices) * request.options.rank_devices
-    if devices == 1 or (bound.emit == "pmap" and not bound.on_hosts):
+    if devices * request.options.tensor == 1 or (bound.emit == "pmap" and not bound.on_hosts):
         return program, bound, "XLA partitions nothing"
     program, isolated = shield(program, bound, devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -26,19 +26,21 @@ class Devices:
     Attributes:
       mesh: The devices. Along axes other than `axis` everything is replicated.
       axis: The data axis.
+      tensor_axis: Over which products are divided; None: nothing is.
     """
 
     mesh: Mesh
     axis: str
+    tensor_axis: str | None = field(default=None, kw_only=True)
 
     @staticmethod
-    def of(mesh: Mesh | None, axis: str | None = None) -> Devices:
+    def of(mesh: Mesh | None, axis: str | None = None, tensor_axis: str | None = None) -> Devices:
         """The user's mesh, its Explicit axes made Auto; all devices by default."""
         if mesh is None:
             return Devices(jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,)), "data")
         names = mesh.axis_names
         auto = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
-        return Devices(auto, axis or names[0])
+        return Devices(auto, axis or names[0], tensor_axis=tensor_axis)
 
     @staticmethod
     def of_array(array: jax.Array, along: int) -> Devices:
@@ -52,6 +54,11 @@ class Devices:
     def count(self) -> int:
         """N: devices along the data axis."""
         return self.mesh.shape[self.axis]
+
+    @property
+    def tensor(self) -> int:
+        """T: devices over which products are divided."""
+        return 1 if self.tensor_axis is None else self.mesh.shape[self.tensor_axis]
 
     @property
     def parts(self) -> int:
@@ -76,13 +83,16 @@ class Devices:
         """Spread along an axis of the array (over other axes of the mesh than the data axis), or replicated."""
         return P() if along is None else P(*[None] * along, over or self.axis)
 
-    def sharding(self, along: int | None) -> NamedSharding:
-        """The same as a sharding."""
-        return NamedSharding(self.mesh, self.spec(along))
+    def sharding(self, along: int | None, tensor: int | None = None) -> NamedSharding:
+        """The same as a sharding; `tensor`: the axis that is spread over the tensor axis."""
+        if tensor is None:
+            return NamedSharding(self.mesh, self.spec(along))
+        names = {tensor: self.tensor_axis} | ({} if along is None else {along: self.axis})
+        return NamedSharding(self.mesh, P(*[names.get(k) for k in range(max(names) + 1)]))
 
-    def constrain(self, value: Array, along: int | None) -> Array:
+    def constrain(self, value: Array, along: int | None, tensor: int | None = None) -> Array:
         """Tell XLA where a value is."""
-        return jax.lax.with_sharding_constraint(value, self.sharding(along))
+        return jax.lax.with_sharding_constraint(value, self.sharding(along, tensor))
 
     def gathered(self, value: Array, along: int) -> Array:
         """All of a value that is spread along an axis, on every device."""
@@ -116,7 +126,7 @@ class OwnPart(Devices, abc.ABC):
     def parts(self) -> int:
         return 1
 
-    def constrain(self, value: Array, along: int | None) -> Array:
+    def constrain(self, value: Array, along: int | None, tensor: int | None = None) -> Array:
         return value
 
     def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:

@@ -19,7 +19,7 @@ class Measurements:
       memory: Bytes of memory of each device; None where that limits nothing.
       ids: Family -> the flat ids that the example batch looks up, int32, the number of rows for "no row"; without an
         entry where they aren't known.
-      stages: Of a pipeline, what the programs of stages take; None: not measured.
+      stages: Of a pipeline, or of products that are divided, what programs and sends take; None: not measured.
     """
 
     rates: Rates | None = None

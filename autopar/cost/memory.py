@@ -75,7 +75,8 @@ def _whole_bytes(program: Program, leaf: int) -> int:
 def leaf_bytes(program: Program, bound: BoundPlan, leaf: int) -> int:
     """Bytes of a leaf of the state on each device."""
     size = _whole_bytes(program, leaf)
-    return size if bound.placements[leaf] is None else -(-size // bound.devices)
+    size = size if bound.placements[leaf] is None else -(-size // bound.devices)
+    return size if leaf not in bound.tensors or bound.plan.tensor is None else -(-size // bound.plan.tensor.devices)
 
 
 def state_bytes(program: Program, bound: BoundPlan) -> int:

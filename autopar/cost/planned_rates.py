@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
-from autopar.cost.rates import FREE, Curve, HostRates, Rates, RowRate
+from autopar.cost.rates import FREE, Curve, HostRates, Rates, RowRate, StageRates
 from autopar.ir.cluster import ClusterSpec
 
 _LARGE = float(1 << 30)
@@ -28,6 +28,17 @@ def planned_rates(cluster: ClusterSpec) -> Rates:
         all_reduce=_line(lambda size: all_reduce_s(cluster, size)),
         flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
         **_in_memory(cluster.device.memory_bytes_s),
+    )
+
+
+def planned_stage_rates(cluster: ClusterSpec) -> StageRates:
+    """Rates of the programs of stages, or of divided products; sends are between machines, if there are several."""
+    link = cluster.between if cluster.machines > 1 else cluster.inside
+    return StageRates(
+        flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
+        byte_s=1 / cluster.device.memory_bytes_s,
+        call_s=link.latency_s,
+        send_byte_s=1 / link.bytes_s,
     )
 
 

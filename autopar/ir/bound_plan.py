@@ -70,6 +70,7 @@ class BoundPlan:
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
       shards: Dense leaves that are spread and gathered for use -> the axis.
+      tensors: Leaves that are divided over the devices of a tensor axis -> their axis.
     """
 
     plan: Plan
@@ -78,6 +79,7 @@ class BoundPlan:
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
     fallback: tuple[FamilyPlan, ...] = ()
     shards: Mapping[int, int] = field(default_factory=dict)
+    tensors: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -93,6 +95,10 @@ class BoundPlan:
     def on_hosts(self) -> bool:
         """Whether any table is in the memory of the hosts."""
         return any(f.on_hosts for f in self.families)
+
+    def place(self, k: int) -> tuple[int | None, int | None]:
+        """The axes of an input that are spread over the data axis, and over the tensor axis."""
+        return self.placements[k], self.tensors.get(k)
 
     @property
     def rewrites(self) -> bool:
@@ -113,6 +119,7 @@ class BoundPlan:
             self.placements,
             self.layouts,
             self.shards,
+            self.tensors,
             self.emit,
             self.plan.microbatches,
         )

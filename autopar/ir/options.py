@@ -40,5 +40,7 @@ class Options:
     log_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
+    #: T, devices over which products are divided.
+    tensor: int = 1
     #: An earlier plan, by which the step is to be run.
     plan: Plan | None = None

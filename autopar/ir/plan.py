@@ -19,7 +19,8 @@ from autopar.ir.plan_difference import PlanDifference, difference
 from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
 from autopar.ir.stage_plan import PipelinePlan
-from autopar.ir.strategy import HOSTED, METHODS, Emit, Method, Sparse, Where
+from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Emit, Method, Sparse, Where
+from autopar.ir.tensor_plan import TensorPlan
 
 #: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
 _DERIVED: Mapping[str, bool] = {"saved": False}
@@ -127,6 +128,7 @@ class Plan:
       state_bytes: Bytes of the state on each device.
       microbatches: M, the parts of a batch that run one after the other before the update.
       pipeline: Its stages, if it is run in stages.
+      tensor: Products that are divided over the devices of a tensor axis, if there is one.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
       reduction_backend: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
@@ -150,6 +152,7 @@ class Plan:
     state_bytes: int
     microbatches: int = 1
     pipeline: PipelinePlan | None = None
+    tensor: TensorPlan | None = None
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     reduction_backend: str = field(default="", metadata={"formerly": "road"})
@@ -208,13 +211,15 @@ class Plan:
         methods: dict[str, Method] = dict.fromkeys(self.sharded, "ps")
         for table in self.tables:
             methods[table.path] = (table.method, "hosts") if table.where == "hosts" else table.method
+        for group in () if self.tensor is None else self.tensor.groups:
+            methods |= dict.fromkeys(group.weights, TENSOR if group.taken else "allreduce")
         return {path: methods[path] for path in sorted(methods, key=lambda path: (-path.count("/"), path))}
 
     @property
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (self.devices, self.microbatches, self.strategy, limits, _stages_of(self))
+        about = (self.devices, self.microbatches, self.strategy, limits, _stages_of(self), _tensor_of(self))
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -318,6 +323,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "emit": plan.emit,
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
+        "divided products": _tensor_of(plan) or "none",
         "bytes of state on a device": str(plan.state_bytes),
     }
 
@@ -328,6 +334,14 @@ def _stages_of(plan: Plan) -> str:
         return ""
     stages = (f"{', '.join(s.weights)} on {', '.join(map(str, s.devices))}" for s in plan.pipeline.stages)
     return f"{plan.pipeline.schedule}: {'; '.join(stages)}"
+
+
+def _tensor_of(plan: Plan) -> str:
+    """What is divided over the devices of a tensor axis, in words; empty if nothing is."""
+    if plan.tensor is None or not plan.tensor.axes:
+        return ""
+    axes = ", ".join(f"{path} axis {axis}" for path, axis in plan.tensor.axes.items())
+    return f"over {plan.tensor.devices} devices: {axes}"
 
 
 def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:

@@ -17,7 +17,11 @@ from autopar.ir.paths import matches
 ROW_METHODS = ("ps", "allgather", "allreduce_rows")
 #: Methods by which every device has all rows of a table.
 REPLICATED = ("allgather", "allreduce_rows", "allreduce")
+#: Divides products of dense parameters over the devices of a tensor axis.
+TENSOR = "tensor"
 METHODS = ("auto", "allreduce", *ROW_METHODS)
+#: All that a strategy may say.
+STRATEGIES = (*METHODS, TENSOR)
 Sparse = Choice["exact", "lazy", "off"]
 #: How a table on hosts is called among methods.
 HOSTED = "ps on hosts"
@@ -37,8 +41,8 @@ def split_method(asked: Method) -> tuple[str, Where]:
       StrategyError: there is no such method, or not there.
     """
     method, where = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, "devices")
-    if not isinstance(method, str) or method not in METHODS:
-        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    if not isinstance(method, str) or method not in STRATEGIES:
+        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(STRATEGIES)}")
     if where not in ("devices", "hosts"):
         raise StrategyError(f"strategy: {asked!r} is neither on 'devices' nor on 'hosts'")
     if where == "hosts" and method != "ps":

@@ -6,12 +6,17 @@ import collections
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16}
 _OPS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 _COLLECTIVE = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<op>{_OPS})(?P<start>-start)?\(")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(?P<groups>\{.*?\})\}")
+_ARRANGED = re.compile(r"replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<of>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
+_NAMED = re.compile(r"replica_groups=mesh\[(?P<sizes>[^\]]*)\] \{(?P<along>[^}]*)\}")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<shape>[\d,]*)\]")
 _CALLED = re.compile(r"(?:to_apply|calls|condition|true_computation|false_computation)=%?(?P<name>[\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{(?P<names>[^}]*)\}")
@@ -26,6 +31,7 @@ class Collective:
     Attributes:
       op: "all-reduce", "all-gather", "all-to-all", "reduce-scatter" or "collective-permute".
       arrays: (dtype, shape) of its results on one device.
+      groups: Which devices take part together, by their number in the mesh; empty where XLA says that all do.
       times: How often a step runs it. Loops whose number of iterations isn't known at compile time count as none: a
         planned step has one for batches that exceed a capacity, and one for scalars that are not finite.
     """
@@ -33,6 +39,7 @@ class Collective:
     op: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
     times: int
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -77,7 +84,7 @@ def read_collectives(text: str) -> list[Collective]:
             )
             if match["start"] and match["op"] in ("all-gather", "collective-permute"):
                 arrays = arrays[len(arrays) // 2 :]  # the operands come first
-            collectives[name].append(Collective(match["op"], arrays, 1))
+            collectives[name].append(Collective(match["op"], arrays, 1, _groups(line)))
         loop, turns = _LOOP.search(line), _TURNS.search(line)
         if loop:
             called[name].append((loop["name"], int(turns["count"]) if turns else 0))
@@ -87,10 +94,32 @@ def read_collectives(text: str) -> list[Collective]:
     return _collect(entry, collectives, called, 1)
 
 
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    """The devices of each group: listed, as an array of all that is transposed, or along named axes of a mesh."""
+    listed, array, mesh = _LISTED.search(line), _ARRANGED.search(line), _NAMED.search(line)
+    if listed:
+        return tuple(tuple(map(int, each.split(","))) for each in re.findall(r"\d[\d,]*", listed["groups"]))
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh["sizes"])}
+        along = [k for k, name in enumerate(sizes) if f"'{name}'" in mesh["along"]]
+        numbers = np.moveaxis(
+            np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())), along, range(-len(along), 0)
+        )
+        members = math.prod(numbers.shape[-len(along) :]) if along else 1
+        return tuple(map(tuple, numbers.reshape(-1, members).tolist()))
+    if not array:
+        return ()
+    shape, of, order = (
+        tuple(map(int, array[name].split(","))) if array[name] else () for name in ("shape", "of", "order")
+    )
+    numbers = np.arange(math.prod(of)).reshape(of)
+    return tuple(map(tuple, (numbers.transpose(order) if order else numbers).reshape(shape).tolist()))
+
+
 def _collect(
     name: str, collectives: Mapping[str, list[Collective]], called: Mapping[str, list[tuple[str, int]]], times: int
 ) -> list[Collective]:
-    mine = [Collective(c.op, c.arrays, times) for c in collectives.get(name, ())]
+    mine = [replace(c, times=times) for c in collectives.get(name, ())]
     for other, turns in called.get(name, ()):
         mine += _collect(other, collectives, called, times * turns)
     return mine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.memory import Shardable, choose_sharded, state_bytes
@@ -17,9 +18,10 @@ from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.strategy import REPLICATED, Strategy, asked_of, split_method
+from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method
 from autopar.passes.choosing.dense_shards import dense_plan, shard_dense
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
+from autopar.passes.choosing.tensor_products import choose_tensor
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[BoundPlan, str]:
@@ -34,18 +36,24 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
-    methods, patterns, hosts = _methods(program, options.strategy)
+    wanted = _wanted(program, options.strategy)
+    if options.tensor == 1 and wanted.tensors:
+        raise StrategyError(
+            f"strategy: {next(iter(wanted.tensors.values()))!r} says 'tensor': give a mesh with an axis for it"
+        )
     has_effects = any(e.effects for e in program.block.equations)
     earlier = options.plan
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
-    choices = Choices(options, measured, methods, hosts, not has_effects, decided)
+    choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided)
     made = [decide_family(program, space, choices) for space in program.rows.spaces]
-    bound = _assemble(program, options, made, patterns)
+    bound = _assemble(program, options, made, wanted)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
         sharded = _too_large(program, bound.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
             made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
-        bound = _assemble(program, options, made, patterns) if sharded else bound
+        bound = _assemble(program, options, made, wanted) if sharded else bound
+    if options.tensor > 1:
+        bound = _with_tensors(program, options, bound, wanted, measured)
     tables = sum(len(plans) for _, plans in made)
     lifted = sum(t.lifted for t in bound.plan.tables)
     return bound, f"{lifted} of {tables} tables run on their touched rows"
@@ -53,15 +61,13 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
 
 def compares_methods(program: Program, options: Options) -> bool:
     """Whether `choose` compares what methods cost, and so wants rates of the devices."""
-    methods, _, hosts = _methods(program, options.strategy)
-    choices = Choices(options, UNMEASURED, methods, hosts)
+    wanted = _wanted(program, options.strategy)
+    choices = Choices(options, UNMEASURED, wanted.methods, wanted.hosts)
     return any(compares(program, space, choices) for space in program.rows.spaces)
 
 
-def _assemble(
-    program: Program, options: Options, decided: Sequence[Decision], patterns: Mapping[int, str]
-) -> BoundPlan:
-    """The plan of all families' decisions, and of dense leaves: leaf -> the pattern that gives it to "ps"."""
+def _assemble(program: Program, options: Options, decided: Sequence[Decision], wanted: _Wanted) -> BoundPlan:
+    """The plan of all families' decisions, and of dense leaves."""
     pairs = zip(program.rows.spaces, decided, strict=True)
     families = [
         tuple(FamilyPlan(space.family, tables[0], bounds) for bounds in space_plan)
@@ -74,7 +80,7 @@ def _assemble(
     chosen = {f.family for f in safe}
     rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, input_ in enumerate(program.inputs) if input_.role == "state")
-    shards, plans = shard_dense(program, patterns, states - rows, options.devices)
+    shards, plans = shard_dense(program, wanted.shards, states - rows, options.devices)
     tables = sorted(_with_shards([t for _, plans in decided for t in plans], plans), key=lambda t: order[t.path])
     members = {leaf for space in program.rows.spaces for leaf in space.leaves}
     named = {leaf.path: leaf for leaf in plans}
@@ -124,21 +130,60 @@ def _saved(program: Program, space: RowSpace, devices: int) -> int:
     return sum(size - -(-size // devices) for size in sizes)
 
 
-def _methods(
-    program: Program, strategy: Strategy
-) -> tuple[dict[int, tuple[str, bool]], dict[int, str], frozenset[int]]:
-    """Table -> (method, whether the strategy names this very table); leaf -> the pattern that gives it to "ps"; and
-    the tables that are to be on hosts.
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a strategy says.
 
-    One method for the whole step means the tables that can be lifted, patterns mean every parameter.
+    Attributes:
+      methods: Table -> (method, whether the strategy names this very table).
+      shards, tensors: Leaf -> the pattern that gives it to "ps", and to "tensor".
+      hosts: Tables that are to be on hosts.
+      kept: Leaves of which every device is to have all.
     """
+
+    methods: dict[int, tuple[str, bool]]
+    shards: dict[int, str]
+    tensors: dict[int, str]
+    hosts: frozenset[int]
+    kept: frozenset[int]
+
+
+def _with_tensors(
+    program: Program, options: Options, bound: BoundPlan, wanted: _Wanted, measured: Measurements
+) -> BoundPlan:
+    """The plan with products that are divided over the devices of a tensor axis."""
+    lifted = {f.family for f in bound.families}
+    rows = {leaf for space in program.rows.spaces if space.family in lifted for leaf in space.leaves}
+    states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"}
+    eligible = sorted(states - rows - bound.shards.keys() - wanted.kept)
+    needed, memory = bound.plan.state_bytes, measured.memory
+    axes, plan = choose_tensor(
+        program,
+        wanted.tensors,
+        eligible,
+        (options.devices, options.tensor),
+        measured.stages,
+        is_needed=memory is not None and needed > state_budget(memory),
+    )
+    bound = dataclasses.replace(bound, tensors=axes).noting(tensor=plan)
+    return bound.noting(state_bytes=state_bytes(program, bound))
+
+
+def _wanted(program: Program, strategy: Strategy) -> _Wanted:
+    """What a strategy says of each leaf. One method for the whole step means the tables that can be lifted (or by
+    "tensor" all that can be divided), patterns mean every parameter."""
+    states = {k: input_.path for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")}
     if not isinstance(strategy, Mapping):
         method, where = split_method(strategy)
+        if method == TENSOR:
+            auto = {k: ("auto", False) for k, _ in program.tables}
+            return _Wanted(auto, {}, dict.fromkeys(states, TENSOR), frozenset(), frozenset())
         liftable = {k for space in program.rows.spaces if host_refusal(program, space) is None for k in space.tables}
         hosts = frozenset(liftable if where == "hosts" else ())
-        return {k: (method, False) for k, _ in program.tables}, {}, hosts
+        methods = {k: (method, False) for k, _ in program.tables}
+        kept = frozenset(states if method == "allreduce" else ())
+        return _Wanted(methods, {}, {}, hosts, kept)
     tables = {k for k, _ in program.tables}
-    states = {k: input_.path for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")}
     for pattern, input_ in strategy.items():
         method, where = split_method(input_)
         matched = [k for k, path in states.items() if matches(pattern, path)]
@@ -150,17 +195,22 @@ def _methods(
         if (method in ("allgather", "allreduce_rows") or where == "hosts") and not tables.intersection(matched):
             raise StrategyError(
                 f"strategy: {pattern!r} matches no parameter that is looked up by rows ({shown}); "
-                f"for dense ones there are 'allreduce' and 'ps', not {input_!r}"
+                f"for dense ones there are 'allreduce', 'ps' and 'tensor', not {input_!r}"
             )
-    methods, patterns, hosts = {}, {}, set()
+    wanted, hosts, kept = _Wanted({}, {}, {}, frozenset(), frozenset()), set[int](), set[int]()
     for k, path in states.items():
         method, where, pattern = asked_of(strategy, path)
+        if pattern is not None and method == TENSOR:
+            wanted.tensors[k] = pattern  # a table's rows may still go by themselves, unless it is named itself
+            method, pattern = ("allreduce", pattern) if pattern == path else ("auto", None)
         if k in tables:
-            methods[k] = (method, pattern not in ("*", "**", None))
+            wanted.methods[k] = (method, pattern not in ("*", "**", None))
             hosts.update([k] if where == "hosts" else [])
         if pattern is not None and method == "ps" and where == "devices":
-            patterns[k] = pattern
-    return methods, patterns, frozenset(hosts)
+            wanted.shards[k] = pattern
+        if method == "allreduce" and k not in wanted.tensors:
+            kept.add(k)
+    return dataclasses.replace(wanted, hosts=frozenset(hosts), kept=frozenset(kept))
 
 
 def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> list[TablePlan]:

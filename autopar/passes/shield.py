@@ -41,7 +41,7 @@ def shield(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, t
     """
     if not any(map(mispartitioned, program.block.walk())):
         return program, ()
-    walk = _Shield(_batch_axes(program, bound, devices), devices)
+    walk = _Shield(_batch_axes(program, bound, devices), devices, divides=bool(bound.tensors))
     block = walk.block(program.block)
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
 
@@ -59,11 +59,19 @@ def _batch_axes(program: Program, bound: BoundPlan, devices: int) -> Mapping[Var
 
 
 class _Shield:
-    """`told`: what was isolated, in words."""
+    """Of one program.
 
-    def __init__(self, axes: Mapping[Var, int], devices: int) -> None:
-        self._axes = axes
-        self._devices = devices
+    Args:
+      axes: Where the examples lie.
+      devices: Over how many devices.
+      divides: Whether values are spread along other axes than that of the examples as well.
+
+    Attributes:
+      told: What was isolated, in words.
+    """
+
+    def __init__(self, axes: Mapping[Var, int], devices: int, *, divides: bool) -> None:
+        self._axes, self._devices, self._divides = axes, devices, divides
         self.told: list[str] = []
 
     def block(self, block: Block) -> Block:
@@ -84,6 +92,8 @@ class _Shield:
 
     def _is_apart(self, equation: Equation) -> bool:
         """Whether each device's results are known to be of its own examples alone."""
+        if self._divides:
+            return False
         if not any(isinstance(a, Var) for a in equation.inputs):
             return True
         _, placed = self._placed(equation)

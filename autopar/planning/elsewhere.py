@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from autopar.cost.planned_rates import planned_rates
+from autopar.cost.planned_rates import planned_rates, planned_stage_rates
+from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.strategy import Strategy, asks_for_hosts, without_hosts
 from autopar.measure.cluster import require_cluster
@@ -20,9 +21,16 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
     """
     require_cluster(cluster)
     memory = int(cluster.device.memory_bytes)
-    machine = Machine(functools.partial(planned_rates, cluster), lambda: memory)
-    strategy = step.options.strategy
-    return on_devices(step, cluster.count, machine, strategy, hosts=asks_for_hosts(strategy))
+    rates, stages = functools.partial(planned_rates, cluster), functools.partial(planned_stage_rates, cluster)
+    strategy, tensor = step.options.strategy, step.options.tensor
+    if cluster.count % tensor:
+        raise ArgumentsError(
+            f"{step.name} divides products over {tensor} devices, and {cluster} has {cluster.count}: give a multiple"
+        )
+    count = 1 if step.options.pipeline is not None else cluster.count // tensor
+    there = on_devices(step, count, Machine(rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy))
+    options = dataclasses.replace(there.options, stage_devices=cluster.count)
+    return ParallelStep(dataclasses.replace(there.planner, options=options))
 
 
 def on_devices(

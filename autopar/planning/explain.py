@@ -22,12 +22,19 @@ from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import DensePlan, TablePlan
+from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.planning.elsewhere import elsewhere
-from autopar.planning.explain_notes import hosted_text, is_undivided, isolated_notes, memory_notes, predicted_note
+from autopar.planning.explain_notes import (
+    hosted_text,
+    is_undivided,
+    isolated_notes,
+    memory_notes,
+    predicted_note,
+    tensor_notes,
+)
 from autopar.planning.explain_stages import stage_notes, stage_table
 from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
@@ -236,7 +243,7 @@ def explain(step: AnyStep, *args: Any, cluster: ClusterSpec | None = None, **kwa
 def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: ClusterSpec | None = None) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
     rows = [_table_row(entry, space, k, leaves) for space in program.rows.spaces for k in space.tables]
-    rows += [_dense_row(leaf, plan.devices) for leaf in plan.dense]
+    rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     updates = any(input_.role == "state" for input_ in program.inputs)
     processes = 1 if entry.devices is None else len(entry.devices.processes.members)
@@ -247,20 +254,34 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
     if is_undivided(entry):
         there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
     return Explanation(
-        name, tuple(rows), passes, *facts, (*memory_notes(entry, cluster), *there, *entry.notes), plan.pipeline
+        name,
+        tuple(rows),
+        passes,
+        *facts,
+        (*memory_notes(entry, cluster), *tensor_notes(plan), *there, *entry.notes),
+        plan.pipeline,
     )
 
 
-def _dense_row(leaf: DensePlan, devices: int) -> ExplainedLeaf:
-    """A dense leaf's row: one in shards is updated on its owner."""
+def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
+    """A dense leaf's row: one in shards is updated on its owner, one that is divided where its products are."""
     size = leaf.nbytes
-    action, kept = ("in shards, ps", size // devices) if leaf.sharded else ("as it is", size)
+    action, kept = ("in shards, ps", size // plan.devices) if leaf.sharded else ("as it is", size)
+    action, kept = _divided(plan, leaf.path, action, kept)
     return ExplainedLeaf(leaf, size, 0, None, action, 2 * size, 2 * kept, sent=leaf.sent)
+
+
+def _divided(plan: Plan, path: str, action: str, touched: int) -> tuple[str, int]:
+    """How a leaf is updated, and the bytes of that, if it is divided over the devices of a tensor axis."""
+    if plan.tensor is None or path not in plan.tensor.axes:
+        return action, touched
+    return f"tensor, axis {plan.tensor.axes[path]}", touched // plan.tensor.devices
 
 
 def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | None) -> ExplainedLeaf:
     """A table's row; the family's slots, and what is exchanged, are counted with its first table."""
-    program, bound, devices = entry.compiled.analysed, entry.compiled.bound, entry.compiled.plan.devices
+    program, bound, plan = entry.compiled.analysed, entry.compiled.bound, entry.compiled.plan
+    devices = plan.devices
     table, first = bound.plan.table(program.inputs[k].path), k == space.tables[0]
     nbytes = program.block.inputs[k].type.nbytes
     slots = [leaf for leaf in space.leaves if leaf not in space.tables] if first else []
@@ -274,6 +295,7 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
         planned = int(dense * alpha.share) if alpha else dense
     if k in bound.shards:
         action, planned = "all rows, in shards", dense // devices
+    action, planned = _divided(plan, table.path, action, planned)
     if table.log_steps:
         action += ", others deferred"
         deferred = f"{format_bytes(_log_bytes(entry, space.family))} for what they missed"

@@ -49,6 +49,23 @@ def predicted_note(made: Plan) -> str:
     return f"A step is predicted to take {made.seconds * 1e3:.2f} ms: {shown}."
 
 
+def tensor_notes(plan: Plan) -> tuple[str, ...]:
+    """Which products are divided over the devices of a tensor axis, what that takes, and why."""
+    if plan.tensor is None:
+        return ()
+    lines = [f"Products that {plan.tensor.devices} devices can divide:"]
+    for group in plan.tensor.groups:
+        weights = ", ".join(f"{path} (axis {group.axes[path]})" for path in group.weights)
+        counts = [
+            f"{n} {what}{'s' * (n > 1)}"
+            for n, what in ((group.reduces, "AllReduce"), (group.gathers, "AllGather"))
+            if n
+        ]
+        sent = f"{' and '.join(counts) or 'nothing'}, {format_bytes(group.sent)} from each device in a step"
+        lines.append(f"  {weights}: {'divided' if group.taken else 'whole'}; {sent}; {group.reason}")
+    return tuple(lines if len(lines) > 1 else ["No product can be divided over the devices of the tensor axis."])
+
+
 def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
     """For which machines it is planned, if not for those here, and whether the state fits their devices."""
     program, plan, options = entry.compiled.analysed, entry.compiled.bound, entry.options

@@ -99,18 +99,26 @@ def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
 def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
     """What the whole step is predicted to take."""
     tables = [(t.taken, t.sizes) for t in decided.families if t.sizes is not None]
-    return step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
+    parts = step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
+    if decided.tensor is None:
+        return parts
+    sent = tuple(Term(f"sums of {g.weights[0]} and its pair", g.sent_s, g.sent) for g in decided.tensor.taken)
+    return {**parts, "divided products": sent}
 
 
 def dense_load(decided: Plan) -> DenseLoad:
     """What a step does on each device with all leaves whose rows don't go by themselves."""
     whole = [t for t in decided.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
     sizes = [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
-    leaves = [leaf.nbytes // (decided.devices if leaf.sharded else 1) for leaf in decided.dense]
+    divided = {} if decided.tensor is None else dict.fromkeys(decided.tensor.axes, decided.tensor.devices)
+    leaves = [leaf.nbytes // (decided.devices if leaf.sharded else divided.get(leaf.path, 1)) for leaf in decided.dense]
     leaves += [size for size, table in sizes for _ in range(1 + len(table.slots))]
     sums, work = (*decided.work.sums, *((size, 1) for size, _ in sizes)), decided.work
     moved = work.moved_bytes / decided.devices
-    return DenseLoad(work.on(decided.devices), sums, tuple(leaves), moved, by_mpi=decided.reduction_backend == "mpi")
+    flops = work.on(decided.devices)
+    if decided.tensor is not None:
+        flops -= decided.tensor.saved_flops / decided.devices
+    return DenseLoad(flops, sums, tuple(leaves), moved, by_mpi=decided.reduction_backend == "mpi")
 
 
 @dataclass(frozen=True, slots=True)

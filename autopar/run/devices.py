@@ -63,7 +63,7 @@ class DevicesRunner:
         entries = [s for j in self._log_specs for s in j.shardings]
         self._devices = devices
         self._layouts = bound.layouts
-        self._shardings = [devices.sharding(along) for along in bound.placements]
+        self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
         self._states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]

@@ -175,7 +175,8 @@ def measure(program: Program, options: Options, machine: Machine, example: Seque
     memory = machine.memory_bytes  # here, where all processes are
     if options.pipeline is not None:
         return Measurements(memory=memory, stages=None if machine.stages is None else machine.stages())
+    stages = machine.stages() if options.tensor > 1 and machine.stages is not None else None
     if options.devices == 1:
-        return Measurements(memory=memory)
+        return Measurements(memory=memory, stages=stages)
     rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
-    return Measurements(rates, memory, looked_up(program, example))
+    return Measurements(rates, memory, looked_up(program, example), stages)

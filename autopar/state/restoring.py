@@ -80,9 +80,9 @@ def places_of_step(
             LeafPlace("stage", places=parts) if is_staged(parts) else LeafPlace("array", sharding=parts[0].sharding)
         )
     if not bound.on_hosts and step.devices is not None:
-        for k, along in enumerate(bound.placements):
+        for k in range(len(bound.placements)):
             layout, axis = bound.layouts.get(k, (None, 0))
-            sharding = step.devices.sharding(along)
+            sharding = step.devices.sharding(*bound.place(k))
             planned[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
     return [place if k is None else planned.get(k, place) for k, place in zip(inputs, places, strict=True)]
 

@@ -69,6 +69,23 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     assert sent_by_device(text, 4) == 21 * 3 // 4 + 80 * 3 // 4 + 20 * (2 * 4 * 3 // 4)
 
 
+@pytest.mark.parametrize(
+    ("written", "groups"),
+    [
+        ("replica_groups={{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['axis_0'=2,'axis_1'=1,'axis_2'=2] {'axis_0'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+        ("channel_id=1", ()),
+    ],
+)
+def test_groups_of_devices(written: str, groups: Any) -> None:
+    text = f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %r = f32[2]{{0}} all-reduce(%q), {written}, to_apply=%sum\n}}"
+    assert read_collectives(text) == [Collective("all-reduce", (("f32", (2,)),), 1, groups)]
+
+
 def result_bytes(text: str, larger_than: int = 0) -> Counter[str]:
     """Op -> bytes of its results on one device, of arrays larger than so many bytes."""
     total: Counter[str] = Counter()

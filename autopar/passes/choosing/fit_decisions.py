@@ -17,8 +17,8 @@ from autopar.ir.rowspace import RowSpace
 _REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...); or leave plan= away"
 
 
-def check_facts(program: Program, earlier: Plan, devices: int) -> None:
-    """That the plan is of an analysed program's tables, on so many devices.
+def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> None:
+    """That the plan is of an analysed program's tables, on so many devices, of which so many divide products.
 
     Raises:
       PlanError: it isn't; all that differs is named.
@@ -33,6 +33,12 @@ def check_facts(program: Program, earlier: Plan, devices: int) -> None:
     known = {t.path for t in earlier.tables}
     leaves = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
     states = {input_.path for input_ in program.inputs}
+    divided = 1 if earlier.tensor is None or not earlier.tensor.axes else earlier.tensor.devices
+    if divided != tensor:
+        raise PlanError(
+            f"{earlier.name} divides products over {divided} devices, and {program.name} over {tensor}. Give a mesh "
+            f"whose tensor axis has {divided}, or plan the step anew: autopar.plan(step, state, batch).save(...)"
+        )
     wrong = [f"{t.path} is no table of the step" for t in earlier.tables if t.path not in leaves]
     wrong += [f"{path} isn't in the step's state" for path in earlier.sharded if path not in states]
     for path, (space, table) in leaves.items():
@@ -64,6 +70,11 @@ def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
     """
     tables = {t.path: t for t in made.plan.tables}
     wrong = []
+    divided, now = ({} if p.tensor is None else p.tensor.axes for p in (earlier, made.plan))
+    for path in sorted(divided.keys() | now.keys()):
+        if divided.get(path) != now.get(path):
+            axes = (f"divided along axis {x[path]}" if path in x else "whole" for x in (divided, now))
+            wrong.append(f"{path}: {next(axes)} in the plan, {next(axes)} in the step")
     for space in program.rows.spaces:
         family = made.family(space.family)
         where, log_steps = ("devices", 0) if family is None else (family.table.where, family.table.log_steps)

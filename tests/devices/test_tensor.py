@@ -1,0 +1,289 @@
+"""Products divided over the devices of a tensor axis: the plain step's numbers, and one AllReduce a pair."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.cost.rates import StageRates
+from autopar.measure.collectives import read_collectives
+from autopar.planning import check as checking
+
+DIM, HEADS, WORDS, LENGTH, EXAMPLES = 16, 4, 32, 6, 8
+ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def _mesh(data: int, tensor: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((data, tensor), ("data", "tensor"))
+
+
+def _dense(key: Any, *shape: int) -> jax.Array:
+    return 0.3 * jax.random.normal(key, shape, jnp.float64)
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    return scale * (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def _layer(p: Any, x: jax.Array) -> jax.Array:
+    y = _norm(x, p["scale"])
+    q, k, v = (jnp.einsum("btd,dhk->bthk", y, p["attention"][name]) for name in "qkv")
+    weights = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / 2)
+    x = x + jnp.einsum("bthk,hkd->btd", jnp.einsum("bhts,bshk->bthk", weights, v), p["attention"]["o"])
+    hidden = jax.nn.gelu(x @ p["mlp"]["up"] + p["mlp"]["bias"])
+    return x + hidden @ p["mlp"]["down"] + p["mlp"]["offset"]
+
+
+def _layer_weights(key: Any) -> Any:
+    keys = jax.random.split(key, 6)
+    heads = {name: _dense(k, DIM, HEADS, 4) for name, k in zip("qkv", keys, strict=False)}
+    return {
+        "scale": jnp.ones(DIM),
+        "attention": {**heads, "o": _dense(keys[3], HEADS, 4, DIM)},
+        "mlp": {
+            "up": _dense(keys[4], DIM, 4 * DIM),
+            "bias": jnp.zeros(4 * DIM),
+            "down": _dense(keys[5], 4 * DIM, DIM),
+            "offset": jnp.zeros(DIM),
+        },
+    }
+
+
+def transformer(layers: str = "listed", *, tied: bool = False) -> tuple[Callable[..., Any], Callable[[], Any]]:
+    """A step and what makes its state; `layers`: "listed", or "stacked" for a scan."""
+
+    def logits(p: Any, words: jax.Array) -> jax.Array:
+        x = p["embedding"][words]
+        if layers == "stacked":
+            x, _ = jax.lax.scan(lambda x, w: (_layer(w, x), None), x, p["layers"])
+        else:
+            for weights in p["layers"]:
+                x = _layer(weights, x)
+        return x @ (p["embedding"].T if tied else p["out"])
+
+    def step(state: Any, words: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            log = jax.nn.log_softmax(logits(p, words[:, :-1]))
+            return -jnp.mean(jnp.take_along_axis(log, words[:, 1:, None], -1))
+
+        value, gradients = jax.value_and_grad(loss)(state["params"])
+        updates, slots = ADAM.update(gradients, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, value
+
+    def make() -> Any:
+        first, *keys = jax.random.split(jax.random.key(0), 4)
+        each = [_layer_weights(k) for k in keys[:2]]
+        stacked = layers == "stacked"
+        params = {
+            "embedding": _dense(first, WORDS, DIM),
+            "layers": jax.tree.map(lambda *xs: jnp.stack(xs), *each) if stacked else each,
+            **({} if tied else {"out": _dense(keys[2], DIM, WORDS)}),
+        }
+        return {"params": params, "slots": ADAM.init(params)}
+
+    return step, make
+
+
+def words() -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (EXAMPLES, LENGTH + 1), 0, WORDS)
+
+
+def _difference(planned: Any, step: Any, make: Any, steps: int = 3) -> float:
+    state, plain = make(), make()
+    for _ in range(steps):
+        state, loss = planned(state, words())
+        plain, expected = jax.jit(step)(plain, words())
+        np.testing.assert_allclose(loss, expected, atol=1e-12)
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max())
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "shape"), [("listed", (1, 4)), ("listed", (4, 2)), ("stacked", (2, 2)), ("tied", (2, 2))], ids=str
+)
+def test_a_transformer(layers: str, shape: tuple[int, int]) -> None:
+    step, make = transformer("listed" if layers == "tied" else layers, tied=layers == "tied")
+    planned = autopar.parallelize(step, mesh=_mesh(*shape), strategy="tensor")
+    assert _difference(planned, step, make) < 1e-12
+    new, _ = planned(make(), words())
+    axis = int(layers == "stacked")
+    first = new["params"]["layers"] if axis else new["params"]["layers"][0]
+    slot = new["slots"][1][0].mu["layers"] if axis else new["slots"][1][0].mu["layers"][0]
+    for leaves in (first, slot):
+        assert _divided(leaves["mlp"]["up"]) == axis + 1
+        assert _divided(leaves["mlp"]["down"]) == _divided(leaves["attention"]["o"]) == axis
+        assert _divided(leaves["mlp"]["bias"]) == axis
+        assert _divided(leaves["attention"]["q"]) == axis + 1
+        assert _divided(leaves["mlp"]["offset"]) is None
+    if layers == "tied":
+        assert _divided(new["params"]["embedding"]) == 0
+    assert autopar.check(planned, make(), words()), str(autopar.check(planned, make(), words()))
+
+
+def _divided(array: jax.Array) -> int | None:
+    """The axis along which it is over the tensor axis."""
+    spec = array.sharding.spec
+    return spec.index("tensor") if "tensor" in spec else None
+
+
+def test_one_all_reduce_a_pair() -> None:
+    """Two layers of a multilayer perceptron: one ahead for each, and one back for the second."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            y = x
+            for up, down in p:
+                y = jax.nn.relu(y @ up) @ down
+            return jnp.sum(y**2)
+
+        return jax.tree.map(lambda p, g: p - 0.01 * g, params, jax.grad(loss)(params))
+
+    params = [(jnp.ones((DIM, 32)), jnp.ones((32, DIM))) for _ in range(2)]
+    planned = autopar.parallelize(step, mesh=_mesh(1, 4), strategy={"*/0": "tensor", "*/1": "tensor"})
+    plan = autopar.plan(planned, params, jnp.ones((8, DIM)))
+    assert [(g.weights, g.reduces, g.gathers) for g in plan.tensor.groups] == [
+        (("0/0", "0/1"), 1, 0),
+        (("1/0", "1/1"), 2, 0),
+    ]
+    size = 8 * DIM * 8
+    assert plan.tensor.sent == 3 * 2 * size * 3 // 4
+    compiled = read_collectives(planned.lower(params, jnp.ones((8, DIM))).compile().as_text())
+    assert [(c.op, c.nbytes) for c in compiled if c.op != "all-reduce"] == []
+    assert sum(c.nbytes for c in compiled) == 3 * size
+    halved = dataclasses.replace(plan.tensor.groups[1], sent=0)
+    less = dataclasses.replace(plan.tensor, groups=(plan.tensor.groups[0], halved))
+    assert all(row.ok for row in checking._compare_divided(plan.tensor, compiled))
+    assert not all(row.ok for row in checking._compare_divided(less, compiled))
+
+
+def test_microbatches_and_tables_beside_it() -> None:
+    """The rows of a table go by themselves; each device divides its examples."""
+    step, make = transformer()
+    tables: Any = {"params/layers/**": "tensor", "params/embedding": "ps"}
+    for strategy, microbatches in (("tensor", 2), (tables, 1), (tables, 2)):
+        planned = autopar.parallelize(step, mesh=_mesh(2, 2), strategy=strategy, microbatches=microbatches)
+        assert _difference(planned, step, make) < 1e-12
+        assert len(planned.plan.tensor.axes) > 12
+    assert planned.plan.table("params/embedding").lifted
+
+
+def _rates(monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
+    rates = StageRates(**{"flop_s": 1e-9, "byte_s": 1e-9, "call_s": 0.0, "send_byte_s": 1e-9, **figures})
+    monkeypatch.setattr("autopar.api.stage_rates_of", lambda devices, processes: rates)
+
+
+def test_auto_divides_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, make = transformer()
+    for figures, taken in (({"send_byte_s": 1.0}, False), ({"flop_s": 1.0}, True)):
+        _rates(monkeypatch, **figures)
+        planned = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor")
+        plan = autopar.plan(planned, make(), words())
+        assert {g.taken for g in plan.tensor.groups} == {taken}
+        assert ("divided;" if taken else "whole;") in str(autopar.explain(planned, make(), words()))
+        assert all(g.saved_s > 0 and g.sent_s > 0 for g in plan.tensor.groups)
+    kept = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor", strategy={"params/layers/**": "allreduce"})
+    plan = autopar.plan(kept, make(), words())
+    assert [g.weights for g in plan.tensor.groups] == [("params/out",)]
+
+
+def test_a_state_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, make = transformer()
+    _rates(monkeypatch, send_byte_s=1.0)
+    size = sum(x.nbytes for x in jax.tree.leaves(make()))
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: size)
+    planned = autopar.parallelize(step, mesh=_mesh(1, 4), tensor_axis="tensor")
+    plan = autopar.plan(planned, make(), words())
+    assert all(g.taken and "doesn't fit" in g.reason for g in plan.tensor.groups)
+    assert plan.state_bytes < size / 2
+    assert _difference(planned, step, make, 1) < 1e-12
+
+
+def test_plans_and_checkpoints(tmp_path: Any) -> None:
+    step, make = transformer()
+    planned = autopar.parallelize(step, mesh=_mesh(1, 4), strategy={"params/layers/**": "tensor"})
+    plan = autopar.plan(planned, make(), words())
+    plan.save(tmp_path / "plan.json")
+    by_plan = autopar.parallelize(step, plan=tmp_path / "plan.json", mesh=_mesh(1, 4))
+    assert _difference(by_plan, step, make) < 1e-12
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan
+    with pytest.raises(autopar.PlanError, match="divides products over 4 devices.* over 2"):
+        autopar.parallelize(step, plan=plan, mesh=_mesh(1, 2))(make(), words())
+    state = autopar.init(make, step=planned, batch=words())
+    assert _divided(state["params"]["layers"][0]["mlp"]["up"]) == 1
+    state, _ = planned(state, words())
+    autopar.save(tmp_path / "state", state)
+    for other in (
+        autopar.parallelize(step, mesh=_mesh(2, 2), strategy="tensor"),
+        autopar.parallelize(step, mesh=jax.make_mesh((2,), ("data",))),
+    ):
+        like = jax.eval_shape(make)
+        restored, _ = autopar.restore(tmp_path / "state", like, step=other, batch=words())
+        again, _ = other(restored, words())
+        expected, _ = jax.jit(step)(jax.tree.map(np.asarray, state), words())
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-12)
+
+
+def test_what_can_not_be_divided_is_refused() -> None:
+    step, make = transformer()
+    with pytest.raises(autopar.ArgumentsError, match="an axis beside the data axis"):
+        autopar.parallelize(step, strategy="tensor")
+    with pytest.raises(autopar.ArgumentsError, match="there are 'tensor'"):
+        autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="model")
+    with pytest.raises(autopar.ArgumentsError, match="emit='pmap'"):
+        autopar.parallelize(step, mesh=_mesh(2, 2), strategy="tensor", emit="pmap")
+    planned = autopar.parallelize(step, mesh=_mesh(2, 2), strategy={"params/layers/*/scale": "tensor"})
+    with pytest.raises(autopar.StrategyError, match=r"scale.*no product can be divided over 2 devices"):
+        planned(make(), words())
+    with pytest.raises(autopar.StrategyError, match="matches no parameter"):
+        autopar.parallelize(step, mesh=_mesh(2, 2), strategy={"params/mlps/**": "tensor"})(make(), words())
+
+
+def test_a_step_of_scans_and_dropout() -> None:
+    """An LSTM's loop over time, whose gates are divided, and masks that are those of one device."""
+    hidden = 8
+
+    def step(params: Any, x: jax.Array, key: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            def turn(carry: Any, frame: jax.Array) -> Any:
+                h, c = carry
+                gates = [frame @ p["in"][k] + h @ p["own"][k] + p["bias"][k] for k in "ifgo"]
+                i, f, g, o = (jax.nn.sigmoid(gates[0]), jax.nn.sigmoid(gates[1]), jnp.tanh(gates[2]), gates[3])
+                c = f * c + i * g
+                return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+            zeros = jnp.zeros((x.shape[0], hidden))
+            (h, _), _ = jax.lax.scan(turn, (zeros, zeros), jnp.swapaxes(x, 0, 1))
+            mask = jax.random.bernoulli(key, 0.8, h.shape)
+            return jnp.mean(((h * mask) @ p["out"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    params = {
+        "in": {k: _dense(next(keys), DIM, hidden) for k in "ifgo"},
+        "own": {k: _dense(next(keys), hidden, hidden) for k in "ifgo"},
+        "bias": {k: jnp.zeros(hidden) for k in "ifgo"},
+        "out": _dense(next(keys), hidden, 4),
+    }
+    x, key = _dense(jax.random.key(3), EXAMPLES, 5, DIM), jax.random.key(2)
+    planned = autopar.parallelize(step, mesh=_mesh(2, 2), strategy="tensor", donate=False)
+    new, plain = planned(params, x, key), jax.jit(step)(params, x, key)
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
