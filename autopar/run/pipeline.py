@@ -8,9 +8,10 @@ devices of a stage (replicas) take microbatches in turn, hold the same weights, 
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,9 @@ class PipelineRunner:
         self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
         self._states = {k for k, (var, *_) in enumerate(self._inputs) if var in step.homes}
         self._is_new = True
-        self._programs = self._compiled(_last_readers(step) if donate else {})
+        self._programs = self._executables(_last_readers(step) if donate else {})
 
-    def _compiled(self, donated: Mapping[int, tuple[int, ...]]) -> dict[int, StageExecutable]:
+    def _executables(self, donated: Mapping[int, tuple[int, ...]]) -> dict[int, StageExecutable]:
         """The programs that this process runs, by their ids."""
         runs = {id(a.program): a for a, _ in self._actions if isinstance(a, Run)}
         read = {v for a, _ in self._actions for v, part in _reads(a) if part >= WHOLE}
@@ -78,6 +79,19 @@ class PipelineRunner:
             for name, run in runs.items()
         }
 
+    @functools.cached_property
+    def _compiled(self) -> Mapping[tuple[int, int], CompiledProgram]:
+        """(Program, device) -> what runs there. All are compiled before the first step, at the same time."""
+        places = dict.fromkeys((id(a.program), a.device) for a, _ in self._actions if isinstance(a, Run))
+        own = [key for key in places if key[1] in self._devices]
+        lowered = [self._programs[name].lower(self._devices[device]) for name, device in own]
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            made = [[threads.submit(each.compile) for each in programs] for programs in lowered]
+            return {
+                key: CompiledProgram(*(future.result() for future in futures))
+                for key, futures in zip(own, made, strict=True)
+            }
+
     def lower(self) -> Any:
         """A pipeline is several programs."""
         raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
@@ -90,10 +104,10 @@ class PipelineRunner:
         """The step's results, of flat arrays; new states are where their stages are."""
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
-        values = self._given(leaves)
+        compiled, values = self._compiled, self._given(leaves)
         for action, drops in self._actions:
             if isinstance(action, Run):
-                self._run(action, values)
+                self._run(action, compiled[id(action.program), action.device], values)
             elif isinstance(action, Send):
                 self._send(action, values)
             else:
@@ -145,15 +159,15 @@ class PipelineRunner:
             self.messages.send(np.array(value), rank)
         return value
 
-    def _run(self, action: Run, values: Values) -> None:
+    def _run(self, action: Run, compiled: CompiledProgram, values: Values) -> None:
         program, device = self._programs[id(action.program)], action.device
         operands = [values.at(value, device) for value in action.reads]
         names = [action.sums[v] for v in program.joins]
         if names and not values.has(names[0], device):
-            sums = program.start(self._devices[device])
+            sums = compiled.start()
         else:
             sums = [values.at(name, device) for name in names]
-        sums, results = program.run(np.int32(max(action.microbatch, 0)), sums, *operands)
+        sums, results = compiled.run(np.int32(max(action.microbatch, 0)), sums, *operands)
         for name, total in zip(names, sums, strict=True):
             values.put(name, device, total)
         for var, value in zip(program.values, results, strict=True):
@@ -308,6 +322,19 @@ def _on_device(value: Any, device: Any) -> Array:
     return jax.device_put(value, device)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledProgram:
+    """A stage's program on a device.
+
+    Attributes:
+      run: A microbatch's number, the sums so far and the inputs -> new sums, values. Sums are updated in place.
+      start: Makes what is summed, before the first microbatch; nothing where nothing is.
+    """
+
+    run: Callable[..., tuple[Sequence[Array], Sequence[Array]]]
+    start: Callable[[], Sequence[Array]] = tuple
+
+
 @dataclass(frozen=True, eq=False)
 class StageExecutable:
     """A stage's program, compiled by itself for each device that runs it.
@@ -325,21 +352,23 @@ class StageExecutable:
     values: tuple[Var, ...]
     donated: tuple[int, ...]
 
-    def start(self, device: Any) -> Sequence[Array]:
-        """What is summed before the first microbatch."""
-        return self._starts(device)()
+    def lower(self, device: Any) -> list[jax.stages.Lowered]:
+        """The programs of `CompiledProgram` for a device, to be compiled."""
+        there = jax.sharding.SingleDeviceSharding(device)
 
-    @functools.cached_property
-    def _starts(self) -> Callable[[Any], Callable[[], Sequence[Array]]]:
-        def start() -> Sequence[Array]:
-            return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
+        def types(values: Iterable[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
+            return [jax.ShapeDtypeStruct(v.shape, dtype(v.dtype), sharding=there) for v in values]
 
-        return functools.cache(lambda device: jax.jit(start, out_shardings=jax.sharding.SingleDeviceSharding(device)))
+        run = jax.jit(self._run, donate_argnums=(1, *(k + 2 for k in self.donated)))
+        number, sums = jax.ShapeDtypeStruct((), np.int32), types(self.joins, wide)
+        programs = [run.lower(number, sums, *types(self.program.block.inputs))]
+        return programs + ([jax.jit(self._start, out_shardings=there).lower()] if sums else [])
 
-    @functools.cached_property
-    def run(self) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
-        """A microbatch's number, the sums so far and the inputs -> new sums, values. Sums are updated in place."""
+    def _start(self) -> Sequence[Array]:
+        return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
 
+    @property
+    def _run(self) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
         def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
             results = emit(self.program.block, {}, Microbatch(number, self.count, None))(*inputs)
             made = dict(zip(self.program.outputs, map(jnp.asarray, results), strict=True))
@@ -348,7 +377,7 @@ class StageExecutable:
             return joined, [made[v] for v in self.values]
 
         run.__name__ = f"{self.program.phase}_{self.program.stage}"
-        return jax.jit(run, donate_argnums=(1, *(k + 2 for k in self.donated)))
+        return run
 
 
 def _reads(action: Action) -> Sequence[Value]:
