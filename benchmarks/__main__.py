@@ -6,6 +6,7 @@ import sys
 
 from benchmarks import (
     adamw,
+    bubbles,
     choice,
     contract,
     devices,
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "hosts": hosts.hosts,
     "microbatches": microbatches.microbatches,
     "pipelines": pipelines.pipelines,
+    "bubbles": bubbles.bubbles,
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,

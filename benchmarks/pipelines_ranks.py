@@ -6,6 +6,7 @@ other. More: stages, and data parallelism over the ranks. Each rank is bound to 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -25,7 +26,7 @@ def main(address: str) -> None:
     import jax
 
     import autopar
-    from benchmarks.pipeline_models import MODELS, TX, step_of
+    from benchmarks.pipeline_models import MODELS, TX, perceptron, step_of
 
     states: dict[tuple[str, str], Any] = {}
     steps: dict[tuple[str, str], Any] = {}
@@ -63,7 +64,57 @@ def main(address: str) -> None:
             seconds.append(time.perf_counter() - start)
         return seconds, loss
 
-    serve(address, RANK, {"prepare": prepare, "turn": turn})
+    def sleep(schedule: str, microbatches: int, task_s: float, count: int) -> tuple[float, float]:
+        """Seconds that this rank waits, and all of them, in steps whose tasks sleep: F, B and W for `task_s` each."""
+        stages = [[f"0/{k}"] for k in range(jax.process_count())]
+        loss, make, batch = perceptron(layers=len(stages), width=8, examples=4 * microbatches)
+        step = autopar.parallelize(step_of(loss), pipeline=autopar.Pipeline(stages, schedule, microbatches))
+        params = make(jax.random.key(0))
+        state, _ = step((params, TX.init(params)), batch)
+        runner: Any = step.latest.runner  # a benchmark may look inside
+        phases = {program.program.phase for program in runner._programs.values()}
+        backward = 2 / len(phases & {"B", "W"})  # the first stage has gradients of weights alone
+        tasks = {"F": task_s, "B": backward * task_s, "W": backward * task_s}
+        for key, compiled in runner._compiled.items():
+            seconds = tasks.get(runner._programs[key[0]].program.phase, 0.0)
+            runner._compiled[key] = dataclasses.replace(compiled, run=_sleeping(compiled.run, seconds))
+        waiting = runner.messages._waiting = Timed(runner.messages._waiting)
+        state, _ = step(state, batch)
+        start, waiting.seconds = time.perf_counter(), 0.0
+        for _ in range(count):
+            state, _ = step(state, batch)
+        total = time.perf_counter() - start
+        runner.messages._waiting = waiting.before
+        return waiting.seconds, total
+
+    serve(address, RANK, {"prepare": prepare, "turn": turn, "sleep": sleep})
+
+
+class Timed:
+    """A way to wait that counts the seconds."""
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.seconds = before, 0.0
+
+    def finish(self, requests: Any) -> None:
+        """Returns when all requests are done."""
+        start = time.perf_counter()
+        self.before.finish(requests)
+        self.seconds += time.perf_counter() - start
+
+
+def _sleeping(run: Any, seconds: float) -> Any:
+    """A program that takes so long: the time that it needs is part of it."""
+
+    def slept(*args: Any) -> Any:
+        import jax
+
+        start = time.perf_counter()
+        results = jax.block_until_ready(run(*args))
+        time.sleep(max(0.0, seconds - (time.perf_counter() - start)))
+        return results
+
+    return slept
 
 
 if __name__ == "__main__":
