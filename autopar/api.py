@@ -17,7 +17,7 @@ from autopar.cost.rates import StageRates
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import STRATEGIES, TENSOR, Emit, Sparse, Strategy, asks_for_hosts, split_method
 from autopar.measure.calibrate import rates_of
@@ -194,7 +194,7 @@ def parallelize(
             batch_axis=batch_axis,
             emit=emit,
             plan=plan,
-            microbatches=microbatches if pipeline is None else pipeline.microbatches,
+            microbatches=microbatches if pipeline is None else pipeline.microbatch_count,
             pipeline=pipeline,
             stage_devices=len(stage_devices),
             tensor=devices.tensor,
@@ -256,7 +256,7 @@ def _stage_rates(
 
 def _stage_devices(pipeline: Pipeline, devices: Devices) -> np.ndarray:
     """Those that stages have, or may have."""
-    return devices.mesh.devices.ravel()[: None if pipeline.is_open else pipeline.devices]
+    return devices.mesh.devices.ravel()[: None if pipeline.stages == AUTO else pipeline.devices]
 
 
 def _check_pipeline(
@@ -264,7 +264,7 @@ def _check_pipeline(
 ) -> None:
     if not isinstance(pipeline, Pipeline):
         raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
-    if not pipeline.is_open and pipeline.devices > devices.mesh.size:
+    if pipeline.stages != AUTO and pipeline.devices > devices.mesh.size:
         raise ArgumentsError(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {devices.mesh.size}"
         )

@@ -38,6 +38,7 @@ from autopar.passes.shield import shield
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
+from autopar.passes.staging.search import search_pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +133,8 @@ def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Res
     pipeline = request.options.pipeline
     if pipeline is None:
         return program, bound, "every device runs all stages"
-    staged, plan = split_pipeline(program, pipeline, request.measured, request.options.stage_devices)
+    staged, plan = split_pipeline(program, pipeline, request.measured)
+    plan = dataclasses.replace(plan, candidates=request.options.candidates)
     program = dataclasses.replace(program, staged=staged)
     return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
 
@@ -254,10 +256,31 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
 
 def gradient_program(analysed: Analysed, options: Options) -> Block:
     """The program of one microbatch, as a pipeline cuts it into stages."""
+    return next(e for e in _updated_once(analysed, options).block.equations if e.op == "ap.microbatches").bodies[0]
+
+
+def choose_pipeline(analysed: Analysed, options: Options, measured: Measurements, counts: Sequence[int]) -> Options:
+    """The options with a pipeline that leaves nothing to choose.
+
+    Args:
+      analysed, options: For `options.microbatches`; the pipeline as the user asks for it.
+      measured: Rates and memory of the devices.
+      counts: Numbers of microbatches to choose from.
+    """
+    pipeline = options.pipeline
+    assert pipeline is not None, "a pipeline is chosen"
+    program = _updated_once(analysed, options)
+    found = search_pipeline(program, pipeline, measured, options.stage_devices, counts, options.microbatches)
+    candidates = tuple((str(c), c.seconds) for c in found) if measured.stages is not None else ()
+    chosen = found[0].pipeline
+    return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatches, candidates=candidates)
+
+
+def _updated_once(analysed: Analysed, options: Options) -> Program:
+    """The program as `split_update` cuts it."""
     with paused_collection():
         until = next(k for k, (name, _) in enumerate(_FOLLOWED) if name == "split_update") + 1
-        program, _, _ = _run((("choose", _choose), *_FOLLOWED[:until]), analysed.program, None, Request(options))
-        return next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
+        return _run((("choose", _choose), *_FOLLOWED[:until]), analysed.program, None, Request(options))[0]
 
 
 def _run(

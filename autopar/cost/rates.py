@@ -122,7 +122,7 @@ class StageRates:
     Attributes:
       flop_s: Seconds of a floating-point operation in large matrix products.
       byte_s: Seconds of a byte that a program reads or writes beside its products.
-      call_s: Seconds of a program that has next to nothing to do.
+      call_s: Seconds of a program that has next to nothing to do, and of putting on its device what it was sent.
       send_byte_s: Seconds of a byte from a device to another.
     """
 

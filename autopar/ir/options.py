@@ -32,6 +32,8 @@ class Options:
     microbatches: int = 1
     #: Stages, one after the other; None: every device runs the whole step.
     pipeline: Pipeline | None = None
+    #: What a pipeline was chosen from, in words, and the seconds that each is predicted to take.
+    candidates: tuple[tuple[str, float], ...] = ()
     #: Devices that stages may have.
     stage_devices: int = 1
     #: How much more than the example's load a device may send to another one.

@@ -18,6 +18,10 @@ Phase = Choice["before", "F", "B", "W", "update"]
 PHASES: tuple[Phase, ...] = ("before", "F", "B", "W", "update")
 
 
+#: For what is to be chosen.
+AUTO = "auto"
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """How a step is to be run in stages.
@@ -25,7 +29,7 @@ class Pipeline:
     Attributes:
       stages: S, how many; for each stage the patterns over paths of its parameters; or "auto": the number of stages
         and the devices of each, all of the mesh's, with which a step is predicted to be fastest. One stage of several
-        devices is data parallelism.
+        devices is data parallelism. (`schedule`, `microbatches` and `remat` may be "auto" as well, without patterns.)
       schedule: "1f1b"; "gpipe", which holds more activations; "zero-bubble" (H1), which waits less and holds those of
         1F1B's first stage on every device; "interleaved", with several stages on each device.
       microbatches: M, parts of the batch that are in the pipeline together. By "interleaved" a multiple of the number
@@ -34,6 +38,8 @@ class Pipeline:
         microbatches in turn.
       stages_per_device: Of "interleaved", stages on each device: stage k is on device k modulo the number of devices.
         2 by default; 1 of other schedules.
+      remat: Whether a stage's backward computes its forward once more (but for the last stage's): it then holds of a
+        microbatch what it was sent, and no other activations.
       profile: Whether the gradient program of a microbatch is timed on one device before stages are cut. Else times
         follow from operations and bytes at rates that are measured of large products and passes over memory. All
         weights must fit the device.
@@ -46,22 +52,29 @@ class Pipeline:
 
     stages: int | Sequence[Sequence[str]] | Choice["auto"] = 2
     schedule: str = "1f1b"
-    microbatches: int = 8
+    microbatches: int | Choice["auto"] = 8
     replicas: int | Sequence[int] = 1
     stages_per_device: int | None = None
+    remat: bool | Choice["auto"] = False
     profile: bool = False
     statistics: Choice["batch", "microbatch"] = "batch"
 
     def __post_init__(self) -> None:
-        if isinstance(self.stages, bool) or (isinstance(self.stages, str) and not self.is_open) or self.count < 1:
+        is_word = isinstance(self.stages, str) and self.stages != AUTO
+        if isinstance(self.stages, bool) or is_word or self.count < 1:
             raise ArgumentsError(
                 f"stages={self.stages!r}: give a number, for each stage patterns over paths, or 'auto'"
             )
-        if self.is_open and (self.replicas != 1 or self.schedule == "interleaved"):
-            raise ArgumentsError("stages='auto' chooses replicas, and not with schedule='interleaved'; leave both out")
-        if self.schedule not in SCHEDULES:
-            raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
-        _check_count("microbatches", self.microbatches)
+        if self.stages == AUTO and self.replicas != 1:
+            raise ArgumentsError("stages='auto' chooses replicas; leave replicas= out")
+        if self.is_open and not isinstance(self.stages, (int, str)):
+            raise ArgumentsError("patterns say the stages, and 'auto' chooses with them; give a number of stages")
+        if self.schedule not in (*SCHEDULES, AUTO):
+            raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}, or 'auto'")
+        if self.microbatches != AUTO:
+            _check_count("microbatches", self.microbatches)
+        if not isinstance(self.remat, bool) and self.remat != AUTO:
+            raise ArgumentsError(f"remat={self.remat!r}: give True, False or 'auto'")
         if not isinstance(self.profile, bool):
             raise ArgumentsError(f"profile={self.profile!r}: give True or False")
         if self.statistics not in ("batch", "microbatch"):
@@ -72,7 +85,7 @@ class Pipeline:
             raise ArgumentsError(f"replicas={self.replicas!r}: {len(self.replicas)} numbers for {self.count} stages")
         if self.stages_per_device is not None:
             _check_count("stages_per_device", self.stages_per_device)
-        if self.schedule == "interleaved":
+        if self.schedule == "interleaved" and not self.is_open:
             self._check_interleaved()
         elif self.stages_per_device not in (None, 1):
             raise ArgumentsError(
@@ -85,7 +98,7 @@ class Pipeline:
             raise ArgumentsError(f"replicas={self.replicas!r} with schedule='interleaved', whose stages have none")
         if self.count % self.chunks:
             raise ArgumentsError(f"{self.count} stages can't be {self.chunks} on each device (stages_per_device)")
-        if self.microbatches % self.devices:
+        if self.microbatch_count % self.devices:
             raise ArgumentsError(
                 f"microbatches={self.microbatches} with schedule='interleaved' on {self.devices} devices: give a "
                 "multiple of their number"
@@ -93,15 +106,20 @@ class Pipeline:
 
     @property
     def is_open(self) -> bool:
-        """Whether stages and replicas are to be chosen."""
-        return isinstance(self.stages, str) and self.stages == "auto"
+        """Whether anything is to be chosen."""
+        return AUTO in (self.stages, self.schedule, self.microbatches, self.remat)
 
     @property
     def count(self) -> int:
         """S; 1 as long as it isn't chosen."""
-        if self.is_open:
+        if isinstance(self.stages, str):
             return 1
         return self.stages if isinstance(self.stages, int) else len(self.stages)
+
+    @property
+    def microbatch_count(self) -> int:
+        """M; 1 as long as it isn't chosen."""
+        return self.microbatches if isinstance(self.microbatches, int) else 1
 
     @property
     def chunks(self) -> int:

@@ -333,7 +333,8 @@ def _stages_of(plan: Plan) -> str:
     if plan.pipeline is None:
         return ""
     stages = (f"{', '.join(s.weights)} on {', '.join(map(str, s.devices))}" for s in plan.pipeline.stages)
-    return f"{plan.pipeline.schedule}: {'; '.join(stages)}"
+    remat = ", forwards twice" if plan.pipeline.remat else ""
+    return f"{plan.pipeline.schedule}{remat}: {'; '.join(stages)}"
 
 
 def _tensor_of(plan: Plan) -> str:

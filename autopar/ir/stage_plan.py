@@ -43,7 +43,7 @@ class PipelinePlan:
     """The stages of a step, and their schedule.
 
     Attributes:
-      schedule, microbatches, stages_per_device: As in `ir.pipeline.Pipeline`.
+      schedule, microbatches, stages_per_device, remat: As in `ir.pipeline.Pipeline`.
       stages: In order.
       tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
       send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
@@ -55,6 +55,7 @@ class PipelinePlan:
     microbatches: int
     stages: tuple[StagePlan, ...]
     stages_per_device: int = 1
+    remat: bool = False
     tied_bytes: int = 0
     send_byte_s: float = 0.0
     statistics: tuple[str, ...] = ()
@@ -79,6 +80,7 @@ class PipelinePlan:
             microbatches=self.microbatches,
             replicas=tuple(len(stage.devices) for stage in self.stages),
             stages_per_device=self.stages_per_device,
+            remat=self.remat,
             statistics="microbatch" if self.statistics else "batch",
         )
 

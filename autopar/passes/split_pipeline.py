@@ -19,19 +19,17 @@ from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied
 from autopar.passes.staging.programs import StageCutter
+from autopar.passes.staging.remat import with_remat
 from autopar.passes.staging.stages import choose_stages
 
 
-def split_pipeline(
-    program: Program, pipeline: Pipeline, measured: Measurements, devices: int
-) -> tuple[StagedStep, PipelinePlan]:
+def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements) -> tuple[StagedStep, PipelinePlan]:
     """The programs of each stage, and what is decided of the stages.
 
     Args:
       program: A program that `split_update` has cut.
       pipeline: Stages, schedule and microbatches.
       measured: Rates and memory of the stages' devices.
-      devices: How many stages may have.
 
     Raises:
       StrategyError: more stages than there are weights to cut at, patterns that don't cover the weights, effects, or a
@@ -43,19 +41,17 @@ def split_pipeline(
             f"pipeline: {program.name} has an effect, {effect.op} ({effect.where}), and stages may run it several "
             "times. Leave it out, or run the step without pipeline="
         )
-    chosen = choose_stages(program, pipeline, measured, devices)
-    program, pipeline, weights = chosen.cut.program, chosen.pipeline, tuple(chosen.homes)
+    chosen = choose_stages(program, pipeline, measured)
+    program, weights = chosen.cut.program, tuple(chosen.homes)
     parts = find_parts(program)
     homes = chosen.homes | other_homes(program, parts, chosen.homes)
     parts = untied(parts, homes, pipeline.count)
-    splits = pipeline.scheduled(pipeline.microbatches).splits_backward
+    splits = pipeline.scheduled(pipeline.microbatch_count).splits_backward
     labels = label_parts(parts, homes, pipeline.count, splits_backward=splits)
+    if pipeline.remat:
+        parts, labels = with_remat(parts, labels, pipeline.count)
     plan = _plan(program, pipeline, weights, homes, stage_loads(parts, labels, homes, pipeline.places), measured)
-    plan = dataclasses.replace(
-        plan,
-        statistics=parts.step.params.get("statistics", ()),
-        candidates=tuple((str(c), seconds) for c, seconds in chosen.candidates) if measured.stages else (),
-    )
+    plan = dataclasses.replace(plan, statistics=parts.step.params.get("statistics", ()))
     _check_memory(plan, measured)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline).run()
     return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
@@ -88,9 +84,10 @@ def _plan(
         )
     return PipelinePlan(
         schedule=pipeline.schedule,
-        microbatches=pipeline.microbatches,
+        microbatches=pipeline.microbatch_count,
         stages=tuple(stages),
         stages_per_device=pipeline.chunks,
+        remat=bool(pipeline.remat),
         tied_bytes=sum(load.tied for load in loads),
         send_byte_s=0.0 if rates is None else rates.send_byte_s,
     )
@@ -106,5 +103,5 @@ def _check_memory(plan: PipelinePlan, measured: Measurements) -> None:
                 f"pipeline: stage {stage} needs {format_bytes(size)}, and its device has "
                 f"{format_bytes(measured.memory)}: its state takes {format_bytes(own.state_bytes)}, gradients "
                 f"{format_bytes(own.gradient_bytes)}, a microbatch's activations {format_bytes(own.activation_bytes)}. "
-                "Give more stages or microbatches, or schedule='1f1b'"
+                "Give more stages or microbatches, schedule='1f1b', or remat=True"
             )

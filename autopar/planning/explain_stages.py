@@ -46,8 +46,9 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     simulated = plan.simulated
     time = f"{plan.seconds * 1e3:.2f} ms, " if plan.seconds else ""
     held = ", ".join(format_bytes(size) for size in plan.memory_bytes)
+    what = f"{plan.schedule}, {plan.microbatches} microbatches{', remat' * plan.remat}"
     notes = [
-        f"{plan.schedule}, {plan.microbatches} microbatches: {time}of which the {plan.devices} devices wait "
+        f"{what}: {time}of which the {plan.devices} devices wait "
         f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch, but for the update.",
         f"Memory of each device for state, gradients and activations: {held}.",
     ]
@@ -55,7 +56,7 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
         notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
     if plan.candidates:
         shown = "; ".join(f"{what} {1e3 * seconds:.2f} ms" for what, seconds in plan.candidates)
-        notes.append(f"stages='auto': predicted for a step: {shown}. One stage is data parallelism.")
+        notes.append(f"Chosen of these, as predicted for a step: {shown}. One stage is data parallelism.")
     if plan.statistics:
         notes.append(
             "statistics='microbatch': these sums over the batch, which examples depend on, are those of a microbatch, "

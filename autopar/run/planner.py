@@ -12,7 +12,14 @@ from typing import Any
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
-from autopar.compile import Analysed, Compiled, analyze_program, compile_program, gradient_program
+from autopar.compile import (
+    Analysed,
+    Compiled,
+    analyze_program,
+    choose_pipeline,
+    compile_program,
+    gradient_program,
+)
 from autopar.cost.measurements import Measurements
 from autopar.errors import StepError
 from autopar.ir.options import Options
@@ -25,6 +32,7 @@ from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable
+from autopar.passes.staging.search import REFERENCE, microbatch_counts
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, check_positions, describe_leaves
 from autopar.run.entry import Entry
@@ -126,6 +134,8 @@ class Planner:
 
     def _compile(self, program: Program, options: Options, example: Sequence[Any] | None) -> Compiled:
         """Analyze, measure, compile; once more where rows turn out not to be deferrable."""
+        if options.pipeline is not None and options.pipeline.is_open:
+            options = self._with_pipeline(program, options)
         while True:
             analysed = analyze_program(program, options)
             measured = self._profiled(measure(analysed.program, options, self.machine, example), analysed, options)
@@ -138,6 +148,15 @@ class Planner:
         if self.processes is not None:
             check_same_plan(self.processes, compiled)
         return compiled
+
+    def _with_pipeline(self, program: Program, options: Options) -> Options:
+        """The options, a pipeline chosen."""
+        assert options.pipeline is not None, "there is a pipeline"
+        counts = microbatch_counts(analyze_program(program, options).program, options.pipeline)
+        options = dataclasses.replace(options, microbatches=max(x for x in counts if x <= max(REFERENCE, counts[0])))
+        analysed = analyze_program(program, options)
+        measured = self._profiled(measure(analysed.program, options, self.machine, None), analysed, options)
+        return choose_pipeline(analysed, options, measured, counts)
 
     def _profiled(self, measured: Measurements, analysed: Analysed, options: Options) -> Measurements:
         """With the rates of this very step, where the user wants it profiled; those of the first process."""

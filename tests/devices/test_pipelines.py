@@ -138,7 +138,33 @@ def test_stages_that_autopar_chooses() -> None:
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
     assert len(plan.candidates) == 4 and sum(len(stage.devices) for stage in plan.stages) == 4
-    assert "stages='auto': predicted for a step: 1 stage of 4 devices" in str(autopar.explain(planned))
+    assert "as predicted for a step: 1 stage of 4 devices" in str(autopar.explain(planned))
+
+
+def test_all_that_autopar_chooses() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    pipeline = autopar.Pipeline(3, "auto", "auto", remat="auto")
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert len(plan.stages) == 3 and plan.schedule in ("1f1b", "zero-bubble") and EXAMPLES % plan.microbatches == 0
+    with pytest.raises(autopar.ArgumentsError, match="patterns say the stages"):
+        autopar.Pipeline([["params/**"]], "auto")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+def test_rematerialization(schedule: str) -> None:
+    """A stage holds what it was sent, and computes its forward once more."""
+    step, make = language_model(CLIPPED, dropout=0.2)
+    plans = []
+    for remat in (False, True):
+        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4, remat=remat))
+        assert difference(planned, step, make) < 1e-12
+        plans.append(planned.plan.pipeline)
+        assert autopar.check(planned, make(), batch(0))
+    for plain, again in list(zip(plans[0].stages, plans[1].stages, strict=True))[:-1]:
+        assert again.activation_bytes < plain.activation_bytes / 2 and again.flops > plain.flops
+    assert plans[1].stages[-1].flops == plans[0].stages[-1].flops
 
 
 def test_a_profiled_plan() -> None:

@@ -6,7 +6,7 @@ What several stages read of a weight that lives in one (tied embeddings) is sent
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.analysis.stages import NOWHERE, Label
 from autopar.analysis.work import equation_work
@@ -50,6 +50,18 @@ class StageLoad:
         sent = self.sent + self.tied / microbatches
         seconds = sum(each - rates.call_s for each in self.seconds(rates).values())
         return Layer(seconds, sent, self.state, self.gradient, self.activation)
+
+    def scaled(self, factor: float) -> StageLoad:
+        """Of microbatches that are so many times as large."""
+        return replace(
+            self,
+            flops={kind: factor * flops for kind, flops in self.flops.items()},
+            moved={kind: factor * moved for kind, moved in self.moved.items()},
+            sent=round(factor * self.sent),
+            ahead=round(factor * self.ahead),
+            back=round(factor * self.back),
+            activation=round(factor * self.activation),
+        )
 
     @staticmethod
     def of_all(loads: Sequence[StageLoad]) -> StageLoad:

@@ -67,7 +67,7 @@ class StageCutter:
         joins = dict(self._joins(renamed))
         return StagedStep(
             stages=self.pipeline.count,
-            microbatches=self.pipeline.microbatches,
+            microbatches=self.pipeline.microbatch_count,
             inputs=self.program.block.inputs,
             parts=pieces,
             programs=self._programs(joins),

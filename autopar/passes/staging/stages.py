@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.measurements import Measurements
-from autopar.cost.partition import Chain, Partition, partition
-from autopar.cost.rates import NOMINAL, StageRates
+from autopar.cost.partition import Chain, partition
+from autopar.cost.rates import NOMINAL
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.paths import matches, matches_layers, split_layers
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, Var
-from autopar.ir.schedule import StageTimes, simulate_schedule
 from autopar.passes.staging.layers import CutProgram, Ends, Stack, cut_layers, find_stacks
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, used_weights
+from autopar.passes.staging.remat import with_remat
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,117 +26,111 @@ class Chosen:
 
     Attributes:
       cut: The program, its stacked leaves in as many parts as they have stages.
-      pipeline: With a number of stages and replicas.
       homes: The stage of each weight.
-      candidates: Where the number is chosen, each with the seconds that it is predicted to take.
     """
 
     cut: CutProgram
-    pipeline: Pipeline
     homes: dict[Var, int]
-    candidates: tuple[tuple[Pipeline, float], ...] = ()
 
 
-def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, devices: int) -> Chosen:
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What stages can be cut between.
+
+    Attributes:
+      program: With its stacked leaves cut into single layers.
+      units: The weights in the order of their first use, those of one layer together.
+      stacks: The stacked leaves; `layers`: of each their parts, layer by layer.
+    """
+
+    program: Program
+    units: list[list[Var]]
+    stacks: list[Stack]
+    layers: list[list[tuple[Var, ...]]]
+
+
+def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements) -> Chosen:
     """The stage of each weight, or of some layers of one.
 
     Args:
       program: What is cut; its weights are in the order of their first use.
-      pipeline: As the user asks for it.
+      pipeline: With all that is left to choose chosen.
       measured: Rates and memory of the devices.
-      devices: How many there are, where the number of stages is to be chosen.
 
     Raises:
       StrategyError: more stages than weights, none that fit the memory, or patterns that don't cover the weights.
     """
-    stacks = find_stacks(program)
-    if not isinstance(pipeline.stages, (int, str)):
-        cut = cut_layers(program, dict(_asked_ends(program, stacks, pipeline.stages)))
-        return Chosen(cut, pipeline, _by_patterns(cut.program, pipeline.stages))
-    fine = cut_layers(program, {v: tuple(range(1, stack.layers + 1)) for stack in stacks for v in stack.leaves})
-    layers = [fine.layers(stack.leaves) for stack in stacks]
-    units = _units(fine.program, [layer for each in layers for layer in each])
-    pipeline, homes, candidates = _balanced(fine.program, units, pipeline, measured, devices)
+    if not isinstance(pipeline.stages, int):
+        cut = cut_layers(program, dict(_asked_ends(program, find_stacks(program), pipeline.stages)))
+        return Chosen(cut, _by_patterns(cut.program, pipeline.stages))
+    fine = find_units(program)
+    homes = _balanced(fine, pipeline, measured)
     ends: dict[Var, Ends] = {}
-    for stack, each in zip(stacks, layers, strict=True):
+    for stack, each in zip(fine.stacks, fine.layers, strict=True):
         stages = [max(homes[v] for v in layer if v in homes) for layer in each]
         changes = tuple(k for k in range(1, stack.layers) if stages[k] != stages[k - 1])
         homes |= {v: stage for layer, stage in zip(each, stages, strict=True) for v in layer if v in homes}
         ends |= dict.fromkeys(stack.leaves, (*changes, stack.layers))
+    parts = {
+        v: [layer[n] for layer in each]
+        for s, each in zip(fine.stacks, fine.layers, strict=True)
+        for n, v in enumerate(s.leaves)
+    }
     cut = cut_layers(program, {v: own for v, own in ends.items() if len(own) > 1})
     for var, own in ends.items():
-        firsts = [fine.parts(var)[start] for start in (0, *own[:-1])]
+        firsts = [parts[var][start] for start in (0, *own[:-1])]
         homes |= {part: homes[first] for part, first in zip(cut.parts(var), firsts, strict=True) if first in homes}
     weights = used_weights(cut.program, find_parts(cut.program))
-    return Chosen(cut, pipeline, {v: homes[v] for v in weights}, candidates)
+    return Chosen(cut, {v: homes[v] for v in weights})
 
 
-def _units(program: Program, layers: Sequence[Sequence[Var]]) -> list[list[Var]]:
-    """The weights in the order of their first use, those of one layer together."""
-    numbers = {v: k for k, layer in enumerate(layers) for v in layer}
-    weights = used_weights(program, find_parts(program))
+def find_units(program: Program) -> Units:
+    """Of a program that `split_update` has cut."""
+    stacks = find_stacks(program)
+    fine = cut_layers(program, {v: tuple(range(1, stack.layers + 1)) for stack in stacks for v in stack.leaves})
+    layers = [fine.layers(stack.leaves) for stack in stacks]
+    numbers = {v: k for k, layer in enumerate(itertools.chain(*layers)) for v in layer}
+    weights = used_weights(fine.program, find_parts(fine.program))
     groups = itertools.groupby(weights, key=lambda v: numbers.get(v, v))
-    return [list(group) for _, group in groups]
+    return Units(fine.program, [list(group) for _, group in groups], stacks, layers)
 
 
-def _balanced(
-    program: Program, units: Sequence[Sequence[Var]], pipeline: Pipeline, measured: Measurements, devices: int
-) -> tuple[Pipeline, dict[Var, int], tuple[tuple[Pipeline, float], ...]]:
-    """The pipeline with a number of stages, the stage of each weight, and what there was to choose from; cut between
-    `units` so that the slowest stage is fast."""
+def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[StageLoad]:
+    """The load of each unit, as a stage of its own."""
+    parts = find_parts(fine.program)
+    each = {v: k for k, unit in enumerate(fine.units) for v in unit}
+    count = len(fine.units)
+    homes = each | other_homes(fine.program, parts, each)
+    labels = label_parts(parts, each, count, splits_backward=splits_backward)
+    if remat:
+        parts, labels = with_remat(parts, labels, count)
+    return stage_loads(parts, labels, homes, tuple((k,) for k in range(count)))
+
+
+def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[Var, int]:
+    """The stage of each weight, cut between units so that the slowest stage is fast."""
+    name, units, microbatches = fine.program.name, fine.units, pipeline.microbatch_count
     if len(units) < pipeline.count:
         raise StrategyError(
-            f"pipeline: {program.name} has {len(units)} weights and layers to cut between, which is too few for "
+            f"pipeline: {name} has {len(units)} weights and layers to cut between, which is too few for "
             f"{pipeline.count} stages. Give fewer stages"
         )
-    parts = find_parts(program)
-    each = {v: k for k, unit in enumerate(units) for v in unit}
     rates = NOMINAL if measured.stages is None else measured.stages
-    homes = each | other_homes(program, parts, each)
-    apart = tuple((k,) for k in range(len(units)))
-    splits = pipeline.scheduled(pipeline.microbatches).splits_backward
-    loads = stage_loads(parts, label_parts(parts, each, len(units), splits_backward=splits), homes, apart)
-    layers = [load.as_layer(rates, pipeline.microbatches) for load in loads]
+    splits = pipeline.scheduled(microbatches).splits_backward
+    loads = unit_loads(fine, splits_backward=splits, remat=bool(pipeline.remat))
+    layers = [load.as_layer(rates, microbatches) for load in loads]
     memory = None if pipeline.schedule == "interleaved" else measured.memory
-    if pipeline.is_open:
-        chain = Chain(layers, devices, pipeline.microbatches, rates.send_byte_s, memory)
-        cuts = {k: partition(chain, k) for k in range(1, min(devices, len(units)) + 1)}
-    else:
-        counts = [len(replicas) for replicas in pipeline.places]
-        chain = Chain(layers, sum(counts), pipeline.microbatches, rates.send_byte_s, memory)
-        cuts = {pipeline.count: partition(chain, pipeline.count, counts)}
-    fitting = {k: p for k, p in cuts.items() if p is not None}
-    if not fitting:
+    counts = [len(replicas) for replicas in pipeline.places]
+    chain = Chain(layers, sum(counts), microbatches, rates.send_byte_s, memory)
+    cut = partition(chain, pipeline.count, counts)
+    if cut is None:
         raise StrategyError(
-            f"pipeline: no {pipeline.stages} stages of {program.name} fit devices of "
+            f"pipeline: no {pipeline.stages} stages of {name} fit devices of "
             f"{format_bytes(measured.memory or 0)}: its state takes {format_bytes(sum(x.state for x in loads))}, its "
             f"gradients {format_bytes(sum(x.gradient for x in loads))} and a microbatch's activations "
-            f"{format_bytes(sum(x.activation for x in loads))}. Give more stages or microbatches"
+            f"{format_bytes(sum(x.activation for x in loads))}. Give more stages or microbatches, or remat=True"
         )
-    candidates = []
-    for k, cut in fitting.items() if pipeline.is_open else ():
-        open_ = dataclasses.replace(pipeline, stages=k, replicas=cut.replicas)
-        candidates.append((open_, _predicted(open_, cut, loads, rates)))
-    chosen = min(candidates, key=lambda x: x[1])[0] if candidates else pipeline
-    ends = fitting[chosen.count].ends
-    return chosen, {v: sum(k >= end for end in ends[:-1]) for v, k in each.items()}, tuple(candidates)
-
-
-def _predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> float:
-    """Seconds of a step: its microbatches, the sums of replicas, the slowest update."""
-    starts = (0, *cut.ends[:-1])
-    stages = [StageLoad.of_all(loads[start:end]) for start, end in zip(starts, cut.ends, strict=True)]
-    seconds = [stage.seconds(rates) for stage in stages]
-    kinds = {kind: [each.get(kind, 0.0) for each in seconds] for kind in ("F", "B", "W")}
-    sends = [stage.sent * rates.send_byte_s / 2 for stage in stages]
-    times = StageTimes(kinds, ahead=[*sends[1:], 0.0], back=sends)
-    simulated = simulate_schedule(pipeline.scheduled(pipeline.microbatches), times)
-    ends = [
-        2 * (own - 1) * stage.gradient * rates.send_byte_s + rates.seconds(0.0, 2 * stage.state + stage.gradient)
-        for stage, own in zip(stages, cut.replicas, strict=True)
-    ]
-    tied = max(stage.tied for stage in stages) * rates.send_byte_s
-    return simulated.seconds + max(ends) + tied
+    return {v: sum(k >= end for end in cut.ends[:-1]) for k, unit in enumerate(units) for v in unit}
 
 
 def _asked_ends(

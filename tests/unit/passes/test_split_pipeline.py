@@ -12,7 +12,7 @@ import pytest
 
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch
-from autopar.compile import PIPELINE, Request
+from autopar.compile import PIPELINE, Request, analyze_program, choose_pipeline
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.rates import StageRates
 from autopar.errors import StrategyError
@@ -21,14 +21,23 @@ from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Run, Send, list_actions
 from autopar.ir.stage_plan import PipelinePlan
+from autopar.passes.staging import search
+from autopar.passes.staging.search import microbatch_counts
 from tests.support.programs import IDS, WIDTH, microbatches
 
 COUNT = 3
 
 
+def _options(pipeline: Pipeline) -> Options:
+    return Options(pipeline=pipeline, microbatches=pipeline.microbatch_count, sparse="off", stage_devices=2)
+
+
 def _planned(pipeline: Pipeline, measured: Measurements = UNMEASURED) -> tuple[StagedStep, PipelinePlan]:
     program, plan = microbatches(), None
-    options = Options(pipeline=pipeline, microbatches=pipeline.microbatches, sparse="off", stage_devices=2)
+    options = _options(pipeline)
+    if pipeline.is_open:
+        counts = microbatch_counts(analyze_program(program, options).program, pipeline)
+        options = choose_pipeline(analyze_program(program, options), options, measured, counts)
     for name, run in PIPELINE:
         program, plan, _ = run(program, plan, Request(options, measured))
         if name == "split_pipeline":
@@ -206,9 +215,39 @@ def test_auto_takes_what_is_predicted_to_be_fastest(send_byte_s: float, memory: 
 
 
 def test_stages_that_fit_no_memory_are_refused() -> None:
-    for pipeline in (Pipeline("auto", microbatches=2), Pipeline(2, microbatches=2)):
-        with pytest.raises(StrategyError, match=r"fit devices of 8 B: its state takes 32 B"):
-            _planned(pipeline, Measurements(memory=8, stages=RATES))
+    with pytest.raises(StrategyError, match=r"fit devices of 8 B: its state takes 32 B"):
+        _planned(Pipeline(2, microbatches=2), Measurements(memory=8, stages=RATES))
+    with pytest.raises(StrategyError, match=r"can be chosen fit devices of 8 B: at least \d+ B are needed"):
+        _planned(Pipeline("auto", microbatches=2), Measurements(memory=8, stages=RATES))
     patterns = Pipeline([["first"], ["second"]], microbatches=2)
     with pytest.raises(StrategyError, match=r"stage 0 needs \d+ B, and its device has 8 B"):
         _planned(patterns, Measurements(memory=8, stages=RATES))
+
+
+@pytest.mark.parametrize("memory", [None, 150, 120])
+@pytest.mark.parametrize("call_s", [0.0, 50.0])
+def test_the_search_finds_the_best_of_all_that_fit(call_s: float, memory: int | None) -> None:
+    """Microbatches, schedules and rematerialization: none that was tried and fits is faster."""
+    seen: list[tuple[Pipeline, float, float]] = []
+
+    def noted(pipeline: Pipeline, *rest: Any) -> tuple[float, float]:
+        result = predicted(pipeline, *rest)
+        seen.append((pipeline, *result))
+        return result
+
+    predicted, search.predicted = search.predicted, noted
+    try:
+        pipeline = Pipeline("auto", "auto", "auto", remat="auto")
+        measured = Measurements(memory=memory, stages=dataclasses.replace(RATES, call_s=call_s))
+        _, plan = _planned(pipeline, measured)
+    finally:
+        search.predicted = predicted
+    fitting = [(seconds, p) for p, seconds, needed in seen if memory is None or needed <= memory]
+    best = min(seconds for seconds, _ in fitting)
+    assert plan.candidates[0][1] == best
+    assert {p.microbatches for p, *_ in seen} == {1, 2}
+    assert {(p.schedule, p.remat) for p, *_ in seen} >= {(s, r) for s in ("1f1b", "zero-bubble") for r in (True, False)}
+    assert memory is None or len(fitting) < len(seen)
+    assert (plan.schedule, plan.microbatches, plan.remat, len(plan.stages)) in {
+        (p.schedule, p.microbatches, p.remat, p.count) for seconds, p in fitting if seconds == best
+    }
