@@ -89,7 +89,10 @@ def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
 def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
     """How many devices would be enough."""
     if shortage.devices is None:
-        return "more devices don't help, for too much of it is on each of them"
+        return (
+            "more devices don't help, for too much of it is on each of them: give parts of it to the devices, by "
+            "pipeline=autopar.Pipeline('auto'), or by strategy='tensor'"
+        )
     if cluster is None:
         return f"{shortage.devices} devices are enough"
     return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"

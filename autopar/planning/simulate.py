@@ -14,6 +14,7 @@ from autopar.ir.plan import Plan, TablePlan, require_plan
 from autopar.ir.strategy import Method
 from autopar.measure.cluster import require_cluster
 from autopar.planning.plan import dense_load
+from autopar.planning.simulate_stages import stage_times
 
 #: Devices that are simulated by default: 1 to 10,000.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
@@ -60,7 +61,7 @@ def simulate(
     plan: Plan,
     *,
     cluster: ClusterSpec | None = None,
-    devices: Sequence[int] | int = COUNTS,
+    devices: Sequence[int] | int | None = None,
     methods: Mapping[str, Method | str] | Method | str = "auto",
     overlap: float = 0.0,
     variation: float = 0.0,
@@ -70,7 +71,9 @@ def simulate(
     Args:
       plan: Of `autopar.plan`, for several devices: `plan(step, state, batch, cluster=...)`.
       cluster: Of which devices; the plan's by default.
-      devices: Numbers of devices, ascending, or one. Machines are filled one after the other, the last one wholly.
+      devices: Numbers of devices, ascending, or one; `COUNTS` by default. Machines are filled one after the other, the
+        last one wholly. Of a plan with stages multiples of their devices: copies of the pipeline, each with as many
+        examples, whose gradients are added up.
       methods: Of each table by its path, or of all: a method of strategies, or "ps on hosts" (a rank for each device);
         "auto": the fastest at each number of devices, but what the plan has on hosts stays there.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
@@ -84,11 +87,16 @@ def simulate(
     cluster = plan.cluster if cluster is None else require_cluster(cluster)
     if cluster is None:
         raise ArgumentsError("simulate needs to know the devices: simulate(plan, cluster=autopar.Cluster.named(...))")
+    if devices is None:
+        devices = [n for n in COUNTS if plan.pipeline is None or n % plan.pipeline.devices == 0]
     numbers = [devices] if isinstance(devices, int) else list(devices)
     if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers) or numbers != sorted(set(numbers)):
         raise ArgumentsError(f"devices={devices}: give growing numbers of devices, 1 at least")
     if not 0 <= overlap <= 1 or not variation >= 0:
         raise ArgumentsError(f"overlap={overlap}, variation={variation}: overlap is in [0, 1], variation 0 or more")
+    if plan.pipeline is not None:
+        slack = {"overlap": overlap, "variation": variation}
+        return Simulation(plan.step, cluster, stage_times(plan.step, plan.pipeline, cluster, numbers, **slack))
     work = workload(plan)
     named = _named(methods, work)
     times = scaling(work, cluster, numbers, methods=named, overlap=overlap, variation=variation)
