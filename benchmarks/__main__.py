@@ -16,6 +16,7 @@ from benchmarks import (
     one_device,
     parallax_paper,
     pipelines,
+    pipelines_systems,
     soak,
 )
 
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "hosts": hosts.hosts,
     "microbatches": microbatches.microbatches,
     "pipelines": pipelines.pipelines,
+    "pipelines_systems": pipelines_systems.pipelines_systems,
     "bubbles": bubbles.bubbles,
     "soak": soak.soak,
     "contract": contract.product,

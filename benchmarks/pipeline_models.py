@@ -138,7 +138,7 @@ def cnn(layers: int = 6, channels: int = 24, examples: int = 128, side: int = 16
     return loss, make, {"x": images, "labels": random.integers(0, 10, examples, np.int32)}
 
 
-MODELS: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[..., Model]] = {
     "perceptron": perceptron,
     "LSTM": lstm,
     "transformer": transformer,

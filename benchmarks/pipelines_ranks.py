@@ -7,7 +7,6 @@ other. More: stages, and data parallelism over the ranks. Each rank is bound to 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import sys
 import time
@@ -31,13 +30,19 @@ def main(address: str) -> None:
     states: dict[tuple[str, str], Any] = {}
     steps: dict[tuple[str, str], Any] = {}
 
-    @functools.cache
-    def model(name: str) -> Any:
-        return MODELS[name]()
+    models: dict[str, Any] = {}
 
-    def prepare(name: str, system: str, microbatches: int) -> float | None:
-        """Makes a system's step and state; what its plan predicts, in seconds."""
-        loss, make, _ = model(name)
+    def model(name: str, **sizes: int) -> Any:
+        if name not in models:
+            models[name] = MODELS[name](**sizes)
+        return models[name]
+
+    def prepare(
+        name: str, system: str, microbatches: int, schedule: str = "", stages: Any = None, **sizes: int
+    ) -> float | None:
+        """Makes a system's step and state; what its plan predicts, in seconds. `stages`: of a pipeline, and `schedule`,
+        where the system isn't named so."""
+        loss, make, _ = model(name, **sizes)
         params = make(jax.random.key(0))
         if system == "plain":
             step: Any = jax.jit(step_of(loss), donate_argnums=0)
@@ -46,7 +51,8 @@ def main(address: str) -> None:
         elif system == "data":
             step = autopar.parallelize(step_of(loss), strategy="allreduce", sparse="off")
         else:
-            pipeline = autopar.Pipeline(jax.process_count(), system, microbatches, profile=True)
+            count = jax.process_count() if stages is None else stages
+            pipeline = autopar.Pipeline(count, schedule or system, microbatches, profile=stages is None)
             step = autopar.parallelize(step_of(loss), pipeline=pipeline)
         key = name, system
         steps[key], states[key] = step, (params, TX.init(params))
