@@ -7,6 +7,7 @@ that autopar finds, trains, and at the end times the plain step beside the pipel
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -95,10 +96,16 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Scree
     held_out = _perplexity(model, windows)
     screen.print(f"held-out perplexity before training: {held_out(state.params):,.0f}")
     with screen.training(args.steps) as update:
+        start, words = time.perf_counter(), 0
         for done, batch in enumerate(islice(data, args.steps), 1):
             state, metrics = step(state, batch)
-            if done % REPORT_EVERY == 0 or done == args.steps:
-                update(done, 0.0, float(metrics["loss"]))
+            words += batch["inputs"].size
+            if done <= 2:  # it compiles, for the state as it is made and as it comes back
+                jax.block_until_ready(metrics)
+                start, words = time.perf_counter(), 0
+            elif done % REPORT_EVERY == 0 or done == args.steps:
+                loss = float(metrics["loss"])  # waits for the step
+                update(done, words / (time.perf_counter() - start), loss)
     screen.print(f"held-out perplexity after {args.steps:,} steps: {held_out(state.params):,.0f}")
     del state
     screen.print()

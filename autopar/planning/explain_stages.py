@@ -46,7 +46,8 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     simulated = plan.simulated
     time = f"{plan.seconds * 1e3:.2f} ms, " if plan.seconds else ""
     held = ", ".join(format_bytes(size) for size in plan.memory_bytes)
-    what = f"{plan.schedule}, {plan.microbatches} microbatches{', remat' * plan.remat}"
+    count = plan.microbatches
+    what = f"{plan.schedule}, {count} microbatch{'es' * (count > 1)}{', remat' * plan.remat}"
     notes = [
         f"{what}: {time}of which the {plan.devices} devices wait "
         f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch, but for the update.",
