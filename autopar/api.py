@@ -202,7 +202,7 @@ def parallelize(
         machine=Machine(
             rates=rates if plan is None else None,
             memory=functools.partial(memory_of, devices),
-            stages=_stage_rates(devices, stage_devices, processes),
+            stages=_stage_rates(devices, stage_devices, processes) if plan is None else None,
         ),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),

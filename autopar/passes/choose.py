@@ -37,10 +37,6 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
     """
     wanted = _wanted(program, options.strategy)
-    if options.tensor == 1 and wanted.tensors:
-        raise StrategyError(
-            f"strategy: {next(iter(wanted.tensors.values()))!r} says 'tensor': give a mesh with an axis for it"
-        )
     has_effects = any(e.effects for e in program.block.equations)
     earlier = options.plan
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}

@@ -148,6 +148,12 @@ def test_all_that_autopar_chooses() -> None:
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
     assert len(plan.stages) == 3 and plan.schedule in ("1f1b", "zero-bubble") and EXAMPLES % plan.microbatches == 0
+    given = autopar.Pipeline(4, "interleaved", "auto")
+    stages = autopar.plan(autopar.parallelize(step, pipeline=given), make(), batch(0)).pipeline
+    assert (stages.schedule, stages.devices, stages.microbatches % 2) == ("interleaved", 2, 0)
+    whole = autopar.Pipeline("auto", "interleaved", "auto")
+    chosen = autopar.plan(autopar.parallelize(step, pipeline=whole, mesh=jax.make_mesh((2,), ("a",))), make(), batch(0))
+    assert chosen.pipeline.schedule == "interleaved" and len(chosen.pipeline.stages) == 4
     with pytest.raises(autopar.ArgumentsError, match="patterns say the stages"):
         autopar.Pipeline([["params/**"]], "auto")
 

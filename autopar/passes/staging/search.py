@@ -7,9 +7,8 @@ partition (`cost.partition`), by each schedule in time. Loads are found for one 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.measurements import Measurements
@@ -21,7 +20,7 @@ from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import StageTimes, simulate_schedule
 from autopar.passes.staging.loads import StageLoad
-from autopar.passes.staging.stages import find_units, unit_loads
+from autopar.passes.staging.stages import check_units, find_units, unit_loads
 
 #: Microbatches that are tried, and those for which loads are found, at most.
 COUNTS, REFERENCE = (1, 2, 4, 8, 16, 32, 64), 8
@@ -69,18 +68,18 @@ def search_pipeline(
       counts: Numbers of microbatches.
 
     Raises:
-      StrategyError: none fits the devices' memory.
+      StrategyError: more stages than weights, or none fits the devices' memory.
     """
     rates = NOMINAL if measured.stages is None else measured.stages
     units = find_units(program)
+    check_units(units, pipeline.count)
     best: dict[int, Candidate] = {}
     smallest = math.inf
     for remat in _choices(pipeline.remat, (False, True)):
         loads = unit_loads(units, splits_backward=True, remat=bool(remat))
         for count in counts:
             scaled = [load.scaled(reference / count) for load in loads]
-            asked = dataclasses.replace(pipeline, microbatches=count, remat=bool(remat))
-            for made, cut in _partitions(asked, scaled, rates, devices):
+            for made, cut in _partitions(pipeline, count, bool(remat), scaled, rates, devices):
                 seconds, needed = predicted(made, cut, scaled, rates)
                 smallest = min(smallest, needed)
                 stages = made.count // made.chunks
@@ -102,30 +101,34 @@ def _choices(asked: object, all_: Sequence[object]) -> Sequence[object]:
 
 
 def _partitions(
-    asked: Pipeline, loads: Sequence[StageLoad], rates: StageRates, devices: int
+    asked: Pipeline, count: int, remat: bool, loads: Sequence[StageLoad], rates: StageRates, devices: int
 ) -> Iterator[tuple[Pipeline, Partition]]:
-    """The pipelines of a number of microbatches, each with its best partition."""
-    layers = [load.as_layer(rates, asked.microbatch_count) for load in loads]
-    by_schedule = [str(schedule) for schedule in _choices(asked.schedule, _SCHEDULES)]
-    if asked.stages == AUTO:
-        numbers: Mapping[int, Sequence[int] | None] = dict.fromkeys(range(1, min(devices, len(layers)) + 1))
-    else:
-        numbers = {asked.count: [len(replicas) for replicas in asked.places]}
-        devices = asked.devices
-    chain = Chain(layers, devices, asked.microbatch_count, rates.send_byte_s)
-    for schedule, (count, replicas) in itertools.product(by_schedule, numbers.items()):
-        if schedule == "interleaved":
-            chunks = asked.stages_per_device or 2
-            several = asked.stages == AUTO and 1 < count == devices and chunks * count <= len(layers)
-            if not several or asked.microbatch_count % devices:
-                continue
-            wide = dataclasses.replace(chain, devices=chunks * devices)
-            cut = partition(wide, wide.devices, [1] * wide.devices)
-        else:
-            cut = partition(chain, count, replicas)
-        if cut is not None:
-            own = 1 if schedule == "interleaved" else cut.replicas
-            yield dataclasses.replace(asked, stages=len(cut.ends), schedule=schedule, replicas=own), cut
+    """The pipelines of so many microbatches, with remat or without, each with its best partition."""
+    layers = [load.as_layer(rates, count) for load in loads]
+    for schedule in map(str, _choices(asked.schedule, _SCHEDULES)):
+        chooses_replicas = asked.stages == AUTO and schedule != "interleaved"
+        for stages, chunks in _numbers(asked, schedule, count, len(layers), devices):
+            fields = {"stages": stages, "schedule": schedule, "microbatches": count, "stages_per_device": chunks}
+            made = dataclasses.replace(asked, remat=remat, **fields)
+            own = None if chooses_replicas else [len(replicas) for replicas in made.places]
+            chain = Chain(layers, devices if own is None else sum(own), count, rates.send_byte_s)
+            cut = partition(chain, stages, own)
+            if cut is not None:
+                yield dataclasses.replace(made, replicas=cut.replicas) if chooses_replicas else made, cut
+
+
+def _numbers(asked: Pipeline, schedule: str, count: int, layers: int, devices: int) -> Iterator[tuple[int, int | None]]:
+    """The numbers of stages that a schedule of so many microbatches can have, and how many are on each device."""
+    if schedule != "interleaved":
+        chunks = None if asked.schedule == AUTO else asked.stages_per_device
+        numbers = range(1, min(devices, layers) + 1) if asked.stages == AUTO else [asked.count]
+        yield from ((number, chunks) for number in numbers)
+    elif asked.stages == AUTO or asked.schedule != AUTO:  # a given number of stages has its devices
+        chunks = asked.stages_per_device or 2
+        stages = chunks * devices if asked.stages == AUTO else asked.count
+        own, rest = divmod(stages, chunks)
+        if own > 1 and not rest and stages <= layers and count % own == 0:
+            yield stages, chunks
 
 
 def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> tuple[float, float]:

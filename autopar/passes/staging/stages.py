@@ -38,12 +38,12 @@ class Units:
     """What stages can be cut between.
 
     Attributes:
-      program: With its stacked leaves cut into single layers.
+      cut: The program, with its stacked leaves cut into single layers.
       units: The weights in the order of their first use, those of one layer together.
       stacks: The stacked leaves; `layers`: of each their parts, layer by layer.
     """
 
-    program: Program
+    cut: CutProgram
     units: list[list[Var]]
     stacks: list[Stack]
     layers: list[list[tuple[Var, ...]]]
@@ -71,14 +71,9 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements) 
         changes = tuple(k for k in range(1, stack.layers) if stages[k] != stages[k - 1])
         homes |= {v: stage for layer, stage in zip(each, stages, strict=True) for v in layer if v in homes}
         ends |= dict.fromkeys(stack.leaves, (*changes, stack.layers))
-    parts = {
-        v: [layer[n] for layer in each]
-        for s, each in zip(fine.stacks, fine.layers, strict=True)
-        for n, v in enumerate(s.leaves)
-    }
     cut = cut_layers(program, {v: own for v, own in ends.items() if len(own) > 1})
     for var, own in ends.items():
-        firsts = [parts[var][start] for start in (0, *own[:-1])]
+        firsts = [fine.cut.parts(var)[start] for start in (0, *own[:-1])]
         homes |= {part: homes[first] for part, first in zip(cut.parts(var), firsts, strict=True) if first in homes}
     weights = used_weights(cut.program, find_parts(cut.program))
     return Chosen(cut, {v: homes[v] for v in weights})
@@ -92,15 +87,24 @@ def find_units(program: Program) -> Units:
     numbers = {v: k for k, layer in enumerate(itertools.chain(*layers)) for v in layer}
     weights = used_weights(fine.program, find_parts(fine.program))
     groups = itertools.groupby(weights, key=lambda v: numbers.get(v, v))
-    return Units(fine.program, [list(group) for _, group in groups], stacks, layers)
+    return Units(fine, [list(group) for _, group in groups], stacks, layers)
+
+
+def check_units(fine: Units, stages: int) -> None:
+    """Raises StrategyError for more stages than there are places to cut at."""
+    if len(fine.units) < stages:
+        raise StrategyError(
+            f"pipeline: {fine.cut.program.name} has {len(fine.units)} weights and layers to cut between, which is too "
+            f"few for {stages} stages. Give fewer stages"
+        )
 
 
 def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[StageLoad]:
     """The load of each unit, as a stage of its own."""
-    parts = find_parts(fine.program)
+    parts = find_parts(fine.cut.program)
     each = {v: k for k, unit in enumerate(fine.units) for v in unit}
     count = len(fine.units)
-    homes = each | other_homes(fine.program, parts, each)
+    homes = each | other_homes(fine.cut.program, parts, each)
     labels = label_parts(parts, each, count, splits_backward=splits_backward)
     if remat:
         parts, labels = with_remat(parts, labels, count)
@@ -109,12 +113,8 @@ def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[Stage
 
 def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[Var, int]:
     """The stage of each weight, cut between units so that the slowest stage is fast."""
-    name, units, microbatches = fine.program.name, fine.units, pipeline.microbatch_count
-    if len(units) < pipeline.count:
-        raise StrategyError(
-            f"pipeline: {name} has {len(units)} weights and layers to cut between, which is too few for "
-            f"{pipeline.count} stages. Give fewer stages"
-        )
+    name, units, microbatches = fine.cut.program.name, fine.units, pipeline.microbatch_count
+    check_units(fine, pipeline.count)
     rates = NOMINAL if measured.stages is None else measured.stages
     splits = pipeline.scheduled(microbatches).splits_backward
     loads = unit_loads(fine, splits_backward=splits, remat=bool(pipeline.remat))
