@@ -246,10 +246,11 @@ def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: S
 def _stage_rates(
     devices: Devices, stage_devices: Sequence[Any], processes: Processes | None
 ) -> Callable[[], StageRates] | None:
-    """What measures the devices of a pipeline, or those over which products are divided; None if there are none."""
+    """What measures the devices of a pipeline, or those over which products are divided; None if there are none, or
+    several processes have them."""
     if processes is not None:
         return functools.partial(stage_rates_of, tuple(stage_devices), processes)
-    if devices.tensor > 1:
+    if devices.tensor > 1 and not devices.processes.several:
         return functools.partial(stage_rates_of, tuple(devices.mesh.devices.flat), devices.processes)
     return None
 

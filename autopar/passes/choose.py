@@ -151,7 +151,8 @@ def _with_tensors(
     lifted = {f.family for f in bound.families}
     rows = {leaf for space in program.rows.spaces if space.family in lifted for leaf in space.leaves}
     states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"}
-    eligible = sorted(states - rows - bound.shards.keys() - wanted.kept)
+    examples = {k for k, along in enumerate(bound.placements) if along is not None}
+    eligible = sorted(states - rows - examples - wanted.kept)
     needed, memory = bound.plan.state_bytes, measured.memory
     axes, plan = choose_tensor(
         program,

@@ -101,6 +101,7 @@ class Explanation:
       processes: Whose devices they are.
       hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
       pipeline: Its stages, if it is run in stages.
+      tensor: T, over how many devices products may be divided.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Explanation:
     hosted: str = ""
     notes: tuple[str, ...] = ()
     pipeline: PipelinePlan | None = None
+    tensor: int = 1
 
     @property
     def dense_bytes(self) -> int:
@@ -166,6 +168,8 @@ class Explanation:
         if self.hosted:
             return "one process" if self.devices == 1 else f"{self.devices} ranks"
         several = f" of {self.processes} processes" if self.processes > 1 else ""
+        if self.tensor > 1:
+            return f"{self.devices} x {self.tensor} devices{several}"
         return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
 
     def _table(self, narrow: bool) -> Table:
@@ -260,6 +264,7 @@ def _explain(entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: Clu
         *facts,
         (*memory_notes(entry, cluster), *tensor_notes(plan), *there, *entry.notes),
         plan.pipeline,
+        entry.options.tensor,
     )
 
 

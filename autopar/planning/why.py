@@ -10,7 +10,7 @@ from autopar.cost.exchange import host_terms
 from autopar.cost.rates import NO_TIME
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Plan, TablePlan, require_plan
-from autopar.ir.strategy import METHODS, Method, split_method
+from autopar.ir.strategy import METHODS, TENSOR, Method, split_method
 from autopar.planning.explain import format_bytes
 
 
@@ -106,6 +106,10 @@ def why(plan: Plan, path: str, method: Method) -> Why:
     wanted, where = split_method(method)
     if wanted == "auto":
         raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS[1:])}")
+    if wanted == TENSOR:
+        raise ArgumentsError(
+            "'tensor' is no method of tables; explain(step, ...) says which products are divided, and why"
+        )
     table, name = plan.table(path), _name(wanted, where)
     chosen, taken = _alternative(table, table.method, table.where), table.taken
     if name == taken:

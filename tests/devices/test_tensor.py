@@ -195,8 +195,11 @@ def test_auto_divides_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         planned = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor")
         plan = autopar.plan(planned, make(), words())
         assert {g.taken for g in plan.tensor.groups} == {taken}
-        assert ("divided;" if taken else "whole;") in str(autopar.explain(planned, make(), words()))
+        shown = str(autopar.explain(planned, make(), words()))
+        assert ("divided;" if taken else "whole;") in shown and "(2 x 2 devices)" in shown
         assert all(g.saved_s > 0 and g.sent_s > 0 for g in plan.tensor.groups)
+    with pytest.raises(autopar.ArgumentsError, match="'tensor' is no method of tables"):
+        autopar.why(plan, "params/embedding", "tensor")
     kept = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor", strategy={"params/layers/**": "allreduce"})
     plan = autopar.plan(kept, make(), words())
     assert [g.weights for g in plan.tensor.groups] == [("params/out",)]
