@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from autopar.backends.devices import Devices
-from autopar.backends.processes import Processes, own_devices
+from autopar.backends.stage_device import StageDevice
 from autopar.cost.rates import StageRates
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
@@ -174,13 +175,9 @@ def parallelize(
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
-    devices, stage_devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit)), []
-    processes: Processes | None = None
+    devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
-        sparse, emit, stage_devices = "off", "pjit", _stage_devices(pipeline, devices).tolist()
-        processes = Processes.of(jax.sharding.Mesh(stage_devices, ("stages",)))
-        devices = Devices.of(jax.sharding.Mesh(own_devices(stage_devices)[:1], ("data",)))
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = world().size if hosts else devices.count
@@ -194,15 +191,13 @@ def parallelize(
             batch_axis=batch_axis,
             emit=emit,
             plan=plan,
-            microbatches=microbatches if pipeline is None else pipeline.microbatch_count,
-            pipeline=pipeline,
-            stage_devices=len(stage_devices),
+            microbatches=microbatches,
             tensor=devices.tensor,
         ),
         machine=Machine(
             rates=rates if plan is None else None,
             memory=functools.partial(memory_of, devices),
-            stages=_stage_rates(devices, stage_devices, processes) if plan is None else None,
+            stages=_divided_rates(devices) if plan is None else None,
         ),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),
@@ -210,9 +205,8 @@ def parallelize(
         static_argnums=_positions(step, "static_argnums", static_argnums) or (),
         devices=devices if devices.mesh.size > 1 else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
-        stage_devices=stage_devices,
-        stage_processes=processes,
     )
+    planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
 
 
@@ -243,21 +237,56 @@ def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: S
     return name or others[0]
 
 
-def _stage_rates(
-    devices: Devices, stage_devices: Sequence[Any], processes: Processes | None
-) -> Callable[[], StageRates] | None:
-    """What measures the devices of a pipeline, or those over which products are divided; None if there are none, or
-    several processes have them."""
-    if processes is not None:
-        return functools.partial(stage_rates_of, tuple(stage_devices), processes)
+def _may_stage(planner: Planner, devices: Devices) -> Planner:
+    """With stages for a state that fits the devices in no other way, if all is left to autopar."""
+    options = planner.options
+    asked = options.strategy != "auto" or options.plan is not None or options.microbatches > 1
+    if asked or options.emit != "pjit" or planner.per_device is not None or devices.mesh.size == 1:
+        return planner
+    pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
+    return dataclasses.replace(planner, in_stages=functools.partial(_in_stages, planner, pipeline, devices))
+
+
+def _in_stages(planner: Planner, pipeline: Pipeline, devices: Devices) -> Planner:
+    """What plans the same step in the stages of a pipeline."""
+    places = _stage_devices(pipeline, devices)
+    flat = tuple(device for place in places for device in place.devices)
+    all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
+    return dataclasses.replace(
+        planner,
+        options=dataclasses.replace(
+            planner.options,
+            sparse="off",
+            devices=1,
+            hosts=False,
+            microbatches=pipeline.microbatch_count,
+            pipeline=pipeline,
+            stage_devices=len(places),
+        ),
+        machine=Machine(
+            memory=functools.partial(memory_of, all_), stages=functools.partial(stage_rates_of, flat, all_.processes)
+        ),
+        devices=None,
+        stage_devices=places,
+        stage_processes=all_.processes,
+    )
+
+
+def _divided_rates(devices: Devices) -> Callable[[], StageRates] | None:
+    """What measures the devices over which products are divided; None if there are none, or several processes have
+    them."""
     if devices.tensor > 1 and not devices.processes.several:
         return functools.partial(stage_rates_of, tuple(devices.mesh.devices.flat), devices.processes)
     return None
 
 
-def _stage_devices(pipeline: Pipeline, devices: Devices) -> np.ndarray:
-    """Those that stages have, or may have."""
-    return devices.mesh.devices.ravel()[: None if pipeline.stages == AUTO else pipeline.devices]
+def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
+    """Those that stages have, or may have: where products are divided, each is all devices of the tensor axis."""
+    rows = devices.mesh.devices
+    if devices.tensor_axis is not None:
+        rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)
+    places = [StageDevice(tuple(row)) for row in rows.reshape(-1, devices.tensor)]
+    return tuple(places[: None if pipeline.stages == AUTO else pipeline.devices])
 
 
 def _check_pipeline(
@@ -265,16 +294,26 @@ def _check_pipeline(
 ) -> None:
     if not isinstance(pipeline, Pipeline):
         raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
-    if pipeline.stages != AUTO and pipeline.devices > devices.mesh.size:
+    there = devices.mesh.size // devices.tensor
+    if pipeline.stages != AUTO and pipeline.devices > there:
+        divided = f" times the {devices.tensor} of the tensor axis" * (devices.tensor > 1)
         raise ArgumentsError(
-            f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {devices.mesh.size}"
+            f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
         )
     others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
-    others |= {"strategy": strategy != "auto", "tensor_axis": devices.tensor_axis is not None}
+    methods = strategy.values() if isinstance(strategy, Mapping) else (strategy,)
+    others |= {"strategy": any(method not in ("auto", "allreduce", TENSOR) for method in methods)}
     named = [f"{name}=" for name, is_given in others.items() if is_given]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")
-    own = {device.process_index for device in _stage_devices(pipeline, devices)}
+    places = _stage_devices(pipeline, devices)
+    for place in places:
+        if len({device.process_index for device in place.devices}) > 1:
+            raise ArgumentsError(
+                f"pipeline: the devices of the tensor axis, {', '.join(map(str, place.devices))}, are of several "
+                "processes. Within a stage products are divided over devices of one process; give a mesh of such rows"
+            )
+    own = {place.process_index for place in places}
     if jax.process_index() not in own:
         raise ArgumentsError(
             f"pipeline: its {pipeline.devices} devices are those of processes {', '.join(map(str, sorted(own)))}, and "
@@ -302,7 +341,8 @@ def _decided(
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if plan.pipeline is not None:
-        return None, "auto", "exact", "pjit", plan.pipeline.pipeline
+        strategy = "auto" if plan.tensor is None else plan.strategy
+        return None, strategy, "exact", "pjit", plan.pipeline.pipeline
     return plan, plan.strategy, plan.sparse, plan.emit, None
 
 

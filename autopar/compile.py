@@ -34,10 +34,11 @@ from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
-from autopar.passes.shield import shield
+from autopar.passes.shield import shield, shield_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
+from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.search import search_pipeline
 
 
@@ -133,10 +134,17 @@ def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Res
     pipeline = request.options.pipeline
     if pipeline is None:
         return program, bound, "every device runs all stages"
-    staged, plan = split_pipeline(program, pipeline, request.measured)
+    staged, plan = split_pipeline(program, pipeline, request.measured, _divided(program, bound))
     plan = dataclasses.replace(plan, candidates=request.options.candidates)
     program = dataclasses.replace(program, staged=staged)
     return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
+
+
+def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
+    """Leaves that are divided over the devices of a tensor axis."""
+    if bound.plan.tensor is None:
+        return DividedLeaves()
+    return DividedLeaves(bound.plan.tensor.devices, {program.block.inputs[k]: a for k, a in bound.tensors.items()})
 
 
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -160,7 +168,11 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     devices = (1 if by_rank else bound.devices) * request.options.rank_devices
     if devices * request.options.tensor == 1 or (bound.emit == "pmap" and not bound.on_hosts):
         return program, bound, "XLA partitions nothing"
-    program, isolated = shield(program, bound, devices)
+    if program.staged is not None:
+        staged, isolated = shield_stages(program.staged)
+        program = dataclasses.replace(program, staged=staged)
+    else:
+        program, isolated = shield(program, bound, devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"
     return program, bound.noting(isolated=isolated), note
 
@@ -256,7 +268,8 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
 
 def gradient_program(analysed: Analysed, options: Options) -> Block:
     """The program of one microbatch, as a pipeline cuts it into stages."""
-    return next(e for e in _updated_once(analysed, options).block.equations if e.op == "ap.microbatches").bodies[0]
+    program, _ = _updated_once(analysed, options, UNMEASURED)
+    return next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
 
 
 def choose_pipeline(analysed: Analysed, options: Options, measured: Measurements, counts: Sequence[int]) -> Options:
@@ -269,18 +282,22 @@ def choose_pipeline(analysed: Analysed, options: Options, measured: Measurements
     """
     pipeline = options.pipeline
     assert pipeline is not None, "a pipeline is chosen"
-    program = _updated_once(analysed, options)
-    found = search_pipeline(program, pipeline, measured, options.stage_devices, counts, options.microbatches)
+    program, bound = _updated_once(analysed, options, measured)
+    divided = _divided(program, bound)
+    found = search_pipeline(program, pipeline, measured, options.stage_devices, counts, options.microbatches, divided)
     candidates = tuple((str(c), c.seconds) for c in found) if measured.stages is not None else ()
     chosen = found[0].pipeline
     return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatches, candidates=candidates)
 
 
-def _updated_once(analysed: Analysed, options: Options) -> Program:
-    """The program as `split_update` cuts it."""
+def _updated_once(analysed: Analysed, options: Options, measured: Measurements) -> tuple[Program, BoundPlan]:
+    """The program as `split_update` cuts it, and the plan so far."""
     with paused_collection():
         until = next(k for k, (name, _) in enumerate(_FOLLOWED) if name == "split_update") + 1
-        return _run((("choose", _choose), *_FOLLOWED[:until]), analysed.program, None, Request(options))[0]
+        passes, request = (("choose", _choose), *_FOLLOWED[:until]), Request(options, measured)
+        program, bound, _ = _run(passes, analysed.program, None, request)
+        assert bound is not None, "the pipeline makes a plan"
+        return program, bound
 
 
 def _run(

@@ -10,7 +10,7 @@ Source: Megatron-LM (Shoeybi et al., 2019), section 3.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.batch_rules import SUMMED, place_axes
@@ -92,6 +92,63 @@ def divide_products(program: Program, leaves: Collection[int], devices: int, exa
             return walk.groups(followed)
         followed = others
     return []
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """How the values of some equations are divided, their leaves being decided.
+
+    Attributes:
+      devices: T.
+      axes: Value -> the axis of which each device has a part; of all others each has all.
+      flops: Equation -> the operations of its products that are divided.
+      exchanges: Equation -> what is exchanged in it, or for it to read.
+    """
+
+    devices: int
+    axes: Mapping[Var, int]
+    flops: Mapping[Equation, float]
+    exchanges: Mapping[Equation, Sequence[Exchange]]
+
+
+class Divider:
+    """Follows leaves that are divided through equations.
+
+    Args:
+      leaves: Leaf -> the axis along which it is divided.
+      devices: T.
+    """
+
+    def __init__(self, leaves: Mapping[Var, int], devices: int) -> None:
+        self._walk = _Walk({}, 1, devices, {})
+        self._walk.values.update({v: _Value(axis, weight) for weight, (v, axis) in enumerate(leaves.items())})
+        self._devices = devices
+        self._flops: dict[Equation, float] = {}
+        self._exchanges: dict[Equation, Sequence[Exchange]] = {}
+
+    def same(self, new: Var, old: Atom) -> None:
+        """Say that a value is another one."""
+        self._walk.values[new] = self._walk.value(old)
+
+    def run(self, equations: Iterable[Equation]) -> None:
+        """Follow them through equations, in an order that can be run."""
+        for equation in equations:
+            before = self._walk.mark()
+            self._walk.run([equation])
+            after = self._walk.mark()
+            flops_ = [f for key, f in after.flops.items() if key not in before.flops]
+            exchanges = [e for key, e in after.exchanges.items() if key not in before.exchanges]
+            if flops_:
+                self._flops[equation] = sum(flops_)
+            if exchanges:
+                self._exchanges[equation] = exchanges
+
+    @property
+    def division(self) -> Division:
+        """What was found."""
+        places = {v: value.axis for v, value in self._walk.values.items()}
+        axes = {v: axis for v, axis in places.items() if axis is not None and axis != PARTIAL}
+        return Division(self._devices, axes, self._flops, self._exchanges)
 
 
 @dataclass(frozen=True, slots=True)

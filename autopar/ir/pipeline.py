@@ -5,7 +5,8 @@ Values are named by variables: the programs of a pipeline share them, and each r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal as Choice
 
@@ -196,6 +197,7 @@ class StagedStep:
       weights: Those that the gradient program reads, in the order of their first use.
       outputs: The step's outputs; of such a leaf's new value its parts.
       new_leaves: Those outputs that are the new value of a leaf of the state, and no scalar -> the leaf's stage.
+      divided: Values of which each of the devices that divide a stage's products has a part -> the axis.
     """
 
     stages: int
@@ -208,9 +210,15 @@ class StagedStep:
     weights: tuple[Var, ...]
     outputs: tuple[Atom | tuple[Atom, ...], ...]
     new_leaves: Mapping[Var, int]
+    divided: Mapping[Var, int]
 
     @property
     def results(self) -> tuple[Var, ...]:
         """What the step returns and stages have made."""
         atoms = [a for out in self.outputs for a in (out if isinstance(out, tuple) else (out,))]
         return tuple(a for a in atoms if isinstance(a, Var))
+
+    def with_blocks(self, of: Callable[[Block], Block]) -> StagedStep:
+        """The same with other blocks of the same inputs and outputs."""
+        programs = tuple(dataclasses.replace(p, block=of(p.block)) for p in self.programs)
+        return dataclasses.replace(self, programs=programs)

@@ -21,9 +21,10 @@ class StagePlan:
       update_s: Seconds of the update of its weights and slots.
       flops: Floating-point operations of its products for a microbatch.
       ahead_bytes, back_bytes: Sent for a microbatch to later stages, and to earlier ones.
-      state_bytes: Of its weights, slots and other leaves.
+      state_bytes: Of its weights, slots and other leaves, and of copies of other stages' weights.
       gradient_bytes: Of the sums that it keeps over the microbatches.
       activation_bytes: What the forward of a microbatch leaves for its backward.
+      exchanged_bytes, exchanges: What each device of a tensor axis sends to the others for a microbatch, and how often.
     """
 
     devices: tuple[int, ...]
@@ -36,6 +37,8 @@ class StagePlan:
     state_bytes: int = 0
     gradient_bytes: int = 0
     activation_bytes: int = 0
+    exchanged_bytes: int = 0
+    exchanges: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class PipelinePlan:
     Attributes:
       schedule, microbatches, stages_per_device, remat: As in `ir.pipeline.Pipeline`.
       stages: In order.
+      tensor: T, the devices that each place of a stage has, which divide its products. What is said of a stage's
+        seconds, operations and bytes is of each of them.
       tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
       send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
       candidates: Where the number of stages was chosen, what there was to choose from, in words, and its seconds.
@@ -56,6 +61,7 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     stages_per_device: int = 1
     remat: bool = False
+    tensor: int = 1
     tied_bytes: int = 0
     send_byte_s: float = 0.0
     statistics: tuple[str, ...] = ()
@@ -68,8 +74,13 @@ class PipelinePlan:
 
     @property
     def devices(self) -> int:
-        """How many the stages have together."""
+        """How many the stages have together, those of a tensor axis counted as one."""
         return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def size(self) -> int:
+        """How many real ones these are."""
+        return self.devices * self.tensor
 
     @property
     def pipeline(self) -> Pipeline:

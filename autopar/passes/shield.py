@@ -25,6 +25,7 @@ from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartiti
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.expand import expand
+from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 
 
@@ -44,6 +45,12 @@ def shield(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, t
     walk = _Shield(_batch_axes(program, bound, devices), devices, divides=bool(bound.tensors))
     block = walk.block(program.block)
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
+
+
+def shield_stages(staged: StagedStep) -> tuple[StagedStep, tuple[str, ...]]:
+    """The same of a pipeline whose stages divide products over several devices; examples aren't divided."""
+    walk = _Shield({}, 1, divides=True)
+    return staged.with_blocks(walk.block), tuple(dict.fromkeys(walk.told))
 
 
 def _batch_axes(program: Program, bound: BoundPlan, devices: int) -> Mapping[Var, int]:

@@ -16,6 +16,7 @@ from autopar.errors import StrategyError
 from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied
 from autopar.passes.staging.programs import StageCutter
@@ -23,13 +24,16 @@ from autopar.passes.staging.remat import with_remat
 from autopar.passes.staging.stages import choose_stages
 
 
-def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements) -> tuple[StagedStep, PipelinePlan]:
+def split_pipeline(
+    program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves
+) -> tuple[StagedStep, PipelinePlan]:
     """The programs of each stage, and what is decided of the stages.
 
     Args:
       program: A program that `split_update` has cut.
       pipeline: Stages, schedule and microbatches.
       measured: Rates and memory of the stages' devices.
+      divided: Leaves that are divided over the devices of a stage.
 
     Raises:
       StrategyError: more stages than there are weights to cut at, patterns that don't cover the weights, effects, or a
@@ -41,7 +45,7 @@ def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements)
             f"pipeline: {program.name} has an effect, {effect.op} ({effect.where}), and stages may run it several "
             "times. Leave it out, or run the step without pipeline="
         )
-    chosen = choose_stages(program, pipeline, measured)
+    chosen = choose_stages(program, pipeline, measured, divided)
     program, weights = chosen.cut.program, tuple(chosen.homes)
     parts = find_parts(program)
     homes = chosen.homes | other_homes(program, parts, chosen.homes)
@@ -50,10 +54,13 @@ def split_pipeline(program: Program, pipeline: Pipeline, measured: Measurements)
     labels = label_parts(parts, homes, pipeline.count, splits_backward=splits)
     if pipeline.remat:
         parts, labels = with_remat(parts, labels, pipeline.count)
-    plan = _plan(program, pipeline, weights, homes, stage_loads(parts, labels, homes, pipeline.places), measured)
-    plan = dataclasses.replace(plan, statistics=parts.step.params.get("statistics", ()))
+    division = divided.within(chosen.cut).follow(parts)
+    loads = stage_loads(parts, labels, homes, pipeline.places, division)
+    plan = _plan(program, pipeline, weights, homes, loads, measured)
+    statistics = parts.step.params.get("statistics", ())
+    plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
     _check_memory(plan, measured)
-    staged = StageCutter(program, parts, labels, homes, weights, pipeline).run()
+    staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
     return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
 
 
@@ -77,9 +84,11 @@ def _plan(
                 flops=sum(load.flops.values()),
                 ahead_bytes=load.ahead,
                 back_bytes=load.back,
-                state_bytes=load.state,
+                state_bytes=load.state + sum(load.copies.values()),
                 gradient_bytes=load.gradient,
                 activation_bytes=load.activation,
+                exchanged_bytes=round(sum(load.exchanged.values())),
+                exchanges=sum(load.calls.values()),
             )
         )
     return PipelinePlan(

@@ -29,7 +29,7 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
         )
     count = 1 if step.options.pipeline is not None else cluster.count // tensor
     there = on_devices(step, count, Machine(rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy))
-    options = dataclasses.replace(there.options, stage_devices=cluster.count)
+    options = dataclasses.replace(there.options, stage_devices=cluster.count // tensor)
     return ParallelStep(dataclasses.replace(there.planner, options=options))
 
 

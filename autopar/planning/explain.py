@@ -164,7 +164,8 @@ class Explanation:
     @property
     def _where(self) -> str:
         if self.pipeline is not None:
-            return f"{len(self.pipeline.stages)} stages on {self.pipeline.devices} devices"
+            several = f" x {self.pipeline.tensor}" * (self.pipeline.tensor > 1)
+            return f"{len(self.pipeline.stages)} stages on {self.pipeline.devices}{several} devices"
         if self.hosted:
             return "one process" if self.devices == 1 else f"{self.devices} ranks"
         several = f" of {self.processes} processes" if self.processes > 1 else ""

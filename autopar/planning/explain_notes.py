@@ -70,6 +70,8 @@ def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
     """For which machines it is planned, if not for those here, and whether the state fits their devices."""
     program, plan, options = entry.compiled.analysed, entry.compiled.bound, entry.options
     memory = entry.machine.memory_bytes
+    if plan.plan.pipeline is not None:  # which says what each device holds
+        return () if cluster is None else (f"Planned for {cluster}; times are predicted from its figures.",)
     shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
     if memory is None or (cluster is None and shortage is None):
         return ()

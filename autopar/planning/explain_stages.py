@@ -24,14 +24,14 @@ def stage_table(plan: PipelinePlan) -> Table:
         table.add_column(f"{kind} ms", justify="right", no_wrap=True)
     if kinds:
         table.add_column("update ms", justify="right", no_wrap=True)
-    for name in ("sent ahead", "sent back", "state", "activations"):
+    columns = {"sent ahead": "ahead_bytes", "sent back": "back_bytes", "state": "state_bytes"}
+    columns |= {"activations": "activation_bytes"} | ({"exchanged": "exchanged_bytes"} if plan.tensor > 1 else {})
+    for name in columns:
         table.add_column(name, justify="right")
     for k, stage in enumerate(plan.stages):
         seconds = [*(stage.seconds.get(kind, 0.0) for kind in kinds), *([stage.update_s] if kinds else [])]
         times = (f"{each * 1e3:.2f}" for each in seconds)
-        sizes = (
-            format_bytes(x) for x in (stage.ahead_bytes, stage.back_bytes, stage.state_bytes, stage.activation_bytes)
-        )
+        sizes = (format_bytes(getattr(stage, name)) for name in columns.values())
         table.add_row(str(k), ", ".join(map(str, stage.devices)), _weights(stage), *times, *sizes)
     return table
 
@@ -53,6 +53,11 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
         f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch, but for the update.",
         f"Memory of each device for state, gradients and activations: {held}.",
     ]
+    if plan.tensor > 1:
+        notes.append(
+            f"Each of them is {plan.tensor} devices that divide products; times and bytes are those of each, and "
+            "'exchanged' is what it sends to the others."
+        )
     if plan.tied_bytes:
         notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
     if plan.candidates:

@@ -88,7 +88,7 @@ def simulate(
     if cluster is None:
         raise ArgumentsError("simulate needs to know the devices: simulate(plan, cluster=autopar.Cluster.named(...))")
     if devices is None:
-        devices = [n for n in COUNTS if plan.pipeline is None or n % plan.pipeline.devices == 0]
+        devices = [n for n in COUNTS if plan.pipeline is None or n % plan.pipeline.size == 0]
     numbers = [devices] if isinstance(devices, int) else list(devices)
     if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers) or numbers != sorted(set(numbers)):
         raise ArgumentsError(f"devices={devices}: give growing numbers of devices, 1 at least")

@@ -7,6 +7,7 @@ follow one another over the devices of a machine, and then over the next one.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -27,9 +28,9 @@ def stage_times(
     Raises:
       ArgumentsError: a number of devices that isn't a multiple of the pipeline's.
     """
-    wrong = [n for n in counts if n % plan.devices]
+    wrong = [n for n in counts if n % plan.size]
     if wrong:
-        raise ArgumentsError(f"devices={wrong[0]}: {name} has stages on {plan.devices} devices; give multiples of them")
+        raise ArgumentsError(f"devices={wrong[0]}: {name} has stages on {plan.size} devices; give multiples of them")
     return tuple(
         _step(plan, cluster.of(math.ceil(n / cluster.devices), min(n, cluster.devices)), n, overlap, variation)
         for n in counts
@@ -37,8 +38,8 @@ def stage_times(
 
 
 def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, variation: float) -> StepTime:
-    rates, copies = planned_stage_rates(cluster), count // plan.devices
-    there = cluster.of(math.ceil(plan.devices / cluster.devices), min(plan.devices, cluster.devices))
+    rates, copies = planned_stage_rates(cluster), count // plan.size
+    there = cluster.of(math.ceil(plan.size / cluster.devices), min(plan.size, cluster.devices))
     own = dataclasses.replace(
         plan,
         stages=tuple(_at(stage, rates) for stage in plan.stages),
@@ -59,6 +60,7 @@ def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
     """A stage by other rates; kinds of tasks in the proportions of the plan."""
     total = sum(stage.seconds.values())
     seconds = rates.seconds(stage.flops, stage.activation_bytes + stage.ahead_bytes + stage.back_bytes)
+    seconds += rates.send_byte_s * stage.exchanged_bytes + rates.call_s * stage.exchanges
     shares = {kind: s / total for kind, s in stage.seconds.items()} if total else {"F": 1 / 3, "B": 2 / 3}
     update = rates.seconds(0.0, 2 * stage.state_bytes + stage.gradient_bytes)
     return dataclasses.replace(stage, seconds={k: share * seconds for k, share in shares.items()}, update_s=update)
@@ -68,9 +70,10 @@ def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float,
     """Seconds and bytes of the AllReduces over the copies: the stages of a machine share what connects it."""
     if copies == 1:
         return 0.0, 0
-    sizes = sorted((stage.gradient_bytes for stage in plan.stages for _ in stage.devices), reverse=True)
+    each = (plan.tensor * len(stage.devices) * [stage.gradient_bytes] for stage in plan.stages)
+    sizes = sorted(itertools.chain(*each), reverse=True)
     share = 2 * (copies - 1) / copies
     if cluster.machines == 1:
         return cluster.inside(share * sizes[0], 2 * (copies - 1)), round(share * sizes[0])
-    together = sum(sizes[: min(plan.devices, cluster.devices)])
+    together = sum(sizes[: min(plan.size, cluster.devices)])
     return cluster.between(share * together, 2 * (copies - 1)), round(share * sizes[0])

@@ -17,6 +17,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
+from autopar.backends.stage_device import StageDevice
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
@@ -58,7 +59,7 @@ class Entry:
     donate: bool = True
     options: Options = field(default_factory=Options)
     machine: Machine = NOWHERE
-    stage_devices: Sequence[Any] = ()
+    stage_devices: Sequence[StageDevice] = ()
     headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
     notes: Sequence[str] = ()
@@ -160,7 +161,7 @@ class Entry:
             if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
                 devices = [[self.stage_devices[n] for n in places[staged.homes[v]]] for v in parts]
                 ends = itertools.accumulate(v.shape[0] for v in parts)
-                leaves[k] = StagePlace.of_parts(devices, tuple(ends), self.stage_devices)
+                leaves[k] = StagePlace.of_parts(devices, tuple(ends), staged.divided.get(parts[0]), self.stage_devices)
         return leaves
 
     def _pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:

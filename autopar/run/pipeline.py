@@ -20,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch, wide
+from autopar.backends.stage_device import StageDevice, array_over
 from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Literal, Var
@@ -31,7 +33,7 @@ from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import Incoming, point_to_point
 from autopar.run.buffers import with_own_buffers
 from autopar.tables.kinds import copied
-from autopar.tables.staged import StageArray, StagePlace, replicated_over
+from autopar.tables.staged import StageArray, StagePlace
 
 Array = Any
 
@@ -47,7 +49,9 @@ class PipelineRunner:
       donate: Whether states are updated in place.
     """
 
-    def __init__(self, step: StagedStep, actions: Actions, devices: Sequence[Any], out_tree: Any, donate: bool) -> None:
+    def __init__(
+        self, step: StagedStep, actions: Actions, devices: Sequence[StageDevice], out_tree: Any, donate: bool
+    ) -> None:
         self._step, self._out_tree, self._donate = step, out_tree, donate
         self.actions = actions
         self._all, self._ranks = tuple(devices), [device.process_index for device in devices]
@@ -75,6 +79,7 @@ class PipelineRunner:
                 joins={v: str(self._step.joins[v][1]) for v in run.sums},
                 values=tuple(v for v in run.program.outputs if v in read or v in self._homes),
                 donated=donated.get(name, ()),
+                divided=self._step.divided,
             )
             for name, run in runs.items()
         }
@@ -126,7 +131,7 @@ class PipelineRunner:
         step, arrays = self._step, dict[Var, Any]()
         for parts, leaf in zip(self._inputs, leaves, strict=True):
             arrays |= zip(parts, self._parts(parts, leaf), strict=True)
-        values = Values(self._devices, arrays, step.microbatches, step.parts)
+        values = Values(self._devices, arrays, step)
         for var, devices in self._leaves.items():
             for device in devices:
                 if device in self._devices:
@@ -184,7 +189,9 @@ class PipelineRunner:
             return
         value = values.at(action.value, action.source)
         if action.target in self._devices:
-            values.put(action.value, action.target, _on_device(value, self._devices[action.target]))
+            var, _ = action.value
+            placed = self._devices[action.target].put(value, self._step.divided.get(var))
+            values.put(action.value, action.target, placed)
             return
         assert self.messages is not None, "there are several ranks"
         array = np.asarray(jax.random.key_data(value) if jax_compat.is_key(value.dtype) else value)
@@ -199,11 +206,14 @@ class PipelineRunner:
             if isinstance(join, str):
                 sums[var] = join, parts
             else:
-                values.put((var, WHOLE), action.device, jnp.concatenate(parts, axis=join))
+                self._put_whole(var, action.device, jnp.concatenate(parts, axis=join), values)
         joins, dtypes = tuple(join for join, _ in sums.values()), tuple(var.dtype for var in sums)
         totals = _joined(joins, dtypes, [parts for _, parts in sums.values()]) if sums else []
         for var, total in zip(sums, totals, strict=True):
-            values.put((var, WHOLE), action.device, total)
+            self._put_whole(var, action.device, total, values)
+
+    def _put_whole(self, var: Var, device: int, value: Array, values: Values) -> None:
+        values.put((var, WHOLE), device, self._devices[device].put(value, self._step.divided.get(var)))
 
     def _result(self, out: Atom | tuple[Atom, ...], values: Values, seen: set[int]) -> Any:
         """A result where it is; a leaf of the state that stages on several ranks have, or several stages, part by part.
@@ -213,7 +223,8 @@ class PipelineRunner:
         parts = [a for a in (out if isinstance(out, tuple) else (out,)) if isinstance(a, Var)]
         if isinstance(out, tuple) or (self.messages is not None and out in self._step.new_leaves):
             stages = [[self._all[k] for k in self._devices_of(var)] for var in parts]
-            places = StagePlace.of_parts(stages, tuple(itertools.accumulate(v.shape[0] for v in parts)), self._all)
+            ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
+            places = StagePlace.of_parts(stages, ends, self._step.divided.get(parts[0]), self._all)
             arrays = [self._array(var, values, seen) for var in parts]
             return StageArray((places[-1].stop, *parts[0].shape[1:]), parts[0].dtype, places, arrays)
         if parts[0] in self._homes:
@@ -228,7 +239,7 @@ class PipelineRunner:
         """One array on all devices of its stage that this process has."""
         places = [k for k in self._devices_of(var) if k in self._devices]
         shards = [_own(values.at((var, WHOLE), k), seen) for k in places]
-        return _replicated(shards, [self._devices[k] for k in places])
+        return array_over(shards, [self._devices[k] for k in places], self._step.divided.get(var)) if shards else None
 
 
 class Values:
@@ -237,20 +248,14 @@ class Values:
     Args:
       devices: By number.
       arguments: What the call was given.
-      count: M.
-      parts: A microbatch's part of an argument -> the argument, the axis of its examples.
+      step: The programs.
     """
 
-    def __init__(
-        self,
-        devices: Mapping[int, Any],
-        arguments: Mapping[Var, Any],
-        count: int,
-        parts: Mapping[Var, tuple[Var, int]],
-    ) -> None:
-        self._devices, self._arguments, self._parts = devices, arguments, parts
+    def __init__(self, devices: Mapping[int, StageDevice], arguments: Mapping[Var, Any], step: StagedStep) -> None:
+        self._devices, self._arguments, self._parts, self._divided = devices, arguments, step.parts, step.divided
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
-        self._slices = {whole: _slices(arguments[whole], axis, count) for whole, axis in parts.values()}
+        parts = step.parts.values()
+        self._slices = {whole: _slices(arguments[whole], axis, step.microbatches) for whole, axis in parts}
 
     def given(self, var: Var) -> Any:
         """An argument as it is."""
@@ -270,14 +275,14 @@ class Values:
         if value not in held:
             var, part = value
             source = self._slices[self._parts[var][0]][part] if var in self._parts else self._arguments[var]
-            held[value] = _on_device(source, self._devices[device])
+            held[value] = self._devices[device].put(source, self._divided.get(var))
         array = held[value]
         if isinstance(array, Incoming):
             with PROGRESS.during("waiting for another stage", "waits"):
                 array = array.wait()
             dtype = value[0].dtype
             array = jax_compat.wrap_keys(array, dtype) if jax_compat.is_key(dtype) else array
-            array = held[value] = jax.device_put(array, self._devices[device])
+            array = held[value] = self._devices[device].put(array, self._divided.get(value[0]))
         return array
 
     def drop(self, value: Value, device: int) -> None:
@@ -292,13 +297,6 @@ def _own(array: Any, seen: set[int]) -> Any:
     return array
 
 
-def _replicated(shards: Sequence[Array], devices: Sequence[Any]) -> Array | None:
-    """One array of what several devices have; None of nothing."""
-    if len(shards) < 2:
-        return shards[0] if shards else None
-    return jax.make_array_from_single_device_arrays(shards[0].shape, replicated_over(devices), list(shards))
-
-
 def _sent_type(value: Value) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of a value in a message: of random keys that of their data, of sums the wider one."""
     var, part = value
@@ -311,15 +309,6 @@ def _sent_type(value: Value) -> tuple[tuple[int, ...], Any]:
 def _ends(action: Action) -> tuple[int, ...]:
     """The devices that take part."""
     return (action.source, action.target) if isinstance(action, Send) else (action.device,)
-
-
-def _on_device(value: Any, device: Any) -> Array:
-    """A value on a device, without a copy if it is there."""
-    if isinstance(value, jax.Array) and not jax_compat.is_key(value.dtype) and value.is_fully_replicated:
-        shards = [shard.data for shard in value.addressable_shards if shard.device == device]
-        if shards:
-            return shards[0]
-    return jax.device_put(value, device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -344,6 +333,7 @@ class StageExecutable:
       joins: Its outputs that are summed over microbatches -> the name of a reduction.
       values: Its outputs that others read.
       donated: Positions of its inputs whose buffers its results take.
+      divided: Values that are divided over the devices of a stage -> the axis.
     """
 
     program: StageProgram
@@ -351,26 +341,32 @@ class StageExecutable:
     joins: Mapping[Var, str]
     values: tuple[Var, ...]
     donated: tuple[int, ...]
+    divided: Mapping[Var, int]
 
-    def lower(self, device: Any) -> list[jax.stages.Lowered]:
+    def lower(self, device: StageDevice) -> list[jax.stages.Lowered]:
         """The programs of `CompiledProgram` for a device, to be compiled."""
-        there = jax.sharding.SingleDeviceSharding(device)
 
-        def types(values: Iterable[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
-            return [jax.ShapeDtypeStruct(v.shape, dtype(v.dtype), sharding=there) for v in values]
+        def places(values: Iterable[Var]) -> list[Any]:
+            return [device.sharding(self.divided.get(v)) for v in values]
 
-        run = jax.jit(self._run, donate_argnums=(1, *(k + 2 for k in self.donated)))
-        number, sums = jax.ShapeDtypeStruct((), np.int32), types(self.joins, wide)
+        def types(values: Sequence[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
+            pairs = zip(values, places(values), strict=True)
+            return [jax.ShapeDtypeStruct(v.shape, dtype(v.dtype), sharding=there) for v, there in pairs]
+
+        donated = (1, *(k + 2 for k in self.donated))
+        run = jax.jit(
+            self._run(device.mesh), donate_argnums=donated, out_shardings=(places(self.joins), places(self.values))
+        )
+        number, sums = jax.ShapeDtypeStruct((), np.int32), types(list(self.joins), wide)
         programs = [run.lower(number, sums, *types(self.program.block.inputs))]
-        return programs + ([jax.jit(self._start, out_shardings=there).lower()] if sums else [])
+        return programs + ([jax.jit(self._start, out_shardings=places(self.joins)).lower()] if sums else [])
 
     def _start(self) -> Sequence[Array]:
         return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
 
-    @property
-    def _run(self) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
+    def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
         def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
-            results = emit(self.program.block, {}, Microbatch(number, self.count, None))(*inputs)
+            results = emit(self.program.block, {}, Microbatch(number, self.count, devices))(*inputs)
             made = dict(zip(self.program.outputs, map(jnp.asarray, results), strict=True))
             pairs = zip(self.joins.items(), sums, strict=True)
             joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]

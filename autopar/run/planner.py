@@ -12,6 +12,7 @@ from typing import Any
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
+from autopar.backends.stage_device import StageDevice
 from autopar.compile import (
     Analysed,
     Compiled,
@@ -21,7 +22,9 @@ from autopar.compile import (
     gradient_program,
 )
 from autopar.cost.measurements import Measurements
-from autopar.errors import StepError
+from autopar.cost.units import format_bytes
+from autopar.errors import StepError, StrategyError
+from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
@@ -55,6 +58,7 @@ class Planner:
       devices: Those that run it; None: one.
       per_device: Of a step that is written for one of several devices.
       stage_devices: Those of a pipeline's stages.
+      in_stages: What plans the step in stages, where its state fits the devices in no other way; None: nothing may.
     """
 
     fun: Callable[..., Any]
@@ -66,8 +70,9 @@ class Planner:
     static_argnums: tuple[int, ...]
     devices: Devices | None = None
     per_device: PerDevice | None = None
-    stage_devices: Sequence[Any] = ()
+    stage_devices: Sequence[StageDevice] = ()
     stage_processes: Processes | None = None
+    in_stages: Callable[[], Planner] | None = None
 
     @property
     def name(self) -> str:
@@ -123,8 +128,29 @@ class Planner:
             inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
             program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
             compiled = self._compile(program, options, leaves).with_reason(move.paths, move.reason)
+        if self.in_stages is not None and self._exceeds_memory(compiled):
+            planned, note = self._staged(self.in_stages(), compiled, call, leaves, number)
+            if planned is not None:
+                return planned
+            notes = [*notes, note]
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), stage_devices=self.stage_devices)
+
+    def _exceeds_memory(self, compiled: Compiled) -> bool:
+        """Whether the state doesn't fit the devices as it is planned."""
+        memory = self.machine.memory_bytes
+        return memory is not None and compiled.plan.state_bytes > state_budget(memory)
+
+    def _staged(
+        self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Any], number: int
+    ) -> tuple[Entry | None, str]:
+        """The same call in stages, whose state doesn't fit the devices otherwise; why not, if it can't be cut."""
+        note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
+        try:
+            entry = planner.plan(call, leaves, number, is_first=False)
+        except StrategyError as error:
+            return None, f"{note}, and in stages it doesn't run: {error}."
+        return dataclasses.replace(entry, notes=(*entry.notes, f"{note}, so it is run in stages.")), ""
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
         """The same step once more, by another example and headroom."""
@@ -163,7 +189,9 @@ class Planner:
         if options.pipeline is None or not options.pipeline.profile or measured.stages is None:
             return measured
         block, count = gradient_program(analysed, options), options.microbatches
-        rates = profiled_rates(measured.stages, block, count, self.stage_devices)
+        rates = profiled_rates(
+            measured.stages, block, count, [d for place in self.stage_devices for d in place.devices]
+        )
         if self.processes is not None:
             rates = first_rates(self.processes, rates)
         return dataclasses.replace(measured, stages=rates)

@@ -199,23 +199,24 @@ class StageMaker(Maker):
 
         def run(*flat: Any) -> list[list[Any]]:
             made: list[list[Any]] = [[None] * max(1, len(places)) for places in self.places]
-            for (sharding, alone), parts in self._programs().items():
+            for (everywhere, alone), parts in self._programs().items():
                 whole = alone is not None
 
                 def make(*xs: Any, parts: Sequence[tuple[int, int]] = parts, whole: bool = whole) -> list[Any]:
                     leaves = self.make(*xs)
                     return [leaves[k] if whole else self._part(leaves[k], k, n) for k, n in parts]
 
-                values = flat if sharding is None else jax.device_put(flat, sharding)
-                for (k, n), value in zip(parts, jax.jit(make, out_shardings=sharding)(*values), strict=True):
-                    made[k][n] = self._part(value, k, n) if whole else value
+                values = flat if everywhere is None else jax.device_put(flat, everywhere)
+                there = None if everywhere is None else [self.places[k][n].sharding for k, n in parts]
+                for (k, n), value in zip(parts, jax.jit(make, out_shardings=there)(*values), strict=True):
+                    made[k][n] = jax.device_put(self._part(value, k, n), self.places[k][n].sharding) if whole else value
             return made
 
         return run
 
     def _programs(self) -> dict[tuple[Any, Any], list[tuple[int, int]]]:
-        """What each program makes, by its sharding: (leaf, part). What is made whole for the sake of its bits, and cut
-        then, has one of its own."""
+        """What each program makes, by where its arguments are: (leaf, part). What is made whole for the sake of its
+        bits, and cut then, has one of its own."""
         programs: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
         for k, places in enumerate(self.places):
             if not places:
@@ -223,7 +224,7 @@ class StageMaker(Maker):
             for n, place in enumerate(places):
                 if place.sharding is not None:  # else of another process
                     alone = (k, n) if self.whole and len(places) > 1 else None
-                    programs.setdefault((place.sharding, alone), []).append((k, n))
+                    programs.setdefault((place.whole, alone), []).append((k, n))
         return programs
 
     def _part(self, leaf: Any, number: int, part: int) -> Any:

@@ -79,10 +79,10 @@ def places_of_step(
         planned[k] = (
             LeafPlace("stage", places=parts) if is_staged(parts) else LeafPlace("array", sharding=parts[0].sharding)
         )
-    if not bound.on_hosts and step.devices is not None:
+    if not bound.on_hosts and entry.devices is not None:
         for k in range(len(bound.placements)):
             layout, axis = bound.layouts.get(k, (None, 0))
-            sharding = step.devices.sharding(*bound.place(k))
+            sharding = entry.devices.sharding(*bound.place(k))
             planned[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
     return [place if k is None else planned.get(k, place) for k, place in zip(inputs, places, strict=True)]
 
@@ -230,7 +230,8 @@ def _stage_part(source: _Whole | RowFiles, record: LeafRecord, place: StagePlace
     _check_dtype(record)
 
     def read(index: Any) -> np.ndarray:
-        return source.part((slice(place.start, place.stop), *index[1:]))
+        start, stop, _ = index[0].indices(place.stop - place.start)
+        return source.part((slice(place.start + start, place.start + stop), *index[1:]))
 
     array = jax.make_array_from_callback((place.stop - place.start, *record.shape[1:]), place.sharding, read)
     return jax_compat.weak(array) if record.weak else array

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.stage_device import StageDevice, sharding_over
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.mpi.world import world
@@ -33,16 +34,33 @@ class StagePlace:
 
     @staticmethod
     def of_parts(
-        stages: Sequence[Sequence[Any]], ends: Sequence[int], devices: Sequence[Any]
+        stages: Sequence[Sequence[StageDevice]],
+        ends: Sequence[int],
+        axis: int | None,
+        devices: Sequence[StageDevice],
     ) -> tuple[StagePlace, ...]:
-        """Of the parts of a leaf: each one's devices, and where it ends. `devices`: those of all stages."""
+        """Of the parts of a leaf: each one's devices, and where it ends.
+
+        Args:
+          stages: Of each part its replicas.
+          ends: In layers.
+          axis: Along which each is divided over the devices of a tensor axis.
+          devices: Those of all stages.
+        """
         several = len({d.process_index for d in devices}) > 1
         places = []
         for stage, start, stop in zip(stages, (0, *ends), ends, strict=False):
             ranks = tuple(dict.fromkeys(d.process_index for d in stage)) if several else ()
             own = [d for d in stage if d.process_index == jax.process_index()]
-            places.append(StagePlace(ranks, replicated_over(own) if own else None, start, stop))
+            places.append(StagePlace(ranks, sharding_over(own, axis) if own else None, start, stop))
         return tuple(places)
+
+    @property
+    def whole(self) -> Any:
+        """The sharding of what all of its devices have."""
+        if isinstance(self.sharding, jax.sharding.NamedSharding):
+            return jax.sharding.NamedSharding(self.sharding.mesh, jax.sharding.PartitionSpec())
+        return self.sharding
 
     @property
     def writes(self) -> bool:
@@ -53,14 +71,6 @@ class StagePlace:
 def is_staged(places: Sequence[StagePlace]) -> bool:
     """Whether a leaf that is there is a `StageArray`, not one of JAX's."""
     return len(places) > 1 or any(place.ranks for place in places)
-
-
-def replicated_over(devices: Sequence[Any]) -> Any:
-    """The sharding of an array that some devices have all of."""
-    if len(devices) == 1:
-        return jax.sharding.SingleDeviceSharding(devices[0])
-    mesh = jax.sharding.Mesh(np.array(devices), ("replica",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 class StageArray(TableLeaf):

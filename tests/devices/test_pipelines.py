@@ -158,6 +158,30 @@ def test_all_that_autopar_chooses() -> None:
         autopar.Pipeline([["params/**"]], "auto")
 
 
+def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Whether a device has room for it decides, without an option. (No table can be elsewhere.)"""
+    step, make = language_model(CLIPPED, tied=True)
+    size = sum(x.nbytes for x in jax.tree.leaves(make()))
+    memory = int(1.3 * size)
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: memory)
+    planned = autopar.parallelize(step)
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert max(plan.memory_bytes) < memory and len(plan.stages) > 1
+    assert "so it is run in stages" in str(autopar.explain(planned, make(), batch(0)))
+    state, _ = planned(autopar.init(make, step=planned, batch=batch(0)), batch(0))
+    autopar.save(tmp_path, state)
+    again = autopar.restore(tmp_path, jax.eval_shape(make), step=planned, batch=batch(0)).state
+    for a, b in zip(jax.tree.leaves(again["params"]), jax.tree.leaves(state["params"]), strict=True):
+        assert np.array_equal(a, b) and a.sharding == b.sharding
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: size // 40)
+    planned = autopar.parallelize(step)
+    shown = str(autopar.explain(planned, make(), batch(0)))
+    assert "in stages it doesn't run" in shown and "at least" in shown
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: 2 * size)
+    assert autopar.plan(autopar.parallelize(step), make(), batch(0)).pipeline is None
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
 def test_rematerialization(schedule: str) -> None:
     """A stage holds what it was sent, and computes its forward once more."""

@@ -243,6 +243,30 @@ def test_plans_and_checkpoints(tmp_path: Any) -> None:
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-12)
 
 
+def test_plans_and_checkpoints_of_stages(tmp_path: Any) -> None:
+    step, make = transformer("stacked")
+    options = {"mesh": _mesh(3, 2), "tensor_axis": "tensor"}
+    pipeline = autopar.Pipeline(2, microbatches=4, replicas=(1, 2))
+    planned = autopar.parallelize(step, strategy={"params/layers/**": "tensor"}, pipeline=pipeline, **options)
+    plan = autopar.plan(planned, make(), words())
+    assert plan.pipeline.size == 6 and all(stage.exchanges for stage in plan.pipeline.stages)
+    plan.save(tmp_path / "plan.json")
+    by_plan = autopar.parallelize(step, plan=tmp_path / "plan.json", **options)
+    state = autopar.init(make, step=by_plan, batch=words())
+    state, _ = by_plan(state, words())
+    assert by_plan.plan.tensor.axes == plan.tensor.axes and by_plan.plan.pipeline.stages == plan.pipeline.stages
+    autopar.save(tmp_path / "state", state)
+    times = autopar.simulate(plan, cluster=autopar.Cluster.named("dgx-h200"), devices=[6, 12])
+    assert times.times[0].seconds < times.times[1].seconds
+    plain, _ = jax.jit(step)(make(), words())
+    for other in (planned, autopar.parallelize(step, mesh=_mesh(2, 2), strategy="tensor"), autopar.parallelize(step)):
+        restored, _ = autopar.restore(tmp_path / "state", jax.eval_shape(make), step=other, batch=words())
+        again, _ = other(restored, words())
+        expected, _ = jax.jit(step)(plain, words())
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-12)
+
+
 def test_what_can_not_be_divided_is_refused() -> None:
     step, make = transformer()
     with pytest.raises(autopar.ArgumentsError, match="an axis beside the data axis"):
@@ -290,3 +314,30 @@ def test_a_step_of_scans_and_dropout() -> None:
     new, plain = planned(params, x, key), jax.jit(step)(params, x, key)
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline"),
+    [
+        ("listed", autopar.Pipeline(2, "1f1b", 4)),
+        ("stacked", autopar.Pipeline(2, "zero-bubble", 2)),
+        ("tied", autopar.Pipeline(2, "gpipe", 4, replicas=(1, 3))),
+        ("listed", autopar.Pipeline(4, "interleaved", 4, remat=True)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.schedule,
+)
+def test_within_the_stages_of_a_pipeline(layers: str, pipeline: autopar.Pipeline) -> None:
+    step, make = transformer("listed" if layers == "tied" else layers, tied=layers == "tied")
+    planned = autopar.parallelize(step, mesh=_mesh(pipeline.devices, 2), strategy="tensor", pipeline=pipeline)
+    assert _difference(planned, step, make) < 1e-12
+    new, _ = planned(make(), words())
+    if layers == "stacked":
+        parts = new["params"]["layers"]["mlp"]["up"].values
+        assert [_divided(part) for part in parts] == [2] * len(parts)
+    else:
+        last = new["params"]["layers"][1]["mlp"]
+        assert (_divided(last["up"]), _divided(last["down"]), _divided(last["offset"])) == (1, 0, None)
+        assert len(last["up"].devices()) == 2 * len(planned.plan.pipeline.stages[-1].devices)
+    assert autopar.check(planned, make(), words())
+    shown = str(autopar.explain(planned, make(), words()))
+    assert f"({pipeline.count} stages on {pipeline.devices} x 2 devices)" in shown and "exchanged" in shown

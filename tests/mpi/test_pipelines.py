@@ -12,7 +12,12 @@ from tests.support.mpi.ranks import run_cases
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
     (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan"),
-    (2, 2): ("check_schedules", "check_the_bits_are_those_of_one_process"),
+    (2, 2): (
+        "check_schedules",
+        "check_the_bits_are_those_of_one_process",
+        "check_products_divided_within_stages",
+        "check_the_state_of_divided_products",
+    ),
     (3, 1): ("check_schedules", "check_the_state", "check_the_state_of_stacked_layers", "check_what_is_refused"),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.analysis.stages import NOWHERE, Label
+from autopar.analysis.tensor import Division
 from autopar.analysis.work import equation_work
 from autopar.cost.partition import Layer
 from autopar.cost.rates import StageRates
@@ -23,16 +24,21 @@ class StageLoad:
 
     Attributes:
       flops, moved: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
+      exchanged, calls: Kind of task -> bytes that each device of a tensor axis sends to the others, and how often.
       sent: Bytes that cross the border with the stage before it, both ways.
       ahead, back: Bytes that it sends to later stages, and to earlier ones.
       tied: Bytes that cross it in a step for weights that are used on both sides.
       activation: What its forward leaves for its backward.
       gradient: Of the sums over microbatches.
       state: Of its leaves.
+      homed: Leaves, and what is made of them ahead of the microbatches, that live in it.
+      copies: Of other stages' leaves that it reads (tied embeddings) -> their bytes.
     """
 
     flops: dict[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    exchanged: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
     sent: int = 0
     ahead: int = 0
     back: int = 0
@@ -40,10 +46,17 @@ class StageLoad:
     activation: int = 0
     gradient: int = 0
     state: int = 0
+    homed: set[Var] = field(default_factory=set)
+    copies: dict[Var, int] = field(default_factory=dict)
 
     def seconds(self, rates: StageRates) -> dict[str, float]:
         """Kind of task -> its seconds."""
-        return {kind: rates.seconds(self.flops[kind], self.moved[kind]) for kind in self.flops}
+        return {
+            kind: rates.seconds(flops, self.moved[kind])
+            + rates.send_byte_s * self.exchanged.get(kind, 0.0)
+            + rates.call_s * self.calls.get(kind, 0)
+            for kind, flops in self.flops.items()
+        }
 
     def as_layer(self, rates: StageRates, microbatches: int) -> Layer:
         """What a partition goes by: no program by itself."""
@@ -57,6 +70,7 @@ class StageLoad:
             self,
             flops={kind: factor * flops for kind, flops in self.flops.items()},
             moved={kind: factor * moved for kind, moved in self.moved.items()},
+            exchanged={kind: factor * exchanged for kind, exchanged in self.exchanged.items()},
             sent=round(factor * self.sent),
             ahead=round(factor * self.ahead),
             back=round(factor * self.back),
@@ -71,22 +85,29 @@ class StageLoad:
             for kind in load.flops:
                 whole.flops[kind] = whole.flops.get(kind, 0.0) + load.flops[kind]
                 whole.moved[kind] = whole.moved.get(kind, 0.0) + load.moved[kind]
+            for kind, calls in load.calls.items():
+                whole.exchanged[kind] = whole.exchanged.get(kind, 0.0) + load.exchanged[kind]
+                whole.calls[kind] = whole.calls.get(kind, 0) + calls
             whole.activation += load.activation
             whole.gradient += load.gradient
             whole.state += load.state
+            whole.homed |= load.homed
+            whole.copies |= load.copies
+        whole.copies = {var: size for var, size in whole.copies.items() if var not in whole.homed}
         return whole
 
 
 def stage_loads(
-    parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], places: Places
+    parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], places: Places, division: Division
 ) -> list[StageLoad]:
-    """The load of each stage.
+    """The load of each stage, for one of the devices that divide its products.
 
     Args:
       parts: The step.
       labels: Its equations' (`label_parts`).
       homes: The stage of each leaf of the state.
       places: The devices of each stage: between stages of one device nothing is sent.
+      division: How its values are divided (`passes.staging.divided`).
     """
     loads = [StageLoad() for _ in places]
     made: dict[Var, Label] = {}
@@ -94,25 +115,26 @@ def stage_loads(
         label = labels[equation]
         if label.stage == NOWHERE:
             continue
-        flops, moved = equation_work(equation)
-        load = loads[label.stage]
-        load.flops[label.direction] = load.flops.get(label.direction, 0.0) + flops
-        load.moved[label.direction] = load.moved.get(label.direction, 0.0) + moved
+        _add_work(loads[label.stage], label.direction, equation, division)
         made.update(dict.fromkeys(equation.outputs, label))
     for var, readers in _readers(parts, labels).items():
         if var in made:
-            _add_value(loads, _bytes(var), made[var], readers, places)
+            _add_value(loads, var, made[var], readers, places, division)
     outer, known = read_by(parts), homes_before(parts, homes)
     for inner, readers in _readers(parts, labels).items():
         home = known.get(outer[inner]) if inner in outer else None
-        if home is not None:
-            for border in (b for stage in {r.stage for r in readers} for b in _borders(home, stage)):
+        if home is None:
+            continue
+        loads[home].homed.add(outer[inner])
+        for stage in {r.stage for r in readers} - {home}:
+            loads[stage].copies[outer[inner]] = _held(inner, division)
+            for border in _borders(home, stage):
                 loads[border].tied += 2 * _bytes(inner)
     for inner, outer_var in zip(parts.body.outputs, parts.step.outputs, strict=True):
         if isinstance(inner, Var) and inner in made:
-            loads[made[inner].stage].gradient += _bytes(outer_var)
+            loads[made[inner].stage].gradient += _held(outer_var, division)
     for var, stage in homes.items():
-        loads[stage].state += _bytes(var)
+        loads[stage].state += _held(var, division)
     return loads
 
 
@@ -127,8 +149,24 @@ def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[La
     return readers
 
 
-def _add_value(loads: list[StageLoad], size: int, made: Label, readers: set[Label], places: Places) -> None:
+def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division) -> None:
+    """What an equation computes, reads and writes on each device, and what the devices exchange for it."""
+    flops, moved = equation_work(equation)
+    saved = 1 - 1 / division.devices
+    if equation in division.flops or any(v in division.axes for v in equation.outputs):
+        moved -= saved * moved
+    load.flops[kind] = load.flops.get(kind, 0.0) + flops - saved * division.flops.get(equation, 0.0)
+    load.moved[kind] = load.moved.get(kind, 0.0) + moved
+    for exchange in division.exchanges.get(equation, ()):
+        load.exchanged[kind] = load.exchanged.get(kind, 0.0) + exchange.sent(division.devices)
+        load.calls[kind] = load.calls.get(kind, 0) + exchange.times
+
+
+def _add_value(
+    loads: list[StageLoad], var: Var, made: Label, readers: set[Label], places: Places, division: Division
+) -> None:
     """What is sent of a value, and what is kept of it from a forward to a backward."""
+    size = _bytes(var)
     stages = {r.stage for r in readers}
     for stage in stages:
         for border in _borders(made.stage, stage):
@@ -139,12 +177,17 @@ def _add_value(loads: list[StageLoad], size: int, made: Label, readers: set[Labe
         own.ahead, own.back = (own.ahead + size, own.back) if stage > made.stage else (own.ahead, own.back + size)
     kept = {r.stage for r in readers if made.direction == "F" and r.direction != "F"}
     for stage in kept:
-        loads[stage].activation += size
+        loads[stage].activation += _held(var, division)
 
 
 def _borders(start: int, end: int) -> Iterator[int]:
     """The stages whose border with the one ahead lies between two stages."""
     return iter(range(min(start, end) + 1, max(start, end) + 1))
+
+
+def _held(var: Var, division: Division) -> int:
+    """Bytes of what a device has of a value."""
+    return -(-_bytes(var) // division.devices) if var in division.axes else _bytes(var)
 
 
 def _bytes(var: Var) -> int:

@@ -32,6 +32,7 @@ class StageCutter:
       labels: Of the gradient program's equations.
       homes: The stage of each leaf of the state.
       weights: In order.
+      axes: Of values that are divided over the devices of a stage the axis.
     """
 
     program: Program
@@ -40,6 +41,7 @@ class StageCutter:
     homes: Mapping[Var, int]
     weights: tuple[Var, ...]
     pipeline: Pipeline
+    axes: Mapping[Var, int]
     #: The equations of each program.
     equations: dict[_Key, list[Equation]] = field(default_factory=dict)
     #: Values that every program computes by itself -> what makes them.
@@ -76,6 +78,7 @@ class StageCutter:
             weights=self.weights,
             outputs=self.program.block.outputs,
             new_leaves=dict(self._new_leaves()),
+            divided=self._divided(),
         )
 
     def _new_leaves(self) -> Iterator[tuple[Var, int]]:
@@ -84,6 +87,17 @@ class StageCutter:
             atom, old = block.outputs[out], block.inputs[leaf]
             if isinstance(atom, Var) and atom.shape and old in self.homes and not jax_compat.is_key(old.dtype):
                 yield atom, self.homes[old]
+
+    def _divided(self) -> dict[Var, int]:
+        """The values that are divided; a leaf's new value as the leaf is."""
+        block, axes = self.program.block, dict(self.axes)
+        for out, leaf in self.program.new_states.items():
+            atom, axis = block.outputs[out], axes.get(block.inputs[leaf])
+            if isinstance(atom, Var) and axis is not None:
+                axes[atom] = axis
+            elif isinstance(atom, Var):
+                axes.pop(atom, None)
+        return axes
 
     def _joins(self, renamed: Mapping[Var, Var]) -> Iterator[tuple[Var, tuple[Var, str | int]]]:
         """What is joined over the microbatches. What no microbatch makes is copied by each."""

@@ -19,6 +19,7 @@ from autopar.errors import StrategyError
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import StageTimes, simulate_schedule
+from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.loads import StageLoad
 from autopar.passes.staging.stages import check_units, find_units, unit_loads
 
@@ -56,7 +57,13 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
 
 
 def search_pipeline(
-    program: Program, pipeline: Pipeline, measured: Measurements, devices: int, counts: Sequence[int], reference: int
+    program: Program,
+    pipeline: Pipeline,
+    measured: Measurements,
+    devices: int,
+    counts: Sequence[int],
+    reference: int,
+    divided: DividedLeaves,
 ) -> list[Candidate]:
     """Of each number of stages the best pipeline, the best of all first.
 
@@ -66,12 +73,13 @@ def search_pipeline(
       measured: Rates and memory of the devices.
       devices: How many there are.
       counts: Numbers of microbatches.
+      divided: Leaves that are divided over several devices.
 
     Raises:
       StrategyError: more stages than weights, or none fits the devices' memory.
     """
     rates = NOMINAL if measured.stages is None else measured.stages
-    units = find_units(program)
+    units = find_units(program, divided)
     check_units(units, pipeline.count)
     best: dict[int, Candidate] = {}
     smallest = math.inf
@@ -79,7 +87,8 @@ def search_pipeline(
         loads = unit_loads(units, splits_backward=True, remat=bool(remat))
         for count in counts:
             scaled = [load.scaled(reference / count) for load in loads]
-            for made, cut in _partitions(pipeline, count, bool(remat), scaled, rates, devices):
+            options = (pipeline, count, bool(remat), scaled, rates, devices, measured.memory)
+            for made, cut in _partitions(*options):
                 seconds, needed = predicted(made, cut, scaled, rates)
                 smallest = min(smallest, needed)
                 stages = made.count // made.chunks
@@ -101,9 +110,16 @@ def _choices(asked: object, all_: Sequence[object]) -> Sequence[object]:
 
 
 def _partitions(
-    asked: Pipeline, count: int, remat: bool, loads: Sequence[StageLoad], rates: StageRates, devices: int
+    asked: Pipeline,
+    count: int,
+    remat: bool,
+    loads: Sequence[StageLoad],
+    rates: StageRates,
+    devices: int,
+    memory: int | None,
 ) -> Iterator[tuple[Pipeline, Partition]]:
-    """The pipelines of so many microbatches, with remat or without, each with its best partition."""
+    """The pipelines of so many microbatches, with remat or without, each with its best partition, and with the best one
+    within the memory."""
     layers = [load.as_layer(rates, count) for load in loads]
     for schedule in map(str, _choices(asked.schedule, _SCHEDULES)):
         chooses_replicas = asked.stages == AUTO and schedule != "interleaved"
@@ -111,10 +127,11 @@ def _partitions(
             fields = {"stages": stages, "schedule": schedule, "microbatches": count, "stages_per_device": chunks}
             made = dataclasses.replace(asked, remat=remat, **fields)
             own = None if chooses_replicas else [len(replicas) for replicas in made.places]
-            chain = Chain(layers, devices if own is None else sum(own), count, rates.send_byte_s)
-            cut = partition(chain, stages, own)
-            if cut is not None:
-                yield dataclasses.replace(made, replicas=cut.replicas) if chooses_replicas else made, cut
+            for limit in dict.fromkeys((None, None if schedule == "interleaved" else memory)):
+                chain = Chain(layers, devices if own is None else sum(own), count, rates.send_byte_s, limit)
+                cut = partition(chain, stages, own)
+                if cut is not None:
+                    yield dataclasses.replace(made, replicas=cut.replicas) if chooses_replicas else made, cut
 
 
 def _numbers(asked: Pipeline, schedule: str, count: int, layers: int, devices: int) -> Iterator[tuple[int, int | None]]:
@@ -145,8 +162,9 @@ def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], ra
     for stage, places in zip(stages, pipeline.places, strict=True):
         own = 2 * (len(places) - 1) * stage.gradient * rates.send_byte_s
         own += rates.seconds(0.0, 2 * stage.state + stage.gradient)
+        copies = 2 * sum(stage.copies.values())  # with gradients of their own
         for device in places:
             ends[device] += own
-            sizes[device] += stage.state + stage.gradient
+            sizes[device] += stage.state + stage.gradient + copies
     tied = max(stage.tied for stage in stages) * rates.send_byte_s
     return simulated.seconds + max(ends.values()) + tied, max(sizes)

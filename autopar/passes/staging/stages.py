@@ -14,6 +14,7 @@ from autopar.errors import StrategyError
 from autopar.ir.paths import matches, matches_layers, split_layers
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, Var
+from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.layers import CutProgram, Ends, Stack, cut_layers, find_stacks
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, used_weights
@@ -41,21 +42,24 @@ class Units:
       cut: The program, with its stacked leaves cut into single layers.
       units: The weights in the order of their first use, those of one layer together.
       stacks: The stacked leaves; `layers`: of each their parts, layer by layer.
+      divided: Which leaves of the program are divided over several devices.
     """
 
     cut: CutProgram
     units: list[list[Var]]
     stacks: list[Stack]
     layers: list[list[tuple[Var, ...]]]
+    divided: DividedLeaves
 
 
-def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements) -> Chosen:
+def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves) -> Chosen:
     """The stage of each weight, or of some layers of one.
 
     Args:
       program: What is cut; its weights are in the order of their first use.
       pipeline: With all that is left to choose chosen.
       measured: Rates and memory of the devices.
+      divided: Leaves that are divided over several devices.
 
     Raises:
       StrategyError: more stages than weights, none that fit the memory, or patterns that don't cover the weights.
@@ -63,7 +67,7 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements) 
     if not isinstance(pipeline.stages, int):
         cut = cut_layers(program, dict(_asked_ends(program, find_stacks(program), pipeline.stages)))
         return Chosen(cut, _by_patterns(cut.program, pipeline.stages))
-    fine = find_units(program)
+    fine = find_units(program, divided)
     homes = _balanced(fine, pipeline, measured)
     ends: dict[Var, Ends] = {}
     for stack, each in zip(fine.stacks, fine.layers, strict=True):
@@ -79,15 +83,15 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements) 
     return Chosen(cut, {v: homes[v] for v in weights})
 
 
-def find_units(program: Program) -> Units:
-    """Of a program that `split_update` has cut."""
+def find_units(program: Program, divided: DividedLeaves) -> Units:
+    """Of a program that `split_update` has cut, and leaves of it that are divided."""
     stacks = find_stacks(program)
     fine = cut_layers(program, {v: tuple(range(1, stack.layers + 1)) for stack in stacks for v in stack.leaves})
     layers = [fine.layers(stack.leaves) for stack in stacks]
     numbers = {v: k for k, layer in enumerate(itertools.chain(*layers)) for v in layer}
     weights = used_weights(fine.program, find_parts(fine.program))
     groups = itertools.groupby(weights, key=lambda v: numbers.get(v, v))
-    return Units(fine, [list(group) for _, group in groups], stacks, layers)
+    return Units(fine, [list(group) for _, group in groups], stacks, layers, divided.within(fine))
 
 
 def check_units(fine: Units, stages: int) -> None:
@@ -108,7 +112,7 @@ def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[Stage
     labels = label_parts(parts, each, count, splits_backward=splits_backward)
     if remat:
         parts, labels = with_remat(parts, labels, count)
-    return stage_loads(parts, labels, homes, tuple((k,) for k in range(count)))
+    return stage_loads(parts, labels, homes, tuple((k,) for k in range(count)), fine.divided.follow(parts))
 
 
 def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[Var, int]:

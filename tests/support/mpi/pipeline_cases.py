@@ -67,11 +67,32 @@ def check_bytes_are_those_of_the_plan() -> None:
     assert predicted <= sent <= predicted + metrics * COUNT, (predicted, sent)
 
 
-def check_the_state(*, stacked: bool = False) -> None:
+def _divided() -> Any:
+    """Each rank's devices divide products."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(RANKS, -1), ("data", "tensor"))
+    return {"mesh": mesh, "strategy": "tensor"}
+
+
+def check_products_divided_within_stages() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(RANKS, "zero-bubble", 4), **_divided())
+    assert difference(planned, step, make) < 1e-12
+    assert planned.plan.tensor.axes and planned.plan.pipeline.size == COUNT
+    across = jax.sharding.Mesh(np.array(jax.devices()).reshape(RANKS, -1).T, ("data", "tensor"))
+    with pytest.raises(autopar.ArgumentsError, match="are of several processes"):
+        autopar.parallelize(step, pipeline=autopar.Pipeline(2), mesh=across, strategy="tensor")
+
+
+def check_the_state_of_divided_products() -> None:
+    check_the_state(stacked=True, **_divided())
+
+
+def check_the_state(*, stacked: bool = False, **divided: Any) -> None:
     """Made where its stages are, saved, and gone on with in other stages."""
     folder = Path(os.environ["XDG_CACHE_HOME"]).parent / f"state-{stacked}"
     step, make = language_model(CLIPPED, stacked=stacked)
-    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, microbatches=4))
+    stages = RANKS if divided else COUNT
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(stages, microbatches=4), **divided)
     state = autopar.init(lambda key: make(), jax.random.key(0), step=planned, batch=batch(0))
     plain = jax.jit(make)()
     for a, b in zip(_params(state), jax.tree.leaves(plain["params"]), strict=True):

@@ -1,0 +1,89 @@
+"""`StageDevice`: what runs the programs of a pipeline's stage, a device or several that divide its products."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends.devices import Devices
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class StageDevice:
+    """One place in a pipeline.
+
+    Attributes:
+      devices: One, or the T devices of a tensor axis, all of one process.
+    """
+
+    devices: tuple[Any, ...]
+
+    @property
+    def process_index(self) -> int:
+        """Whose it is."""
+        return self.devices[0].process_index
+
+    @property
+    def platform(self) -> str:
+        """As JAX calls it."""
+        return self.devices[0].platform
+
+    @functools.cached_property
+    def mesh(self) -> Devices | None:
+        """Several devices, over which XLA divides products; None of one."""
+        return None if len(self.devices) == 1 else _mesh([self])
+
+    def sharding(self, axis: int | None = None) -> Any:
+        """Of an array that is here, divided along an axis or whole on each device."""
+        return sharding_over([self], axis)
+
+    def put(self, value: Any, axis: int | None = None) -> Array:
+        """A value here, without a copy if it is here already."""
+        sharding = self.sharding(axis)
+        if isinstance(value, jax.Array) and not jax_compat.is_key(value.dtype) and _is_there(value, sharding):
+            return _of_shards([value], sharding)
+        return jax.device_put(value, sharding)
+
+
+def sharding_over(places: Sequence[StageDevice], axis: int | None = None) -> Any:
+    """Of an array that several places have, each all of it; divided within each along an axis, if one is given."""
+    if len(places) == len(places[0].devices) == 1:
+        return jax.sharding.SingleDeviceSharding(places[0].devices[0])
+    return _mesh(places).sharding(None, axis)
+
+
+def array_over(values: Sequence[Array], places: Sequence[StageDevice], axis: int | None = None) -> Array:
+    """One array of what each of several places has."""
+    return values[0] if len(values) == 1 else _of_shards(values, sharding_over(places, axis))
+
+
+def _mesh(places: Sequence[StageDevice]) -> Devices:
+    """Replicas along the first axis, the devices that divide products along the second one."""
+    devices = np.array([place.devices for place in places])
+    return Devices(jax.sharding.Mesh(devices, ("replica", "tensor")), "replica", tensor_axis="tensor")
+
+
+def _is_there(value: Array, sharding: Any) -> bool:
+    """Whether each device of a sharding has its part of an array, and maybe others do."""
+    if value.is_fully_replicated and sharding.is_fully_replicated:
+        return sharding.device_set <= value.sharding.device_set
+    have, wanted = (each.devices_indices_map(value.shape) for each in (value.sharding, sharding))
+    return all(have.get(device) == part for device, part in wanted.items())
+
+
+def _of_shards(values: Sequence[Array], sharding: Any) -> Array:
+    """An array of the shards of others."""
+    own = {shard.device: shard.data for value in values for shard in value.addressable_shards}
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return own[device]
+    shards = [own[device] for device in sharding.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(values[0].shape, sharding, shards)
