@@ -256,7 +256,6 @@ def _in_stages(planner: Planner, pipeline: Pipeline, devices: Devices) -> Planne
         planner,
         options=dataclasses.replace(
             planner.options,
-            sparse="off",
             devices=1,
             hosts=False,
             microbatches=pipeline.microbatch_count,
@@ -301,8 +300,6 @@ def _check_pipeline(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
         )
     others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
-    methods = strategy.values() if isinstance(strategy, Mapping) else (strategy,)
-    others |= {"strategy": any(method not in ("auto", "allreduce", TENSOR) for method in methods)}
     named = [f"{name}=" for name, is_given in others.items() if is_given]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")

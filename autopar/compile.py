@@ -91,7 +91,10 @@ Pass = Callable[[Program, BoundPlan | None, Request], Result]
 def _analyze_rows(program: Program, request: Request) -> tuple[Program, str]:
     options = request.options
     return analyze_rows(
-        program, lazy=options.sparse == "lazy", defer=options.sparse == "exact", undeferred=options.undeferred
+        program,
+        lazy=options.sparse == "lazy",
+        defer=options.sparse == "exact" and options.pipeline is None,
+        undeferred=options.undeferred,
     )
 
 

@@ -31,6 +31,7 @@ from autopar.backends.indices import (
 )
 from autopar.backends.protocol import Params, RowBackend
 from autopar.backends.reductions import Others, reduce_routed, reduce_some
+from autopar.ir.program import RouteType
 
 Array = Any
 
@@ -47,6 +48,11 @@ class Route:
 
     rows: Array
     spare: Array
+
+
+def route_types(type_: RouteType) -> Route:
+    """What a route of one device is made of."""
+    return Route(jax.ShapeDtypeStruct((type_.rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
 
 
 class SingleDevice(RowBackend):

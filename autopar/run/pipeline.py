@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch, wide
@@ -30,8 +29,9 @@ from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.reductions import REDUCERS, neutral
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
 from autopar.launch.progress import PROGRESS
-from autopar.mpi.point_to_point import Incoming, point_to_point
+from autopar.mpi.point_to_point import point_to_point
 from autopar.run.buffers import with_own_buffers
+from autopar.run.stage_values import Arriving, Values, message_of, placed_types
 from autopar.tables.kinds import copied
 from autopar.tables.staged import StageArray, StagePlace
 
@@ -183,9 +183,8 @@ class PipelineRunner:
     def _send(self, action: Send, values: Values) -> None:
         if action.source not in self._devices:
             assert self.messages is not None, "there are several ranks"
-            shape, dtype = _sent_type(action.value)
-            incoming = self.messages.receive(shape, dtype, self._ranks[action.source])
-            values.put(action.value, action.target, incoming)
+            source = self._ranks[action.source]
+            values.put(action.value, action.target, Arriving.of(action.value, self.messages, source))
             return
         value = values.at(action.value, action.source)
         if action.target in self._devices:
@@ -194,10 +193,8 @@ class PipelineRunner:
             values.put(action.value, action.target, placed)
             return
         assert self.messages is not None, "there are several ranks"
-        array = np.asarray(jax.random.key_data(value) if jax_compat.is_key(value.dtype) else value)
-        if action.value[1] == WHOLE:  # the update may give its buffer away
-            array = array.copy()
-        self.messages.send(array, self._ranks[action.target])
+        for array in message_of(value):  # a copy where the update may give its buffer away
+            self.messages.send(array.copy() if action.value[1] == WHOLE else array, self._ranks[action.target])
 
     def _join(self, action: Join, values: Values) -> None:
         sums: dict[Var, tuple[str, list[Array]]] = {}
@@ -242,68 +239,11 @@ class PipelineRunner:
         return array_over(shards, [self._devices[k] for k in places], self._step.divided.get(var)) if shards else None
 
 
-class Values:
-    """What the devices of this process hold in a step.
-
-    Args:
-      devices: By number.
-      arguments: What the call was given.
-      step: The programs.
-    """
-
-    def __init__(self, devices: Mapping[int, StageDevice], arguments: Mapping[Var, Any], step: StagedStep) -> None:
-        self._devices, self._arguments, self._parts, self._divided = devices, arguments, step.parts, step.divided
-        self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
-        parts = step.parts.values()
-        self._slices = {whole: _slices(arguments[whole], axis, step.microbatches) for whole, axis in parts}
-
-    def given(self, var: Var) -> Any:
-        """An argument as it is."""
-        return self._arguments[var]
-
-    def has(self, value: Value, device: int) -> bool:
-        """Whether a device has made or been sent it."""
-        return value in self._held[device]
-
-    def put(self, value: Value, device: int, array: Array) -> None:
-        """What a device has made or been sent."""
-        self._held[device][value] = array
-
-    def at(self, value: Value, device: int) -> Array:
-        """The value on a device, an argument being put there when it is first read."""
-        held = self._held[device]
-        if value not in held:
-            var, part = value
-            source = self._slices[self._parts[var][0]][part] if var in self._parts else self._arguments[var]
-            held[value] = self._devices[device].put(source, self._divided.get(var))
-        array = held[value]
-        if isinstance(array, Incoming):
-            with PROGRESS.during("waiting for another stage", "waits"):
-                array = array.wait()
-            dtype = value[0].dtype
-            array = jax_compat.wrap_keys(array, dtype) if jax_compat.is_key(dtype) else array
-            array = held[value] = self._devices[device].put(array, self._divided.get(value[0]))
-        return array
-
-    def drop(self, value: Value, device: int) -> None:
-        """Let a value go."""
-        self._held[device].pop(value, None)
-
-
 def _own(array: Any, seen: set[int]) -> Any:
     """An array, or a copy if it was seen before."""
     array = copied(array) if id(array) in seen else array
     seen.add(id(array))
     return array
-
-
-def _sent_type(value: Value) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a value in a message: of random keys that of their data, of sums the wider one."""
-    var, part = value
-    if jax_compat.is_key(var.dtype):
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(var.shape, var.dtype))
-        return data.shape, data.dtype
-    return var.shape, wide(var.dtype) if part < WHOLE else var.dtype
 
 
 def _ends(action: Action) -> tuple[int, ...]:
@@ -351,7 +291,7 @@ class StageExecutable:
 
         def types(values: Sequence[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
             pairs = zip(values, places(values), strict=True)
-            return [jax.ShapeDtypeStruct(v.shape, dtype(v.dtype), sharding=there) for v, there in pairs]
+            return [placed_types(v, there, dtype) for v, there in pairs]
 
         donated = (1, *(k + 2 for k in self.donated))
         run = jax.jit(
@@ -367,7 +307,7 @@ class StageExecutable:
     def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
         def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
             results = emit(self.program.block, {}, Microbatch(number, self.count, devices))(*inputs)
-            made = dict(zip(self.program.outputs, map(jnp.asarray, results), strict=True))
+            made = dict(zip(self.program.outputs, jax.tree.map(jnp.asarray, results), strict=True))
             pairs = zip(self.joins.items(), sums, strict=True)
             joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]
             return joined, [made[v] for v in self.values]
@@ -401,18 +341,6 @@ def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
         if name in updates:
             positions.setdefault(name, []).append(k)
     return {name: tuple(numbers) for name, numbers in positions.items()}
-
-
-def _slices(value: Any, axis: int, count: int) -> list[Any]:
-    """Equal parts of a batch's leaf."""
-    if isinstance(value, np.ndarray):
-        return np.split(value, count, axis)
-    return [_part(value, np.int32(k), axis, count) for k in range(count)]
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _part(value: Array, number: Array, axis: int, count: int) -> Array:
-    return Microbatch(number, count, None).share(value, axis)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -70,6 +70,24 @@ def test_a_weight_of_two_stages(tx: optax.GradientTransformation) -> None:
     assert difference(autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)), step, make) < 1e-12
 
 
+@pytest.mark.parametrize(
+    "pipeline",
+    [autopar.Pipeline(3, "1f1b", 4), autopar.Pipeline(3, "zero-bubble", 4, replicas=(2, 1, 2), remat=True)],
+    ids=lambda p: p.schedule,
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_tables_by_their_rows(sampled: bool, pipeline: autopar.Pipeline) -> None:
+    """A table is at one stage, which gives its rows to others that look words up in it."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(1e-2))
+    step, make = language_model(tx, dropout=0.2, sampled=sampled)
+    planned = autopar.parallelize(step, pipeline=pipeline, strategy="ps")
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan
+    assert plan.table("params/words").lifted
+    assert all(len(stage.seconds) > 1 for stage in plan.pipeline.stages)  # backwards aren't all at the last stage
+    assert autopar.check(planned, make(), batch(0))
+
+
 def test_schedules_agree_bit_by_bit() -> None:
     """The same programs on the same values: when they run changes nothing."""
     step, make = language_model(optax.sgd(0.1), dropout=0.2)

@@ -11,7 +11,7 @@ from tests.support.mpi.ranks import run_cases
 
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
-    (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan"),
+    (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan", "check_tables_by_their_rows"),
     (2, 2): (
         "check_schedules",
         "check_the_bits_are_those_of_one_process",

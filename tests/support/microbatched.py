@@ -35,9 +35,10 @@ def language_model(
     dropout: float = 0.0,
     remat: bool = False,
     stacked: bool = False,
+    sampled: bool = False,
 ) -> tuple[Step, Callable[[], Any]]:
     """A residual network over words with a masked mean, and metrics of several shapes; and what makes its state.
-    `stacked`: a scan goes through its layers."""
+    `stacked`: a scan goes through its layers. `sampled`: labels are told from other words, by their embeddings."""
 
     def layer(weights: Any, x: jax.Array, key: jax.Array) -> jax.Array:
         h = jnp.tanh(x @ weights["w"] + weights["b"])
@@ -53,9 +54,13 @@ def language_model(
             x, _ = jax.lax.scan(lambda x, xs: (run(xs[0], x, jax.random.fold_in(key, xs[1])), None), x, layers)
         for k in () if stacked else range(LAYERS):
             x = run(params["layers"][k], x, jax.random.fold_in(key, k))
-        logits = x @ (params["words"].T if tied else params["out"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, given["labels"]) * given["mask"]
-        metrics = {"each": losses.sum(-1), "worst": losses.max(), "hits": jnp.sum(logits.argmax(-1) == given["labels"])}
+        if sampled:
+            words = jnp.stack([given["labels"], given["ids"], given["labels"][:, ::-1]], -1)
+            logits, labels = jnp.einsum("bpd,bpkd->bpk", x, params["words"][words]), jnp.zeros_like(given["labels"])
+        else:
+            logits, labels = x @ (params["words"].T if tied else params["out"]), given["labels"]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels) * given["mask"]
+        metrics = {"each": losses.sum(-1), "worst": losses.max(), "hits": jnp.sum(logits.argmax(-1) == labels)}
         return losses.sum() / given["mask"].sum(), metrics
 
     def step(state: Any, given: Any) -> tuple[Any, Any]:
@@ -74,7 +79,7 @@ def language_model(
         ]
         layers = jax.tree.map(lambda *xs: jnp.stack(xs), *layers) if stacked else layers
         params = {"words": jax.random.normal(keys[-1], (WORDS, WIDTH), float), "layers": layers}
-        if not tied:
+        if not tied and not sampled:
             params["out"] = scale * jax.random.normal(keys[-2], (WIDTH, WORDS), float)
         return {"params": params, "opt": tx.init(params), "key": jax.random.key(1)}
 

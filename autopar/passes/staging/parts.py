@@ -11,6 +11,8 @@ from autopar.analysis.stages import NOWHERE, Label, label_equations, split_backw
 from autopar.ir.program import Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead, needed_equations
 
+#: Rows of a table and all of it.
+_ROWS = ("ap.pull", "ap.commit")
 #: Elements of what every stage computes by itself, at most: scalars.
 SMALL = 1
 
@@ -89,18 +91,19 @@ def label_parts(
 
 def _reached_weights(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, Var]:
     """Result of the microbatches -> the weight that it is a gradient of: their update is elementwise in both."""
-    groups = _elementwise(parts.after, [*homes, *parts.step.outputs])
+    groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
     weights = {groups[v]: v for v in reversed(list(homes)) if v in groups}
     return {v: weights[groups[v]] for v in parts.step.outputs if groups.get(v) in weights}
 
 
 def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[Var, int]:
-    """Values by number: those that meet in equations of one shape have the same."""
+    """Values by number: those that meet in equations of one shape have the same, and rows that of their table."""
     groups = {v: k for k, v in enumerate(starts) if v.shape and v.type.size > SMALL}
     members: dict[int, set[Var]] = {k: {v} for v, k in groups.items()}
     for equation in equations:
         for out in equation.outputs:
-            same = [a for a in equation.inputs if a in groups and isinstance(a, Var) and a.shape == out.shape]
+            read = [a for a in equation.inputs if a in groups and isinstance(a, Var)]
+            same = [a for a in read if a.shape == out.shape or equation.op in _ROWS]
             numbers = sorted({groups[a] for a in same})
             if not numbers:
                 continue
@@ -116,7 +119,7 @@ def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[V
 
 def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
     """The stage of what the update computes elementwise of a leaf's values: the leaf's."""
-    groups = _elementwise(parts.after, [*homes, *parts.step.outputs])
+    groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
     stages = {groups[v]: stage for v, stage in reversed(list(homes.items())) if v in groups}
     return {v: stages[group] for v, group in groups.items() if group in stages}
 
@@ -124,7 +127,7 @@ def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
 def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
     """The stage of the state's other leaves: that of the weight whose update they are read for."""
     states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state"]
-    groups = _elementwise(parts.after, [*homes, *states, *parts.step.outputs])
+    groups = _elementwise((*parts.before, *parts.after), [*homes, *states, *parts.step.outputs])
     stages = {groups[v]: homes[v] for v in homes if v in groups}
     return {v: stages.get(groups.get(v, -1), 0) for v in states if v not in homes}
 

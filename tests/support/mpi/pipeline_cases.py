@@ -67,6 +67,13 @@ def check_bytes_are_those_of_the_plan() -> None:
     assert predicted <= sent <= predicted + metrics * COUNT, (predicted, sent)
 
 
+def check_tables_by_their_rows() -> None:
+    step, make = language_model(optax.adagrad(0.1), sampled=True)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, microbatches=4), strategy="ps")
+    assert difference(planned, step, make) < 1e-12
+    assert planned.plan.table("params/words").lifted
+
+
 def _divided() -> Any:
     """Each rank's devices divide products."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(RANKS, -1), ("data", "tensor"))
