@@ -300,6 +300,8 @@ def _check_pipeline(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
         )
     others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
+    if asks_for_hosts(strategy):
+        raise ArgumentsError("pipeline: tables on hosts have no stage; leave them to the devices")
     named = [f"{name}=" for name, is_given in others.items() if is_given]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")

@@ -16,6 +16,7 @@ import autopar
 from autopar.backends.processes import Processes
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.planning.check import compare_sends
+from tests.support import nano_gpt
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -452,7 +453,8 @@ def test_stages_by_patterns() -> None:
         ({"stages": 9}, {}, "9 stages need 9 devices, and there are 8"),
         ({"stages": 2, "schedule": "zigzag"}, {}, "there are 'gpipe', '1f1b'"),
         ({"stages": 2, "microbatches": 5}, {}, f"doesn't divide the batch: batch/ids has {EXAMPLES} examples"),
-        ({"stages": 2}, {"strategy": "ps"}, "strategy= given together with pipeline="),
+        ({"stages": 2}, {"strategy": ("ps", "hosts")}, "tables on hosts have no stage"),
+        ({"stages": 2}, {"microbatches": 2}, "microbatches= given together with pipeline="),
         ({"stages": 0}, {}, "give a number"),
         ({"stages": "all"}, {}, "or 'auto'"),
         ({"stages": "auto", "replicas": 2}, {}, "chooses replicas"),
@@ -507,3 +509,28 @@ def test_more_stages_than_weights() -> None:
 
     with pytest.raises(autopar.StrategyError, match="1 weights and layers to cut between"):
         autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2))(np.eye(4), np.ones((4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "options"),
+    [
+        (autopar.Pipeline(2, "1f1b", 4), {}),
+        (autopar.Pipeline(4, "zero-bubble", 8), {}),
+        (autopar.Pipeline(4, "1f1b", 2), {"strategy": "tensor", "mesh": (4, 2)}),
+    ],
+    ids=["2 stages", "4 stages", "4 stages of 2 devices"],
+)
+def test_a_gpt(pipeline: autopar.Pipeline, options: dict[str, Any]) -> None:
+    """Of a library, with a fused product for attention, tied words, dropout, decay by mask and a schedule."""
+    if options:
+        options = {**options, "mesh": jax.make_mesh(options["mesh"], ("data", "tensor"))}
+    step, make = nano_gpt.nano_gpt()
+    planned = autopar.parallelize(step, pipeline=pipeline, **options)
+    state, plain = make(), make()
+    for k in range(3):
+        state, metrics = planned(state, nano_gpt.batch(k))
+        plain, expected = jax.jit(step)(plain, nano_gpt.batch(k))
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-12)
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-11)
+    assert len(planned.plan.pipeline.stages) == pipeline.count and planned.plan.pipeline.tied_bytes
