@@ -32,6 +32,7 @@ BENCHMARKS = {
     "hosts": hosts.hosts,
     "microbatches": microbatches.microbatches,
     "pipelines": pipelines.pipelines,
+    "pipelines_network": pipelines.pipelines_network,
     "pipelines_systems": pipelines_systems.pipelines_systems,
     "bubbles": bubbles.bubbles,
     "soak": soak.soak,

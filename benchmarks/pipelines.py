@@ -7,26 +7,47 @@ of turns in one run.
 from __future__ import annotations
 
 import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks.pipeline_models import MODELS
 from benchmarks.served import Ranks, started
+from tests.support.mpi.namespaces import ENVIRONMENT, hosts
 
 RANKS, MICROBATCHES = 2, 16
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 #: Steps of a turn, of which the first isn't timed; turns.
 STEPS, TURNS = 5, 5
+_MODULE = "benchmarks.pipelines_ranks"
 
 
 def pipelines(ranks: int = RANKS) -> None:
     """A perceptron, an LSTM, a transformer and a CNN."""
-    module = "benchmarks.pipelines_ranks"
-    with started("one rank", 1, module) as one, started(f"{ranks} ranks", ranks, module) as several:
+    with started("one rank", 1, _MODULE) as one, started(f"{ranks} ranks", ranks, _MODULE) as several:
         for name in MODELS:
-            _compare(name, one, several)
+            _compare(name, one, several, SCHEDULES)
 
 
-def _compare(name: str, one: Ranks, several: Ranks) -> None:
-    systems = {"plain": one, "microbatches": one, "data": several, **dict.fromkeys(SCHEDULES, several)}
+def pipelines_network() -> None:
+    """The same on 2 and 4 ranks, each on a host of its own (a network namespace) with a link of 1 Gbit/s; and the bytes
+    that leave each host in a step, beside those of the plan."""
+    for ranks in (2, 4):
+        with tempfile.TemporaryDirectory() as folder, hosts(ranks, Path(folder), rate="1gbit") as made:
+            options: Any = {"wrapper": made.wrapper, "environment": ENVIRONMENT}
+            with started("one rank", 1, _MODULE) as one, started("hosts", ranks, _MODULE, **options) as several:
+                for name in MODELS:
+                    _compare(name, one, several, ("1f1b", "zero-bubble"))
+                    for system in ("data", "1f1b"):
+                        sent = several("sent", name=name, system=system)
+                        wire, planned = sum(own for own, _ in sent), sent[0][1]
+                        said = f", {wire / planned:.3f} of the plan's {planned / 1e6:.2f} MB" if planned else ""
+                        print(f"  {system}: {wire / 1e6:.2f} MB leave the {ranks} hosts in a step{said}", flush=True)
+
+
+def _compare(name: str, one: Ranks, several: Ranks, schedules: Sequence[str]) -> None:
+    systems = {"plain": one, "microbatches": one, "data": several, **dict.fromkeys(schedules, several)}
     predicted = {
         system: ranks("prepare", name=name, system=system, microbatches=MICROBATCHES)[0]
         for system, ranks in systems.items()
@@ -39,7 +60,7 @@ def _compare(name: str, one: Ranks, several: Ranks) -> None:
             seconds[system].append(statistics.median(times[1:]))
     first = next(iter(losses.values()))
     assert all(abs(loss - first) < 1e-3 * abs(first) + 1e-5 for loss in losses.values()), losses
-    print(f"{name}, M = {MICROBATCHES}:", flush=True)
+    print(f"{name}, {len(several.pids)} ranks, M = {MICROBATCHES}:", flush=True)
     for system, times in seconds.items():
         ratios = [a / b for a, b in zip(seconds["plain"], times, strict=True)]
         alike = [a / b for a, b in zip(seconds["microbatches"], times, strict=True)]

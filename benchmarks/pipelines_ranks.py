@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.served import serve
+from tests.support.mpi.namespaces import sent_by_interface
 
 RANK = int(os.environ.get("PMI_RANK", "0"))
 
@@ -70,6 +71,18 @@ def main(address: str) -> None:
             seconds.append(time.perf_counter() - start)
         return seconds, loss
 
+    def sent(name: str, system: str) -> tuple[int, int]:
+        """Bytes that this rank's interface sends in a step, and those that all ranks' plan says, if it is in stages."""
+        before = sent_by_interface() or 0
+        turn(name, system, 3)
+        plan = getattr(steps[name, system], "plan", None)
+        stages = None if plan is None else plan.pipeline
+        planned = 0
+        if stages is not None:
+            each = sum(stage.ahead_bytes + stage.back_bytes for stage in stages.stages)
+            planned = stages.microbatches * each + stages.tied_bytes
+        return ((sent_by_interface() or 0) - before) // 3, planned
+
     def sleep(schedule: str, microbatches: int, task_s: float, count: int) -> tuple[float, float]:
         """Seconds that this rank waits, and all of them, in steps whose tasks sleep: F, B and W for `task_s` each."""
         stages = [[f"0/{k}"] for k in range(jax.process_count())]
@@ -93,7 +106,7 @@ def main(address: str) -> None:
         runner.messages._waiting = waiting.before
         return waiting.seconds, total
 
-    serve(address, RANK, {"prepare": prepare, "turn": turn, "sleep": sleep})
+    serve(address, RANK, {"prepare": prepare, "turn": turn, "sleep": sleep, "sent": sent})
 
 
 class Timed:

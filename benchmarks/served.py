@@ -102,6 +102,7 @@ def started(
     module: str,
     *arguments: str,
     flags: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     within_s: float = 300,
 ) -> Iterator[Ranks]:
@@ -109,6 +110,7 @@ def started(
 
     Args:
       flags: Of mpiexec.
+      wrapper: What comes before each rank's command.
 
     Raises:
       RankError: they don't start within `within_s` seconds.
@@ -121,7 +123,7 @@ def started(
         # mpiexec can't bear a pipe that closes, so ranks print to a file.
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [mpiexec(), *flags, "-n", str(count), sys.executable, "-m", module, address, *arguments],
+                [mpiexec(), *flags, "-n", str(count), *wrapper, sys.executable, "-m", module, address, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

@@ -161,7 +161,8 @@ class _Emitter:
             return _Emitter(self._backends, microbatch).block(body, parts)
 
         assert not isinstance(self._devices, Microbatch), "no microbatch has parts"
-        return run_microbatches(equation.params, gradient, operands, self._devices)
+        unrolled = _is_slow_in_loops(body, self._devices)
+        return run_microbatches(equation.params, gradient, operands, self._devices, unrolled=unrolled)
 
     # --- row space ---
 
@@ -302,3 +303,9 @@ def _like(value: Array, other: Array) -> Array:
     if jax_compat.is_key(value.dtype) or jax_compat.is_weak(value) == jax_compat.is_weak(other):
         return value
     return jax.lax.convert_element_type(value, other.dtype) if not jax_compat.is_weak(other) else value
+
+
+def _is_slow_in_loops(body: Block, devices: Devices | None) -> bool:
+    """Whether XLA is some ten times slower at it inside a loop: convolutions on CPUs."""
+    platform = jax.default_backend() if devices is None else devices.mesh.devices.flat[0].platform
+    return platform == "cpu" and any(e.op == "conv_general_dilated" for e in body.walk())

@@ -56,6 +56,8 @@ def run_microbatches(
     gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
     operands: Sequence[Array],
     devices: Devices | None,
+    *,
+    unrolled: bool = False,
 ) -> list[Array]:
     """The results of all microbatches, joined.
 
@@ -65,6 +67,7 @@ def run_microbatches(
       gradient: The program of one microbatch.
       operands: Whole.
       devices: Those over which examples are spread; None: one.
+      unrolled: Whether the loop over them is written out. All activations may live at a time then.
     """
     count, joins = params["count"], params["joins"]
     shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count, devices)), jnp.int32(0))
@@ -83,7 +86,7 @@ def run_microbatches(
         )
         return joined, tuple(x for x, join in zip(results, joins, strict=True) if not isinstance(join, str))
 
-    sums, stacked = jax.lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32))
+    sums, stacked = jax.lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32), unroll=unrolled)
     reduced, rows = iter(sums), iter(stacked)
     return [
         next(reduced).astype(shape.dtype) if isinstance(join, str) else _unparted(next(rows), join, devices)

@@ -52,18 +52,19 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, folder: Path, each: int = 1) -> Iterator[Hosts]:
+def hosts(count: int, folder: Path, each: int = 1, rate: str | None = None) -> Iterator[Hosts]:
     """`count` namespaces and a bridge, gone afterwards, whatever happens.
 
     Args:
       count: How many.
       folder: For the wrapper and the hosts file.
       each: Ranks that each has: the first ones in the first, and so on.
+      rate: Of each one's link, both ways, as `tc` says it: "1gbit".
 
     Raises:
       CannotMake: not on this machine, or not by this user.
     """
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    missing = [tool for tool in (*_TOOLS, *([] if rate is None else ["tc"])) if shutil.which(tool) is None]
     if missing or os.name != "posix":
         raise CannotMake(f"network namespaces need {', '.join(missing) or 'Linux'}")
     name = f"autopar-{secrets.token_hex(3)}"
@@ -71,6 +72,8 @@ def hosts(count: int, folder: Path, each: int = 1) -> Iterator[Hosts]:
     try:
         try:
             _make(name, count, spaces)
+            if rate is not None:
+                _limit(spaces, rate)
         except subprocess.CalledProcessError as error:
             raise CannotMake(f"{' '.join(error.cmd)}: {error.stderr.decode().strip()}") from error
         yield Hosts(name, count, _wrapper(name, count, folder, each))
@@ -93,8 +96,19 @@ def _make(name: str, count: int, spaces: list[str]) -> None:
         _ip("-n", space, "link", "set", "eth0", "up")
 
 
+def _limit(spaces: list[str], rate: str) -> None:
+    limit = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "100ms"]
+    for k, space in enumerate(spaces[:-1]):
+        for inside, device in ((space, "eth0"), (spaces[-1], f"port{k}")):
+            _run("tc", "-n", inside, "qdisc", "add", "dev", device, *limit)
+
+
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], capture_output=True, check=True, stdin=subprocess.DEVNULL)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, capture_output=True, check=True, stdin=subprocess.DEVNULL)
 
 
 def _address(k: int) -> str:
