@@ -16,6 +16,7 @@ from benchmarks import (
     one_device,
     parallax_paper,
     pipelines,
+    pipelines_choice,
     pipelines_systems,
     soak,
 )
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "microbatches": microbatches.microbatches,
     "pipelines": pipelines.pipelines,
     "pipelines_network": pipelines.pipelines_network,
+    "pipelines_choice": pipelines_choice.pipelines_choice,
     "pipelines_systems": pipelines_systems.pipelines_systems,
     "bubbles": bubbles.bubbles,
     "soak": soak.soak,

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,30 +22,50 @@ RANK = int(os.environ.get("PMI_RANK", "0"))
 
 
 def main(address: str) -> None:
-    """Serve `prepare` and `turn`."""
+    """Serve the methods of a `Rank`."""
     os.sched_setaffinity(0, {RANK % (os.cpu_count() or 1)})
-    import jax
+    rank = Rank()
+    commands = ("prepare", "pipeline", "turn", "sent", "sleep", "forget")
+    serve(address, RANK, {name: getattr(rank, name) for name in commands})
 
-    import autopar
-    from benchmarks.pipeline_models import MODELS, TX, perceptron, step_of
 
-    states: dict[tuple[str, str], Any] = {}
-    steps: dict[tuple[str, str], Any] = {}
+class Rank:
+    """Models, steps and states, by their names."""
 
-    models: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.steps: dict[tuple[str, str], Any] = {}
+        self.states: dict[tuple[str, str], Any] = {}
+        self.models: dict[str, Any] = {}
 
-    def model(name: str, **sizes: int) -> Any:
-        if name not in models:
-            models[name] = MODELS[name](**sizes)
-        return models[name]
+    def _model(self, name: str, sizes: Mapping[str, int]) -> Any:
+        from benchmarks.pipeline_models import MODELS
+
+        if name not in self.models:
+            self.models[name] = MODELS[name](**sizes)
+        return self.models[name]
+
+    def _begin(self, name: str, system: str, step: Any, make: Any) -> Any:
+        import jax
+
+        from benchmarks.pipeline_models import TX
+
+        params = make(jax.random.key(0))
+        self.steps[name, system], self.states[name, system] = step, (params, TX.init(params))
+        self.turn(name, system, 2)
+        plan = getattr(step, "plan", None)
+        return None if plan is None else plan.pipeline
 
     def prepare(
-        name: str, system: str, microbatches: int, schedule: str = "", stages: Any = None, **sizes: int
+        self, name: str, system: str, microbatches: int, schedule: str = "", stages: Any = None, **sizes: int
     ) -> float | None:
         """Makes a system's step and state; what its plan predicts, in seconds. `stages`: of a pipeline, and `schedule`,
         where the system isn't named so."""
-        loss, make, _ = model(name, **sizes)
-        params = make(jax.random.key(0))
+        import jax
+
+        import autopar
+        from benchmarks.pipeline_models import step_of
+
+        loss, make, _ = self._model(name, sizes)
         if system == "plain":
             step: Any = jax.jit(step_of(loss), donate_argnums=0)
         elif system == "microbatches":
@@ -55,27 +76,39 @@ def main(address: str) -> None:
             count = jax.process_count() if stages is None else stages
             pipeline = autopar.Pipeline(count, schedule or system, microbatches, profile=stages is None)
             step = autopar.parallelize(step_of(loss), pipeline=pipeline)
-        key = name, system
-        steps[key], states[key] = step, (params, TX.init(params))
-        turn(name, system, 2)
-        plan = getattr(step, "plan", None)
-        return plan.pipeline.seconds if plan is not None and plan.pipeline is not None else None
+        plan = self._begin(name, system, step, make)
+        return None if plan is None else plan.seconds
 
-    def turn(name: str, system: str, count: int) -> tuple[list[float], float]:
+    def pipeline(self, name: str, system: str, sizes: Mapping[str, int], **options: Any) -> tuple[str, float]:
+        """Makes a step with `autopar.Pipeline(**options)`; what its plan is, and the seconds that it predicts."""
+        import autopar
+        from benchmarks.pipeline_models import step_of
+
+        loss, make, _ = self._model(name, sizes)
+        step = autopar.parallelize(step_of(loss), pipeline=autopar.Pipeline(**options))
+        plan = self._begin(name, system, step, make)
+        return f"{plan.pipeline}, {plan.schedule}, M = {plan.microbatches}{', remat' * plan.remat}", plan.seconds
+
+    def forget(self) -> None:
+        """All of them."""
+        for each in (self.steps, self.states, self.models):
+            each.clear()
+
+    def turn(self, name: str, system: str, count: int) -> tuple[list[float], float]:
         """Seconds of the next steps, and the last loss."""
-        key, batch, seconds, loss = (name, system), model(name)[2], [], 0.0
+        key, batch, seconds, loss = (name, system), self.models[name][2], [], 0.0
         for _ in range(count):
             start = time.perf_counter()
-            states[key], value = steps[key](states[key], batch)
+            self.states[key], value = self.steps[key](self.states[key], batch)
             loss = float(np.asarray(value))
             seconds.append(time.perf_counter() - start)
         return seconds, loss
 
-    def sent(name: str, system: str) -> tuple[int, int]:
+    def sent(self, name: str, system: str) -> tuple[int, int]:
         """Bytes that this rank's interface sends in a step, and those that all ranks' plan says, if it is in stages."""
         before = sent_by_interface() or 0
-        turn(name, system, 3)
-        plan = getattr(steps[name, system], "plan", None)
+        self.turn(name, system, 3)
+        plan = getattr(self.steps[name, system], "plan", None)
         stages = None if plan is None else plan.pipeline
         planned = 0
         if stages is not None:
@@ -83,8 +116,13 @@ def main(address: str) -> None:
             planned = stages.microbatches * each + stages.tied_bytes
         return ((sent_by_interface() or 0) - before) // 3, planned
 
-    def sleep(schedule: str, microbatches: int, task_s: float, count: int) -> tuple[float, float]:
+    def sleep(self, schedule: str, microbatches: int, task_s: float, count: int) -> tuple[float, float]:
         """Seconds that this rank waits, and all of them, in steps whose tasks sleep: F, B and W for `task_s` each."""
+        import jax
+
+        import autopar
+        from benchmarks.pipeline_models import TX, perceptron, step_of
+
         stages = [[f"0/{k}"] for k in range(jax.process_count())]
         loss, make, batch = perceptron(layers=len(stages), width=8, examples=4 * microbatches)
         step = autopar.parallelize(step_of(loss), pipeline=autopar.Pipeline(stages, schedule, microbatches))
@@ -105,8 +143,6 @@ def main(address: str) -> None:
         total = time.perf_counter() - start
         runner.messages._waiting = waiting.before
         return waiting.seconds, total
-
-    serve(address, RANK, {"prepare": prepare, "turn": turn, "sleep": sleep, "sent": sent})
 
 
 class Timed:

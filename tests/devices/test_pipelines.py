@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import autopar
 from autopar.backends.processes import Processes
+from autopar.ir import schedule as schedules
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.planning.check import compare_sends
 from tests.support import nano_gpt
@@ -89,17 +91,30 @@ def test_tables_by_their_rows(sampled: bool, pipeline: autopar.Pipeline) -> None
     assert autopar.check(planned, make(), batch(0))
 
 
-def test_schedules_agree_bit_by_bit() -> None:
-    """The same programs on the same values: when they run changes nothing."""
+def test_schedules_agree_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same programs on the same values, as with one microbatch after the other: when they run changes nothing."""
     step, make = language_model(optax.sgd(0.1), dropout=0.2)
-    found = []
-    for schedule in ("1f1b", "gpipe", "interleaved"):  # the last one on two devices
-        planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4)), make()
-        for k in range(3):
-            state, metrics = planned(state, batch(k))
-        found.append([np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))])
-    for first, *others in zip(*found, strict=True):
-        assert all(np.array_equal(first, other) for other in others)
+
+    def in_sequence(places: schedules.Places, microbatches: int, kinds: str = "FB") -> schedules.Schedule:
+        orders = [
+            tuple(schedules.Task(kind, stage, m) for m in range(microbatches) for kind in kinds)
+            for stage in range(len(places))
+        ]
+        return schedules.Schedule("sequence", places, tuple(orders))
+
+    known = {"sequence": in_sequence, "sequence W": functools.partial(in_sequence, kinds="FBW")}
+    for name, schedule in known.items():
+        monkeypatch.setitem(schedules.SCHEDULES, name, schedule)
+    # The interleaved one is on two devices.
+    for names in (("sequence", "1f1b", "gpipe", "interleaved"), ("sequence W", "zero-bubble")):
+        found = []
+        for schedule in names:
+            planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4)), make()
+            for k in range(3):
+                state, metrics = planned(state, batch(k))
+            found.append([np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))])
+        for first, *others in zip(*found, strict=True):
+            assert all(np.array_equal(first, other) for other in others)
 
 
 def test_each_stage_keeps_its_weights() -> None:
