@@ -340,8 +340,7 @@ def _decided(
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if plan.pipeline is not None:
-        strategy = "auto" if plan.tensor is None else plan.strategy
-        return None, strategy, "exact", "pjit", plan.pipeline.pipeline
+        return None, plan.strategy, plan.sparse, "pjit", plan.pipeline.pipeline
     return plan, plan.strategy, plan.sparse, plan.emit, None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.local import NotLocal
@@ -275,19 +275,24 @@ def gradient_program(analysed: Analysed, options: Options) -> Block:
     return next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
 
 
-def choose_pipeline(analysed: Analysed, options: Options, measured: Measurements, counts: Sequence[int]) -> Options:
+def choose_pipeline(
+    analysed: Mapping[int, Analysed], options: Options, measured: Measurements, counts: Sequence[int]
+) -> Options:
     """The options with a pipeline that leaves nothing to choose.
 
     Args:
-      analysed, options: For `options.microbatches`; the pipeline as the user asks for it.
+      analysed: The step for one or two numbers of microbatches (`passes.staging.search.reference_counts`).
+      options: The pipeline as the user asks for it.
       measured: Rates and memory of the devices.
       counts: Numbers of microbatches to choose from.
     """
     pipeline = options.pipeline
     assert pipeline is not None, "a pipeline is chosen"
-    program, bound = _updated_once(analysed, options, measured)
-    divided = _divided(program, bound)
-    found = search_pipeline(program, pipeline, measured, options.stage_devices, counts, options.microbatches, divided)
+    programs: dict[int, tuple[Program, DividedLeaves]] = {}
+    for count, each in analysed.items():
+        program, bound = _updated_once(each, dataclasses.replace(options, microbatches=count), measured)
+        programs[count] = program, _divided(program, bound)
+    found = search_pipeline(programs, pipeline, measured, options.stage_devices, counts)
     candidates = tuple((str(c), c.seconds) for c in found) if measured.stages is not None else ()
     chosen = found[0].pipeline
     return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatches, candidates=candidates)

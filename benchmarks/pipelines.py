@@ -19,7 +19,7 @@ from tests.support.mpi.namespaces import ENVIRONMENT, hosts
 RANKS, MICROBATCHES = 2, 16
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 #: Steps of a turn, of which the first isn't timed; turns.
-STEPS, TURNS = 5, 5
+STEPS, TURNS = 5, 3
 _MODULE = "benchmarks.pipelines_ranks"
 
 

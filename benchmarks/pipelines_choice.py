@@ -16,7 +16,7 @@ RANKS = 2
 CASES: dict[str, list[dict[str, int]]] = {
     "perceptron": [{"examples": 512}, {"examples": 2048}, {"width": 1024, "examples": 256}],
     "LSTM": [{"examples": 32}, {"examples": 128}, {"layers": 2, "examples": 64, "words": 8000}],
-    "transformer": [{"examples": 8}, {"examples": 16}, {"layers": 2, "examples": 16, "words": 8000}],
+    "transformer": [{"examples": 16}, {"examples": 32}, {"layers": 2, "examples": 16, "words": 8000}],
     "CNN": [{"examples": 32}, {"examples": 128}, {"layers": 4, "channels": 48, "examples": 64}],
 }
 #: What there is to choose from: one stage of both ranks is data parallelism.
@@ -29,7 +29,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "2 stages, zero-bubble, M = 16": {"schedule": "zero-bubble", "microbatches": 16},
 }
 AUTO: dict[str, Any] = {"stages": "auto", "schedule": "auto", "microbatches": "auto", "remat": "auto"}
-STEPS, TURNS = 4, 3
+STEPS, TURNS = 4, 2
 
 
 def pipelines_choice() -> None:

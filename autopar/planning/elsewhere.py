@@ -30,7 +30,12 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
     count = 1 if step.options.pipeline is not None else cluster.count // tensor
     there = on_devices(step, count, Machine(rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy))
     options = dataclasses.replace(there.options, stage_devices=cluster.count // tensor)
-    return ParallelStep(dataclasses.replace(there.planner, options=options))
+    planner, in_stages = dataclasses.replace(there.planner, options=options), step.planner.in_stages
+    if in_stages is not None:
+        pipeline = in_stages().options.pipeline
+        staged = dataclasses.replace(planner, options=dataclasses.replace(options, devices=1, pipeline=pipeline))
+        planner = dataclasses.replace(planner, in_stages=lambda: staged)
+    return ParallelStep(planner)
 
 
 def on_devices(
@@ -54,5 +59,7 @@ def on_devices(
     options = dataclasses.replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
     old = step.planner
     written = old.per_device and dataclasses.replace(old.per_device, count=count)
-    planner = dataclasses.replace(old, options=options, machine=machine, devices=None, per_device=written)
+    planner = dataclasses.replace(
+        old, options=options, machine=machine, devices=None, per_device=written, in_stages=None
+    )
     return ParallelStep(planner)

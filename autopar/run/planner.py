@@ -35,7 +35,7 @@ from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable
-from autopar.passes.staging.search import REFERENCE, microbatch_counts
+from autopar.passes.staging.search import microbatch_counts, reference_counts
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, check_positions, describe_leaves
 from autopar.run.entry import Entry
@@ -179,9 +179,10 @@ class Planner:
         """The options, a pipeline chosen."""
         assert options.pipeline is not None, "there is a pipeline"
         counts = microbatch_counts(analyze_program(program, options).program, options.pipeline)
-        options = dataclasses.replace(options, microbatches=max(x for x in counts if x <= max(REFERENCE, counts[0])))
-        analysed = analyze_program(program, options)
-        measured = self._profiled(measure(analysed.program, options, self.machine, None), analysed, options)
+        each = {n: dataclasses.replace(options, microbatches=n) for n in reference_counts(counts)}
+        analysed = {n: analyze_program(program, own) for n, own in each.items()}
+        last, options = next(reversed(analysed.values())), next(reversed(each.values()))
+        measured = self._profiled(measure(last.program, options, self.machine, None), last, options)
         return choose_pipeline(analysed, options, measured, counts)
 
     def _profiled(self, measured: Measurements, analysed: Analysed, options: Options) -> Measurements:
@@ -189,9 +190,8 @@ class Planner:
         if options.pipeline is None or not options.pipeline.profile or measured.stages is None:
             return measured
         block, count = gradient_program(analysed, options), options.microbatches
-        rates = profiled_rates(
-            measured.stages, block, count, [d for place in self.stage_devices for d in place.devices]
-        )
+        devices = [device for place in self.stage_devices for device in place.devices]
+        rates = profiled_rates(measured.stages, block, count, devices)
         if self.processes is not None:
             rates = first_rates(self.processes, rates)
         return dataclasses.replace(measured, stages=rates)

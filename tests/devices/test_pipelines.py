@@ -17,6 +17,8 @@ import autopar
 from autopar.backends.processes import Processes
 from autopar.ir import schedule as schedules
 from autopar.measure.stage_rates import stage_rates_of
+from autopar.passes.staging import search
+from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support import nano_gpt
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
@@ -214,6 +216,27 @@ def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "in stages it doesn't run" in shown and "at least" in shown
     monkeypatch.setattr("autopar.api.memory_of", lambda devices: 2 * size)
     assert autopar.plan(autopar.parallelize(step), make(), batch(0)).pipeline is None
+
+
+def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 1 and 8 say what those of 4 are."""
+    step, make = language_model(CLIPPED, dropout=0.2)
+    found: list[list[StageLoad]] = []
+    unit_loads = search.unit_loads
+
+    def noted(*args: Any, **options: Any) -> list[StageLoad]:
+        found.append(unit_loads(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(search, "unit_loads", noted)
+    for count in ("auto", 4):
+        pipeline = autopar.Pipeline("auto", microbatches=count)
+        autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
+    ones, eights, fours = found
+    for load, expected in zip(search._loads_of(4, {1: ones, 8: eights}), fours, strict=True):
+        for name in ("flops", "moved", "sent", "ahead", "back", "activation", "gradient", "state", "tied"):
+            assert getattr(load, name) == pytest.approx(getattr(expected, name)), name
+    assert any(load.moved != eight.scaled(2).moved for load, eight in zip(fours, eights, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])

@@ -65,16 +65,27 @@ class StageLoad:
         return Layer(seconds, sent, self.state, self.gradient, self.activation)
 
     def scaled(self, factor: float) -> StageLoad:
-        """Of microbatches that are so many times as large."""
+        """Of microbatches that are so many times as large, if all grows with them."""
+        return self.mixed(StageLoad(), factor)
+
+    def mixed(self, other: StageLoad, share: float) -> StageLoad:
+        """So many times this load, and the rest of another one, of the same stage for microbatches of another size."""
+
+        def mix(own: float, others: float) -> float:
+            return max(0.0, share * own + (1 - share) * others)
+
+        def each(own: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+            return {kind: mix(own.get(kind, 0.0), others.get(kind, 0.0)) for kind in {**own, **others}}
+
         return replace(
             self,
-            flops={kind: factor * flops for kind, flops in self.flops.items()},
-            moved={kind: factor * moved for kind, moved in self.moved.items()},
-            exchanged={kind: factor * exchanged for kind, exchanged in self.exchanged.items()},
-            sent=round(factor * self.sent),
-            ahead=round(factor * self.ahead),
-            back=round(factor * self.back),
-            activation=round(factor * self.activation),
+            flops=each(self.flops, other.flops),
+            moved=each(self.moved, other.moved),
+            exchanged=each(self.exchanged, other.exchanged),
+            sent=round(mix(self.sent, other.sent)),
+            ahead=round(mix(self.ahead, other.ahead)),
+            back=round(mix(self.back, other.back)),
+            activation=round(mix(self.activation, other.activation)),
         )
 
     @staticmethod
@@ -132,7 +143,9 @@ def stage_loads(
                 loads[border].tied += 2 * _bytes(inner)
     for inner, outer_var in zip(parts.body.outputs, parts.step.outputs, strict=True):
         if isinstance(inner, Var) and inner in made:
-            loads[made[inner].stage].gradient += _held(outer_var, division)
+            size, label = _held(outer_var, division), made[inner]
+            loads[label.stage].gradient += size
+            loads[label.stage].moved[label.direction] += 2 * size  # the sum so far is read, and written
     for var, stage in homes.items():
         loads[stage].state += _held(var, division)
     return loads

@@ -1,14 +1,15 @@
 """What of a pipeline is left to "auto": stages and their devices, microbatches, schedule, rematerialization.
 
 All combinations are predicted that fit the devices' memory: for each number of stages and microbatches the best
-partition (`cost.partition`), by each schedule in time. Loads are found for one number of microbatches, and scaled.
+partition (`cost.partition`), by each schedule in time. Loads are found for two numbers of microbatches: what grows with
+a microbatch's examples, and what each has, such as reading the weights, follow from these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.measurements import Measurements
@@ -23,7 +24,7 @@ from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.loads import StageLoad
 from autopar.passes.staging.stages import check_units, find_units, unit_loads
 
-#: Microbatches that are tried, and those for which loads are found, at most.
+#: Microbatches that are tried, and those for which loads are found, at most (and for the fewest).
 COUNTS, REFERENCE = (1, 2, 4, 8, 16, 32, 64), 8
 #: In the order in which they are preferred. "gpipe" is never faster than "1f1b", and holds more.
 _SCHEDULES = ("1f1b", "zero-bubble", "interleaved")
@@ -56,37 +57,44 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
     return [count for count in COUNTS if examples % count == 0]
 
 
+def reference_counts(counts: Sequence[int]) -> list[int]:
+    """Of the numbers that are tried those for which loads are found."""
+    return sorted({counts[0], max(count for count in counts if count <= max(REFERENCE, counts[0]))})
+
+
 def search_pipeline(
-    program: Program,
+    programs: Mapping[int, tuple[Program, DividedLeaves]],
     pipeline: Pipeline,
     measured: Measurements,
     devices: int,
     counts: Sequence[int],
-    reference: int,
-    divided: DividedLeaves,
 ) -> list[Candidate]:
     """Of each number of stages the best pipeline, the best of all first.
 
     Args:
-      program: One that `split_update` has cut into `reference` microbatches.
+      programs: Number of microbatches -> the program as `split_update` cuts it into so many, and leaves of it that are
+        divided over several devices. One, or two.
       pipeline: As the user asks for it.
       measured: Rates and memory of the devices.
       devices: How many there are.
       counts: Numbers of microbatches.
-      divided: Leaves that are divided over several devices.
 
     Raises:
       StrategyError: more stages than weights, or none fits the devices' memory.
     """
     rates = NOMINAL if measured.stages is None else measured.stages
-    units = find_units(program, divided)
-    check_units(units, pipeline.count)
+    units = {count: find_units(program, divided) for count, (program, divided) in programs.items()}
+    name = next(program.name for program, _ in programs.values())
+    for each in units.values():
+        check_units(each, pipeline.count)
     best: dict[int, Candidate] = {}
     smallest = math.inf
     for remat in _choices(pipeline.remat, (False, True)):
-        loads = unit_loads(units, splits_backward=True, remat=bool(remat))
+        loads = {
+            count: unit_loads(each, splits_backward=True, remat=bool(remat)) for count, each in sorted(units.items())
+        }
         for count in counts:
-            scaled = [load.scaled(reference / count) for load in loads]
+            scaled = _loads_of(count, loads)
             options = (pipeline, count, bool(remat), scaled, rates, devices, measured.memory)
             for made, cut in _partitions(*options):
                 seconds, needed = predicted(made, cut, scaled, rates)
@@ -98,11 +106,21 @@ def search_pipeline(
                     best[stages] = Candidate(made, seconds)
     if not best:
         raise StrategyError(
-            f"pipeline: no stages of {program.name} that can be chosen fit devices of "
+            f"pipeline: no stages of {name} that can be chosen fit devices of "
             f"{format_bytes(measured.memory or 0)}: at least {format_bytes(smallest)} are needed. Give more devices, "
             "or leave more to 'auto': microbatches, remat, schedule"
         )
     return sorted(best.values(), key=lambda candidate: candidate.seconds)
+
+
+def _loads_of(count: int, loads: Mapping[int, list[StageLoad]]) -> list[StageLoad]:
+    """Of so many microbatches, by those of others: its work is some for a microbatch, and some for each example."""
+    first, *rest = loads
+    if not rest or len(loads[first]) != len(loads[rest[0]]):
+        return [load.scaled(first / count) for load in loads[first]]
+    second = rest[0]
+    share = (1 / count - 1 / first) / (1 / second - 1 / first)
+    return [b.mixed(a, share) for a, b in zip(loads[first], loads[second], strict=True)]
 
 
 def _choices(asked: object, all_: Sequence[object]) -> Sequence[object]:

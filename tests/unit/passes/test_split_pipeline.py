@@ -22,7 +22,7 @@ from autopar.ir.program import Program, Var
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Run, Send, list_actions
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.passes.staging import search
-from autopar.passes.staging.search import microbatch_counts
+from autopar.passes.staging.search import microbatch_counts, reference_counts
 from tests.support.programs import IDS, WIDTH, microbatches
 
 COUNT = 3
@@ -37,7 +37,9 @@ def _planned(pipeline: Pipeline, measured: Measurements = UNMEASURED) -> tuple[S
     options = _options(pipeline)
     if pipeline.is_open:
         counts = microbatch_counts(analyze_program(program, options).program, pipeline)
-        options = choose_pipeline(analyze_program(program, options), options, measured, counts)
+        each = {n: dataclasses.replace(options, microbatches=n) for n in reference_counts(counts)}
+        analysed = {n: analyze_program(program, own) for n, own in each.items()}
+        options = choose_pipeline(analysed, options, measured, counts)
     for name, run in PIPELINE:
         program, plan, _ = run(program, plan, Request(options, measured))
         if name == "split_pipeline":
