@@ -39,7 +39,7 @@ from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
 from autopar.passes.staging.divided import DividedLeaves
-from autopar.passes.staging.search import search_pipeline
+from autopar.passes.staging.search import Reference, search_pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -276,24 +276,26 @@ def gradient_program(analysed: Analysed, options: Options) -> Block:
 
 
 def choose_pipeline(
-    analysed: Mapping[int, Analysed], options: Options, measured: Measurements, counts: Sequence[int]
+    analysed: Mapping[int, Analysed], options: Options, measured: Mapping[int, Measurements], counts: Sequence[int]
 ) -> Options:
     """The options with a pipeline that leaves nothing to choose.
 
     Args:
       analysed: The step for one or two numbers of microbatches (`passes.staging.search.reference_counts`).
       options: The pipeline as the user asks for it.
-      measured: Rates and memory of the devices.
+      measured: For each of these, rates and memory of the devices.
       counts: Numbers of microbatches to choose from.
     """
     pipeline = options.pipeline
     assert pipeline is not None, "a pipeline is chosen"
-    programs: dict[int, tuple[Program, DividedLeaves]] = {}
+    references: dict[int, Reference] = {}
     for count, each in analysed.items():
-        program, bound = _updated_once(each, dataclasses.replace(options, microbatches=count), measured)
-        programs[count] = program, _divided(program, bound)
-    found = search_pipeline(programs, pipeline, measured, options.stage_devices, counts)
-    candidates = tuple((str(c), c.seconds) for c in found) if measured.stages is not None else ()
+        program, bound = _updated_once(each, dataclasses.replace(options, microbatches=count), measured[count])
+        references[count] = Reference(program, _divided(program, bound), measured[count].stages)
+    memory = next(iter(measured.values())).memory
+    found = search_pipeline(references, pipeline, memory, options.stage_devices, counts)
+    is_measured = all(each.rates is not None for each in references.values())
+    candidates = tuple((str(c), c.seconds) for c in found) if is_measured else ()
     chosen = found[0].pipeline
     return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatches, candidates=candidates)
 

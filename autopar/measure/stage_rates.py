@@ -24,8 +24,8 @@ from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.mpi.point_to_point import point_to_point
 
 _SIDE = 512
-#: Of a pass over memory, and of a send: beyond caches.
-_BYTES = 1 << 24
+#: Of a pass over memory, beyond caches; and of a send.
+_WALKED, _BYTES = 1 << 26, 1 << 24
 _RUNS = 5
 
 _known: dict[tuple[Any, ...], StageRates] = {}
@@ -80,7 +80,7 @@ def _measure(own: Sequence[Any], sent: float) -> StageRates:
     small, add = np.ones((8,), np.float32), jax.jit(lambda x: x + 1)
     return StageRates(
         flop_s=product_seconds(one, _SIDE) / (2 * _SIDE**3),
-        byte_s=walk_seconds(one, _BYTES) / (2 * _BYTES),
+        byte_s=walk_seconds(one, _WALKED) / (2 * _WALKED),
         call_s=_seconds(lambda: add(jax.device_put(small, own[0]))),
         send_byte_s=sent / _BYTES,
     )
@@ -98,16 +98,16 @@ def _sent_seconds(devices: Sequence[Any]) -> float:
 
 
 def _message_seconds(ranks: Sequence[int]) -> float:
-    """One way, of a message there and back. On other ranks nothing happens."""
+    """One way, of a message there and back, from and to arrays of JAX. On other ranks nothing happens."""
     messages, other = point_to_point(), {ranks[0]: ranks[1], ranks[1]: ranks[0]}.get(jax.process_index())
     if other is None:
         return 0.0
-    array = np.ones((_BYTES // 4,), np.float32)
+    array = jnp.ones((_BYTES // 4,), jnp.float32)
 
     def swap() -> None:
         incoming = messages.receive(array.shape, array.dtype, other)
-        messages.send(array, other)
-        incoming.wait()
+        messages.send(np.array(array), other)
+        jax.block_until_ready(jnp.array(incoming.wait()))
         messages.finish()
 
     return _seconds(swap)

@@ -179,10 +179,12 @@ class Planner:
         """The options, a pipeline chosen."""
         assert options.pipeline is not None, "there is a pipeline"
         counts = microbatch_counts(analyze_program(program, options).program, options.pipeline)
-        each = {n: dataclasses.replace(options, microbatches=n) for n in reference_counts(counts)}
-        analysed = {n: analyze_program(program, own) for n, own in each.items()}
-        last, options = next(reversed(analysed.values())), next(reversed(each.values()))
-        measured = self._profiled(measure(last.program, options, self.machine, None), last, options)
+        analysed: dict[int, Analysed] = {}
+        measured: dict[int, Measurements] = {}
+        for count in reference_counts(counts):
+            options = dataclasses.replace(options, microbatches=count)
+            analysed[count] = own = analyze_program(program, options)
+            measured[count] = self._profiled(measure(own.program, options, self.machine, None), own, options)
         return choose_pipeline(analysed, options, measured, counts)
 
     def _profiled(self, measured: Measurements, analysed: Analysed, options: Options) -> Measurements:

@@ -219,7 +219,7 @@ def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 1 and 8 say what those of 4 are."""
+    """Those of 2 and 8 say what those of 4 are."""
     step, make = language_model(CLIPPED, dropout=0.2)
     found: list[list[StageLoad]] = []
     unit_loads = search.unit_loads
@@ -232,8 +232,8 @@ def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch)
     for count in ("auto", 4):
         pipeline = autopar.Pipeline("auto", microbatches=count)
         autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
-    ones, eights, fours = found
-    for load, expected in zip(search._loads_of(4, {1: ones, 8: eights}), fours, strict=True):
+    twos, eights, fours = found
+    for load, expected in zip(search._loads_of(4, {2: twos, 8: eights}), fours, strict=True):
         for name in ("flops", "moved", "sent", "ahead", "back", "activation", "gradient", "state", "tied"):
             assert getattr(load, name) == pytest.approx(getattr(expected, name)), name
     assert any(load.moved != eight.scaled(2).moved for load, eight in zip(fours, eights, strict=True))

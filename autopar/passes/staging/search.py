@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.measurements import Measurements
 from autopar.cost.partition import Chain, Partition, partition
 from autopar.cost.rates import NOMINAL, StageRates
 from autopar.cost.units import format_bytes
@@ -58,56 +57,65 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
 
 
 def reference_counts(counts: Sequence[int]) -> list[int]:
-    """Of the numbers that are tried those for which loads are found."""
-    return sorted({counts[0], max(count for count in counts if count <= max(REFERENCE, counts[0]))})
+    """Of the numbers that are tried those for which loads are found. One microbatch alone says little of several."""
+    return sorted(
+        {counts[min(1, len(counts) - 1)], max(count for count in counts if count <= max(REFERENCE, counts[0]))}
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """A step for one number of microbatches.
+
+    Attributes:
+      program: As `split_update` cuts it.
+      divided: Leaves of it that are divided over several devices.
+      rates: Of the devices, for microbatches of this size; None: not measured.
+    """
+
+    program: Program
+    divided: DividedLeaves
+    rates: StageRates | None
 
 
 def search_pipeline(
-    programs: Mapping[int, tuple[Program, DividedLeaves]],
-    pipeline: Pipeline,
-    measured: Measurements,
-    devices: int,
-    counts: Sequence[int],
+    references: Mapping[int, Reference], pipeline: Pipeline, memory: int | None, devices: int, counts: Sequence[int]
 ) -> list[Candidate]:
     """Of each number of stages the best pipeline, the best of all first.
 
     Args:
-      programs: Number of microbatches -> the program as `split_update` cuts it into so many, and leaves of it that are
-        divided over several devices. One, or two.
+      references: Number of microbatches -> the step. One, or two, the fewer first.
       pipeline: As the user asks for it.
-      measured: Rates and memory of the devices.
+      memory: Bytes of each device; None: not known.
       devices: How many there are.
       counts: Numbers of microbatches.
 
     Raises:
       StrategyError: more stages than weights, or none fits the devices' memory.
     """
-    rates = NOMINAL if measured.stages is None else measured.stages
-    units = {count: find_units(program, divided) for count, (program, divided) in programs.items()}
-    name = next(program.name for program, _ in programs.values())
+    units = {count: find_units(each.program, each.divided) for count, each in references.items()}
+    all_rates = {count: each.rates or NOMINAL for count, each in references.items()}
     for each in units.values():
         check_units(each, pipeline.count)
     best: dict[int, Candidate] = {}
     smallest = math.inf
     for remat in _choices(pipeline.remat, (False, True)):
-        loads = {
-            count: unit_loads(each, splits_backward=True, remat=bool(remat)) for count, each in sorted(units.items())
-        }
+        loads = {n: unit_loads(each, splits_backward=True, remat=bool(remat)) for n, each in units.items()}
         for count in counts:
-            scaled = _loads_of(count, loads)
-            options = (pipeline, count, bool(remat), scaled, rates, devices, measured.memory)
+            scaled, rates = _loads_of(count, loads), _rates_of(count, all_rates)
+            options = (pipeline, count, bool(remat), scaled, rates, devices, memory)
             for made, cut in _partitions(*options):
                 seconds, needed = predicted(made, cut, scaled, rates)
                 smallest = min(smallest, needed)
                 stages = made.count // made.chunks
-                if measured.memory is not None and needed > measured.memory:
+                if memory is not None and needed > memory:
                     continue
                 if stages not in best or seconds < best[stages].seconds:
                     best[stages] = Candidate(made, seconds)
     if not best:
         raise StrategyError(
-            f"pipeline: no stages of {name} that can be chosen fit devices of "
-            f"{format_bytes(measured.memory or 0)}: at least {format_bytes(smallest)} are needed. Give more devices, "
+            f"pipeline: no stages of {next(iter(references.values())).program.name} that can be chosen fit devices of "
+            f"{format_bytes(memory or 0)}: at least {format_bytes(smallest)} are needed. Give more devices, "
             "or leave more to 'auto': microbatches, remat, schedule"
         )
     return sorted(best.values(), key=lambda candidate: candidate.seconds)
@@ -121,6 +129,17 @@ def _loads_of(count: int, loads: Mapping[int, list[StageLoad]]) -> list[StageLoa
     second = rest[0]
     share = (1 / count - 1 / first) / (1 / second - 1 / first)
     return [b.mixed(a, share) for a, b in zip(loads[first], loads[second], strict=True)]
+
+
+def _rates_of(count: int, rates: Mapping[int, StageRates]) -> StageRates:
+    """Between two sizes of microbatches, on a scale of their logarithms: small ones stay in a cache."""
+    (first, before), *rest = rates.items()
+    if not rest:
+        return before
+    second, behind = rest[0]
+    share = min(max(math.log(count / first) / math.log(second / first), 0.0), 1.0)
+    pairs = {f.name: (getattr(before, f.name), getattr(behind, f.name)) for f in dataclasses.fields(StageRates)}
+    return StageRates(**{name: (1 - share) * a + share * b for name, (a, b) in pairs.items()})
 
 
 def _choices(asked: object, all_: Sequence[object]) -> Sequence[object]:

@@ -39,7 +39,7 @@ def _planned(pipeline: Pipeline, measured: Measurements = UNMEASURED) -> tuple[S
         counts = microbatch_counts(analyze_program(program, options).program, pipeline)
         each = {n: dataclasses.replace(options, microbatches=n) for n in reference_counts(counts)}
         analysed = {n: analyze_program(program, own) for n, own in each.items()}
-        options = choose_pipeline(analysed, options, measured, counts)
+        options = choose_pipeline(analysed, options, dict.fromkeys(analysed, measured), counts)
     for name, run in PIPELINE:
         program, plan, _ = run(program, plan, Request(options, measured))
         if name == "split_pipeline":
