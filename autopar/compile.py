@@ -39,7 +39,7 @@ from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
 from autopar.passes.staging.divided import DividedLeaves
-from autopar.passes.staging.search import Reference, search_pipeline
+from autopar.passes.staging.search import Reference, preferred, search_pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -296,7 +296,7 @@ def choose_pipeline(
     found = search_pipeline(references, pipeline, memory, options.stage_devices, counts)
     is_measured = all(each.rates is not None for each in references.values())
     candidates = tuple((str(c), c.seconds) for c in found) if is_measured else ()
-    chosen = found[0].pipeline
+    chosen = preferred(found).pipeline
     return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatches, candidates=candidates)
 
 

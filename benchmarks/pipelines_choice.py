@@ -29,7 +29,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "2 stages, zero-bubble, M = 16": {"schedule": "zero-bubble", "microbatches": 16},
 }
 AUTO: dict[str, Any] = {"stages": "auto", "schedule": "auto", "microbatches": "auto", "remat": "auto"}
-STEPS, TURNS = 4, 2
+STEPS, TURNS = 4, 4
 
 
 def pipelines_choice() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,11 +115,11 @@ def _message_seconds(ranks: Sequence[int]) -> float:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Of the fastest of some runs: what disturbs one makes it longer."""
+    """The median of some runs: a step meets what disturbs them, too."""
     jax.block_until_ready(run())
     seconds = []
     for _ in range(_RUNS):
         begin = time.perf_counter()
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return statistics.median(seconds)

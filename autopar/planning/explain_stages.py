@@ -62,7 +62,10 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
         notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
     if plan.candidates:
         shown = "; ".join(f"{what} {1e3 * seconds:.2f} ms" for what, seconds in plan.candidates)
-        notes.append(f"Chosen of these, as predicted for a step: {shown}. One stage is data parallelism.")
+        notes.append(
+            f"Chosen of these, as predicted for a step: {shown}. One stage is data parallelism; more are taken where "
+            "they are faster by more than 10%."
+        )
     if plan.statistics:
         notes.append(
             "statistics='microbatch': these sums over the batch, which examples depend on, are those of a microbatch, "

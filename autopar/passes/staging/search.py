@@ -25,6 +25,8 @@ from autopar.passes.staging.stages import check_units, find_units, unit_loads
 
 #: Microbatches that are tried, and those for which loads are found, at most (and for the fewest).
 COUNTS, REFERENCE = (1, 2, 4, 8, 16, 32, 64), 8
+#: More stages are taken where they are predicted to be faster by more than this.
+TIE = 1.1
 #: In the order in which they are preferred. "gpipe" is never faster than "1f1b", and holds more.
 _SCHEDULES = ("1f1b", "zero-bubble", "interleaved")
 
@@ -119,6 +121,12 @@ def search_pipeline(
             "or leave more to 'auto': microbatches, remat, schedule"
         )
     return sorted(best.values(), key=lambda candidate: candidate.seconds)
+
+
+def preferred(found: Sequence[Candidate]) -> Candidate:
+    """The one with the fewest stages of those that are nearly as fast as the fastest: predictions are no better."""
+    limit = TIE * min(candidate.seconds for candidate in found)
+    return min((c for c in found if c.seconds <= limit), key=lambda c: c.pipeline.count // c.pipeline.chunks)
 
 
 def _loads_of(count: int, loads: Mapping[int, list[StageLoad]]) -> list[StageLoad]:

@@ -216,6 +216,12 @@ def test_auto_takes_what_is_predicted_to_be_fastest(send_byte_s: float, memory: 
         assert plan.candidates[0][1] == pytest.approx(operations / 2, rel=0.2)
 
 
+@pytest.mark.parametrize(("seconds", "stages"), [((1.09, 1.05, 1.0), 1), ((1.11, 1.05, 1.0), 2), ((1.0, 0.8, 0.79), 2)])
+def test_fewer_stages_are_preferred_to_those_that_are_hardly_faster(seconds: Sequence[float], stages: int) -> None:
+    found = [search.Candidate(Pipeline(k + 1), each) for k, each in enumerate(seconds)]
+    assert search.preferred(found).pipeline.count == stages
+
+
 def test_stages_that_fit_no_memory_are_refused() -> None:
     with pytest.raises(StrategyError, match=r"fit devices of 8 B: its state takes 32 B"):
         _planned(Pipeline(2, microbatches=2), Measurements(memory=8, stages=RATES))
