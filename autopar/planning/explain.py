@@ -91,7 +91,7 @@ class ExplainedLeaf:
         return "; ".join(filter(None, (self.plan.reason, self.deferred)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
     """What `explain` returns; `str()` is plain text.
 
@@ -149,17 +149,20 @@ class Explanation:
     def __str__(self) -> str:
         return self._export(None).rstrip()
 
+    __repr__ = __str__  # a prompt, and a notebook that shows no HTML, print a result's `repr`
+
     def _repr_html_(self) -> str:
         return self._export("html")
 
     def _export(self, kind: str | None) -> str:
         # A log has no width of its own; long lines are better than broken paths.
-        console = Console(file=io.StringIO(), record=kind == "html", width=160, color_system=None)
+        # In a notebook a console would display what it is to write to the file.
+        file = io.StringIO()
+        console = Console(file=file, record=kind == "html", width=160, color_system=None, force_jupyter=False)
         console.print(self)
         if kind == "html":
             return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     @property
     def _where(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_tables_alpha_lines_and_reasons() -> None:
     assert "params/emb" in text and "0.01%" in text and "times less" in text and "analyze_rows" in text
     assert "\x1b" not in text
     assert "params/emb" in told._repr_html_() and "<pre>" in told._repr_html_()
+
+
+def test_a_notebook_shows_it_once_and_as_text_where_it_shows_no_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich's consoles display by themselves where the shell is Jupyter's."""
+    step, state = make(optax.sgd(0.1))
+    told = autopar.explain(autopar.parallelize(step), shapes(state), IDS)
+    text, shown = str(told), []
+    monkeypatch.setattr(builtins, "get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    assert "params/emb" in told._repr_html_() and str(told) == repr(told) == text and not shown
 
 
 @pytest.mark.parametrize(
