@@ -2,6 +2,9 @@
 
 import re
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 project = "autopar"
 copyright = "the autopar authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -10,6 +13,8 @@ html_title = "autopar"
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
 nb_execution_mode = "off"
+myst_enable_extensions = ["dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 3
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -32,5 +37,12 @@ def _as_rst(app, what, name, obj, options, lines) -> None:
     lines[:] = "".join(parts).split("\n")
 
 
+def _mathml(self, node) -> None:
+    """Formulas are MathML, which browsers draw without a script that is fetched from elsewhere."""
+    self.body.append(tex2mathml(node.astext(), as_block=isinstance(node, nodes.math_block)))
+    raise nodes.SkipNode
+
+
 def setup(app) -> None:
+    app.add_html_math_renderer("mathml", inline_renderers=(_mathml, None), block_renderers=(_mathml, None))
     app.connect("autodoc-process-docstring", _as_rst, priority=400)  # before napoleon's
