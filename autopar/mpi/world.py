@@ -46,10 +46,12 @@ class Launched:
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     """What the launcher of this process says; None for a process that is no rank of an MPI launcher."""
-    if environment.get(OFF_VARIABLE, "").lower() == "off" or _is_child(environment):
+    if is_off_or_child(environment):
         return None
     for rank, size, launcher in LAUNCHERS:
         if environment.get(rank, "").isdigit():
+            if size is None and environment.get("PMIX_NAMESPACE", "").startswith("slurm."):
+                size = "SLURM_STEP_NUM_TASKS"
             count = environment.get(size, "") if size else ""
             return Launched(int(environment[rank]), int(count) if count.isdigit() else None, launcher)
     return None
@@ -60,9 +62,11 @@ def claim() -> None:
     os.environ[RANK_PID_VARIABLE] = str(os.getpid())
 
 
-def _is_child(environment: Mapping[str, str]) -> bool:
+def is_off_or_child(environment: Mapping[str, str]) -> bool:
+    """Whether this process takes no part in a job: it is to take no notice of one, or is a rank's child."""
     owner = environment.get(RANK_PID_VARIABLE, "")
-    return multiprocessing.parent_process() is not None or owner not in ("", str(os.getpid()))
+    is_child = multiprocessing.parent_process() is not None or owner not in ("", str(os.getpid()))
+    return is_child or environment.get(OFF_VARIABLE, "").lower() == "off"
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,12 @@ def _start_mpi(started: Launched) -> Any | None:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    if started.size not in (None, MPI.COMM_WORLD.Get_size()):
+    size = MPI.COMM_WORLD.Get_size()
+    if started.size not in (None, size) or started.rank >= size:
         library = MPI.Get_library_version().splitlines()[0].strip()
         raise LaunchError(
-            f"rank {started.rank} is one of {started.size} for its launcher, {started.launcher}, but one of "
-            f"{MPI.COMM_WORLD.Get_size()} for mpi4py, which uses {library}: launcher and library belong to different "
+            f"rank {started.rank} is one of {started.size or 'more'} for its launcher, {started.launcher}, but one of "
+            f"{size} for mpi4py, which uses {library}: launcher and library belong to different "
             "MPIs. Start it with the mpiexec of the same MPI (python -m autopar launch takes the mpich wheel's)"
         )
     return MPI

@@ -31,6 +31,7 @@ from autopar.ir.trace import block_of
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
+from autopar.mpi.alone import check_connected, check_ranks
 from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
@@ -43,6 +44,9 @@ from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
 from autopar.run.state_match import match_states
 from autopar.tables.host import HostTable
+
+#: What to do in place of tables on hosts.
+ON_DEVICES = 'keep their rows on the devices, strategy="ps"'
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +98,7 @@ class Planner:
           number: How many calls there were, for messages.
           is_first: Whether nothing was planned before.
         """
+        self._check_job(leaves)
         args, kwargs = call.shapes
         check_positions(call, self.state_argnums, self.batch_argnums)
         start = time.perf_counter()
@@ -125,6 +130,8 @@ class Planner:
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
         if move is not None:
             options = move.options
+            if options.hosts:
+                check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
             inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
             program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
             compiled = self._compile(program, options, leaves).with_reason(move.paths, move.reason)
@@ -135,6 +142,14 @@ class Planner:
             notes = [*notes, note]
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), stage_devices=self.stage_devices)
+
+    def _check_job(self, leaves: Sequence[Any]) -> None:
+        """Check that the processes of this job see each other, by MPI where the step needs it."""
+        check_connected(self.name)
+        if self.options.hosts or any(isinstance(leaf, HostTable) for leaf in leaves):
+            check_ranks(self.name, "tables on hosts", ON_DEVICES)
+        if self.options.pipeline is not None and self.processes is not None:
+            check_ranks(self.name, "stages on several processes", "give the stages devices of one process, mesh=")
 
     def _exceeds_memory(self, compiled: Compiled) -> bool:
         """Whether the state doesn't fit the devices as it is planned."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -37,6 +38,7 @@ def test_without_a_launcher_nothing_happens() -> None:
         ({"PMI_RANK": "2", "PMI_SIZE": "4"}, (2, 4)),
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3", "PMIX_RANK": "0"}, (0, 3)),
         ({"PMIX_RANK": "5", "SLURM_PROCID": "5"}, (5, None)),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "slurm.pmix.7.0", "SLURM_STEP_NUM_TASKS": "4"}, (1, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # The batch script itself, or srun --mpi=none.
         ({"PMI_RANK": "2", "PMI_SIZE": "4", "AUTOPAR_MPI": "off"}, None),
         ({"PMI_RANK": "2", "PMI_SIZE": "4", "AUTOPAR_RANK_PID": str(os.getpid())}, (2, 4)),
@@ -113,6 +115,43 @@ def test_an_initialisation_of_ones_own(run_ranks: Run) -> None:
     """
     job = run_ranks(2, script)
     assert job.code == 0 and "autopar:" not in job.output, job.output
+
+
+def test_a_launcher_of_another_mpi(run_ranks: Run) -> None:
+    script = "import os\ndel os.environ['PMI_RANK']\nos.environ['PMIX_RANK'] = '1'\nimport autopar"
+    job = run_ranks(1, script)
+    assert job.code != 0 and "LaunchError: rank 1 is one of more for its launcher" in job.output, job.output
+
+
+def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
+    """They share their devices, but can have no tables on hosts and no stages."""
+    script = """
+    import os, jax, jax.numpy as jnp
+    rank = int(os.environ.pop("PMI_RANK"))
+    jax.distributed.initialize(os.environ["COORDINATOR"], 2, rank, cluster_detection_method="deactivate")
+    import autopar
+
+    def step(table, ids):
+        return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+
+    ids = next(iter(autopar.shard([jnp.full(2, rank)], per_process=True)))
+    _, total = autopar.parallelize(step)(jnp.ones((64, 2)), ids)
+    assert total == 2 and jax.process_count() == 2
+    stages = autopar.Pipeline(stages=2, microbatches=1)
+    for options in {"strategy": ("ps", "hosts")}, {"pipeline": stages}:
+        try:
+            autopar.parallelize(step, **options)(jnp.ones((64, 2)), ids)
+        except autopar.LaunchError as error:
+            print(error)
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    job = run_ranks(2, script, COORDINATOR=address)
+    assert job.code == 0, job.output
+    for what in "tables on hosts", "stages on several processes":
+        message = rf"step: {what} need MPI, but these 2 processes .*`mpirun -n 2 \S+python\S* .*train.py`"
+        assert all(re.search(message, text) for text in job.ranks), job.output
 
 
 def test_ranks_that_do_not_do_the_same(run_ranks: Run) -> None:
