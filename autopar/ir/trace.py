@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,8 +56,15 @@ class Origin:
     @functools.cached_property
     def source(self) -> Source | None:
         """The innermost frame that is the user's own; looked for when it is asked for."""
-        frames = (frame for info in self.infos for frame in jax_compat.frames(info))
-        return next((Source(*frame) for frame in frames if not _is_library(frame[0])), None)
+        frames = (frame for info in self.infos for frame in jax_compat.frames(info) if not _is_library(frame[0]))
+        return next((Source(_shown(file), line, function) for file, line, function in frames), None)
+
+
+def _shown(file: str) -> str:
+    """A notebook's cell as "In[3]", which tells a reader more than the temporary file it is compiled as."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cell = shell.compile.format_code_name(file) if shell is not None else None
+    return cell[1] if cell else file
 
 
 def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:

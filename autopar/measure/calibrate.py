@@ -124,6 +124,7 @@ def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True)
     this process is the one that says so.
     """
     console = Console(stderr=True)
+    kept = kept.replace(os.path.expanduser("~") + os.sep, f"~{os.sep}", 1)
     line = f"autopar: measuring {what}, {why}" + (f"; kept in {kept}" if kept else "")
     if not shown:
         yield lambda part: None

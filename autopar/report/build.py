@@ -31,7 +31,7 @@ from autopar.report.data import (
 from autopar.report.page import Report
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from autopar.report.style import ReportFigure
 
 #: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
 _OTHER = 0.1
@@ -41,12 +41,12 @@ class _Parts:
     """What a report is put together from."""
 
     def __init__(self) -> None:
-        self.figures: dict[str, Figure] = {}
+        self.figures: dict[str, ReportFigure] = {}
         self.captions: dict[str, str] = {}
         self.tables: dict[str, Sequence[TableRow]] = {}
         self.notes: list[str] = []
 
-    def draw(self, name: str, caption: str, figure: Figure) -> None:
+    def draw(self, name: str, caption: str, figure: ReportFigure) -> None:
         self.figures[name], self.captions[name] = figure, caption
 
 

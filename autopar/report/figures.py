@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from autopar.cost import Term
 from autopar.report.curves import Curves
@@ -25,6 +24,7 @@ from autopar.report.style import (
     PURPLE,
     SKY,
     WIDTH,
+    ReportFigure,
     blank,
     fit_size,
     format_count,
@@ -41,7 +41,7 @@ _SENT = "bytes a device sends in a step"
 _LABELLED = 8
 
 
-def bytes_figure(curves: Curves, axis: str) -> Figure:
+def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
     """Bytes by method against "alpha" or "devices"; circles where the least changes, a dot for the plan."""
     figure, (axes,) = blank()
     for method, sent in curves.sent.items():
@@ -73,7 +73,7 @@ def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -
         write(axes, words, at, offset, across="left" if left else "right")
 
 
-def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Figure:
+def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> ReportFigure:
     """A panel for each method of which the paper's table says something else: what is sent, and what it says."""
     figure, panels = blank(height=HEIGHT, width=max(WIDTH, 1.75 * len(theirs)), panels=len(theirs))
     for axes, (method, values) in zip(panels, theirs.items(), strict=True):
@@ -93,7 +93,7 @@ def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Figur
     return fit_size(figure)
 
 
-def parts_figure(parts: Mapping[str, Sequence[Term]]) -> Figure:
+def parts_figure(parts: Mapping[str, Sequence[Term]]) -> ReportFigure:
     """A bar for each part of a step."""
     seconds = {part: sum(t.seconds for t in terms) for part, terms in parts.items()}
     figure, (axes,) = blank(height=0.5 + 0.24 * len(seconds))
@@ -105,7 +105,7 @@ def parts_figure(parts: Mapping[str, Sequence[Term]]) -> Figure:
     return fit_size(figure)
 
 
-def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> Figure:
+def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> ReportFigure:
     """A bar for each method of a table: exchanges, and work on rows."""
     figure, (axes,) = blank(height=1.0 + 0.24 * len(terms))
     kinds = {"exchanges": BLUE, "rows": SKY, "fixed": PALE}
@@ -135,7 +135,7 @@ def _split(terms: Sequence[Term]) -> Mapping[str, float]:
     return seconds
 
 
-def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> Figure:
+def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> ReportFigure:
     """Speed-up against N, the ideal one beside it; colours and names for what takes most of a step."""
     figure, (axes,) = blank()
     axes.plot(devices, [n / devices[0] for n in devices], color=PALE, linewidth=1.2)
@@ -152,7 +152,7 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
     return fit_size(figure)
 
 
-def measured_figure(measured: Sequence[Timing]) -> Figure:
+def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
     """Predicted against measured times: on the diagonal they are equal, in the band within 20%.
 
     Of many only those outside the band have their labels.

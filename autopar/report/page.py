@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,10 +13,8 @@ from autopar.errors import ArgumentsError
 from autopar.report.data import TableRow
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from autopar.report.style import ReportFigure
 
-#: Dots of an inch of a figure: in pages, where it is shown at half of that, and in files.
-_DPI = 200
 _STYLE = """
 .autopar-report { font-family: sans-serif; font-size: 14px; color: #222; max-width: 62em; }
 .autopar-report figure { display: inline-block; vertical-align: top; margin: 1em 1.5em 1em 0; max-width: 28em; }
@@ -36,14 +33,15 @@ class Report:
 
     Attributes:
       title: Of which step, on what.
-      figures: Name -> figure of matplotlib, as wide as a column of a paper: 3.5 inches (with three panels 5.25).
+      figures: Name -> figure of matplotlib, which notebooks show; as wide as a column of a paper: 3.5 inches (with
+        three panels 5.25).
       captions: Name of a figure -> what it shows, in words.
       tables: Name -> rows; a row is column -> value. `pandas.DataFrame(rows)` takes them.
       notes: What is left out, and why.
     """
 
     title: str
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, ReportFigure]
     captions: Mapping[str, str]
     tables: Mapping[str, Sequence[TableRow]]
     notes: tuple[str, ...] = ()
@@ -88,23 +86,15 @@ class Report:
             Path(folder).mkdir(parents=True, exist_ok=True)
             for name, figure in self.figures.items():
                 written.append(Path(folder) / f"{name}.png")
-                written[-1].write_bytes(_png(figure))
+                written[-1].write_bytes(figure.png())
         except OSError as error:
             raise ArgumentsError(f"{folder}: the figures can't be written: {error.strerror}") from error
         return written
 
 
-def _png(figure: Figure) -> bytes:
-    """The same bytes for the same figure."""
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
-    return file.getvalue()
-
-
-def _figure(figure: Figure, caption: str) -> str:
-    data = base64.b64encode(_png(figure)).decode("ascii")
-    width = round(figure.get_figwidth() * _DPI / 2)
-    image = f'<img width="{width}" alt="{escape(caption)}" src="data:image/png;base64,{data}">'
+def _figure(figure: ReportFigure, caption: str) -> str:
+    data = base64.b64encode(figure.png()).decode("ascii")
+    image = f'<img width="{figure.shown_width}" alt="{escape(caption)}" src="data:image/png;base64,{data}">'
     return f"<figure>{image}<figcaption>{escape(caption)}</figcaption></figure>"
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from autopar.ir.schedule import Task
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.report.data import TableRow
-from autopar.report.style import BLUE, FONT, GREEN, INK, ORANGE, PALE, WIDTH, blank, fit_size, format_seconds, name_axes
+from autopar.report.style import (
+    BLUE,
+    FONT,
+    GREEN,
+    INK,
+    ORANGE,
+    PALE,
+    WIDTH,
+    ReportFigure,
+    blank,
+    fit_size,
+    format_seconds,
+    name_axes,
+)
 
 _COLOURS: Mapping[str, str] = {"F": BLUE, "B": ORANGE, "W": GREEN}
 _WORDS: Mapping[str, str] = {"F": "forward", "B": "backward", "W": "gradients of weights"}
@@ -22,7 +34,7 @@ _NUMBERED = 40
 _NARROW = 0.015
 
 
-def schedule_figure(plan: PipelinePlan) -> Figure:
+def schedule_figure(plan: PipelinePlan) -> ReportFigure:
     """Each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
     simulated, known = plan.simulated, all(stage.seconds for stage in plan.stages)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
@@ -64,7 +76,7 @@ def _ends(plan: PipelinePlan) -> Mapping[Task, float]:
     return {task: start + times.of(task, splits) for task, start in plan.simulated.starts.items()}
 
 
-def device_figure(plan: PipelinePlan) -> Figure:
+def device_figure(plan: PipelinePlan) -> ReportFigure:
     """What each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
     simulated = plan.simulated
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)

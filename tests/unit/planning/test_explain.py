@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
+import types
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from IPython.core.compilerop import CachingCompiler
 
 import autopar
 from tests.zoo import VARIANTS
@@ -55,6 +57,15 @@ def test_tables_alpha_lines_and_reasons() -> None:
     assert "params/emb" in text and "0.01%" in text and "times less" in text and "analyze_rows" in text
     assert "\x1b" not in text
     assert "params/emb" in told._repr_html_() and "<pre>" in told._repr_html_()
+
+
+def test_lines_of_a_notebook_name_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = types.SimpleNamespace(compile=CachingCompiler())
+    code, scope = "def step(t, ids):\n    return t.at[ids].add(1.0), t[ids].sum()", {}
+    exec(compile(code, shell.compile.cache(code, number=7), "exec"), scope)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    told = autopar.explain(autopar.parallelize(scope["step"]), jax.ShapeDtypeStruct((ROWS, 4), jnp.float32), IDS)
+    assert told.rows[0].plan.line == "In[7]:2" and "In[7]:2" in str(told)
 
 
 def test_a_notebook_shows_it_once_and_as_text_where_it_shows_no_html(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
 import autopar
 from autopar import Plan
@@ -235,6 +236,13 @@ def test_one_page_holds_all(made: autopar.Report, tmp_path: Path) -> None:
     assert all(base64.b64decode(link.split(",")[1]).startswith(b"\x89PNG") for link in images)
     assert page.tags.count("table") == sum(1 for rows in made.tables.values() if rows)
     assert made._repr_html_() in text
+
+
+def test_figures_are_small_pictures_in_a_notebook(made: autopar.Report) -> None:
+    for figure in made.figures.values():
+        data, shown = DisplayFormatter().format(figure)
+        assert data["image/png"] == figure.png() and len(figure.png()) < 30_000
+        assert shown["image/png"]["width"] == figure.get_figwidth() * 100
 
 
 def test_names_are_escaped(plan: Plan) -> None:
