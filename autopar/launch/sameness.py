@@ -46,7 +46,7 @@ def _differences(name: str, values: Sequence[str | None]) -> list[str]:
     for value in (v for v in counts if v != reference):
         odd = [str(rank) for rank, v in enumerate(values) if v == value]
         same = [str(rank) for rank, v in enumerate(values) if v == reference]
-        here, there = _shown(value, reference), _shown(reference, value)
+        here, there = shown(value, reference), shown(reference, value)
         lines.append(f"{name}: {here} on {_ranks(odd)}, {there} on {_ranks(same)}")
     return lines
 
@@ -55,7 +55,7 @@ def _ranks(ranks: Sequence[str]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 
 
-def _shown(value: str | None, other: str | None) -> str:
+def shown(value: str | None, other: str | None) -> str:
     """A value, from where it begins to differ if it is long."""
     if value is None:
         return "(missing)"

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,19 +26,20 @@ from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, StepError
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Block, Literal, Program
+from autopar.launch.sameness import shown
 from autopar.tables.kinds import is_table
 
 #: Bytes of a larger array that are compared, evenly picked.
 _SAMPLE = 1 << 20
 
 
-def check_same_call(processes: Processes, program: Program, options: str, leaves: Sequence[Any]) -> None:
+def check_same_call(processes: Processes, program: Program, options: Mapping[str, str], leaves: Sequence[Any]) -> None:
     """Compare a call that is to be planned.
 
     Args:
       processes: Those that run the step.
       program: As it was traced.
-      options: The user's choice, as text.
+      options: The user's choices, as text by name.
       leaves: Its flat arguments, in the order of the program's inputs.
 
     Raises:
@@ -50,20 +51,21 @@ def check_same_call(processes: Processes, program: Program, options: str, leaves
     text = _text(program.block)
     pairs = list(zip(program.inputs, program.block.inputs, strict=True))
     mine = {
-        "versions": f"jax {jax.__version__}",
-        "options": options,
+        "options": {"JAX": jax.__version__, **options},
         "arguments": [f"{input_.path} {var.type}" for input_, var in pairs],
         "program": _digest("\n".join(text).encode()),
         "leaves": [_contents(leaf) for leaf in leaves],
     }
     all_ = [json.loads(x) for x in processes.gather(json.dumps(mine).encode(), f"planning {name}")]
-    for key in ("versions", "options"):
-        k = _other(all_, key)
-        if k is not None:
-            raise AutoparError(
-                f"{name}: process {processes.members[k]} has {all_[k][key]}; process {processes.members[0]} has "
-                f"{all_[0][key]}. All processes have to run the same script, with the same versions"
-            )
+    k = _other(all_, "options")
+    if k is not None:
+        theirs, first = all_[k]["options"], all_[0]["options"]
+        key = next(key for key in first if theirs[key] != first[key])
+        there, here = shown(theirs[key], first[key]), shown(first[key], theirs[key])
+        raise AutoparError(
+            f"{name}: process {processes.members[k]} has {key}={there}; process {processes.members[0]} has "
+            f"{key}={here}. All processes have to run the same script, with the same versions"
+        )
     k = _other(all_, "arguments")
     if k is not None:
         a, b = _first_difference(all_[0]["arguments"], all_[k]["arguments"])

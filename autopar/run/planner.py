@@ -26,6 +26,7 @@ from autopar.cost.units import format_bytes
 from autopar.errors import StepError, StrategyError
 from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
+from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
 from autopar.launch.progress import mark
@@ -121,7 +122,7 @@ class Planner:
         inputs, outputs = describe_leaves(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
         if self.processes is not None:
-            check_same_call(self.processes, program, self._choices, leaves)
+            check_same_call(self.processes, program, self.choices, leaves)
         mark(number, f"planning {self.name}"[:64], "compiles")
         options = self._options_of(inputs, leaves)
         compiled = self._compile(program, options, leaves)
@@ -226,12 +227,25 @@ class Planner:
         return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, world().size)
 
     @property
-    def _choices(self) -> str:
-        """What the user chose, as text."""
-        o = self.options
-        strategy = dict(o.strategy) if isinstance(o.strategy, Mapping) else o.strategy
-        plan = "" if o.plan is None else f", plan={o.plan.digest}"
-        return f"strategy={strategy!r}, sparse={o.sparse!r}, batch_axis={o.batch_axis!r}, donate={self.donate}{plan}"
+    def choices(self) -> Mapping[str, str]:
+        """What the user chose, as text by the options' names: the same on all processes that run the step."""
+        chosen: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
+        chosen |= {
+            "donate": self.donate,
+            "state_argnums": self.state_argnums,
+            "batch_argnums": self.batch_argnums,
+            "static_argnums": self.static_argnums,
+            "axis_name": None if self.per_device is None else self.per_device.axis,
+            "mesh": None if self.devices is None else (self.devices, self.devices.mesh.devices.tolist()),
+            "pipeline's devices": self.stage_devices,
+        }
+        return {name: _as_text(value) for name, value in chosen.items()}
+
+
+def _as_text(option: Any) -> str:
+    if isinstance(option, Plan):
+        return option.digest
+    return repr(dict(option) if isinstance(option, Mapping) else option)
 
 
 def measure(program: Program, options: Options, machine: Machine, example: Sequence[Any] | None) -> Measurements:

@@ -324,6 +324,9 @@ def check_what_differs_between_processes() -> None:
     raises(autopar.StepError, "isn't the same function", lambda: autopar.parallelize(closing_over)(state, batch))
     named = autopar.parallelize(step, strategy=["ps", "allgather", "allreduce"][RANK])
     raises(autopar.AutoparError, "process 1 has strategy='allgather'", lambda: named(state, batch))
+    divided = autopar.parallelize(step, microbatches=[1, 2, 1][RANK])
+    told = "process 1 has microbatches=2; process 0 has microbatches=1."
+    raises(autopar.AutoparError, told, lambda: divided(state, batch))
     raises(autopar.AutoparError, "is at '", lambda: ALL.gather(b"", f"something else on {RANK}"))
 
 
