@@ -11,6 +11,8 @@ import pytest
 os.environ.setdefault("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    # A program's parts are compiled by one thread, together: a third less work, and the other cores have tests to run.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
     if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):  # newer ones don't know it
         # Compiles in 60% of the time. It rounds otherwise where it fuses.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"

@@ -14,8 +14,6 @@ import jax
 
 
 def main(module: str, devices: str, folder: str, *names: str) -> None:
-    if jax.__version_info__ < (0, 11):  # halves the time of compiling; unknown to newer ones
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
     jax.config.update("jax_num_cpu_devices", int(devices))
     importlib.import_module("autopar")  # connects the ranks
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{jax.process_index()}"  # each rank as on a machine of its own
