@@ -5,6 +5,7 @@ from autopar.collection import paused_collection
 # A collection while modules are made walks all of JAX's: a tenth of the time.
 with paused_collection():
     from autopar.api import parallelize
+    from autopar.batches.loops import uninterrupted
     from autopar.batches.shard import shard
     from autopar.errors import (
         AlphaDriftWarning,
@@ -97,6 +98,7 @@ __all__ = [
     "save",
     "shard",
     "simulate",
+    "uninterrupted",
     "verify",
     "watchdog",
     "why",

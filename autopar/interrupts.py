@@ -5,6 +5,10 @@ has the new one: a KeyboardInterrupt raised in between loses the training. So a 
 signals back. They are answered when the next such call begins, or a moment after the call, whichever comes first. A
 second one goes through at once, whatever is lost: the call may be waiting for a process that is gone.
 
+A loop over batches has more to lose: the source moves on with each batch, the state with each step, and a checkpoint
+needs both to be at the same batch. So a `Loop` holds signals back while its body runs, whatever the body does, and
+answers them before it asks for the next batch. Of loops that are open at the same time the first one does.
+
 How: from the first such call on, the signals' handlers are called by one of ours, which stays, because the last moment
 (the call has returned, and its caller hasn't stored the results yet) is after all code of ours. Python answers signals
 between two instructions, and there is one such place between the call's return and the assignment. So a signal that is
@@ -23,12 +27,14 @@ from __future__ import annotations
 import _signal  # pyright: ignore[reportMissingImports]
 import _thread
 import functools
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,6 +50,12 @@ PAUSE_S, LONGEST_PAUSE_S = 1e-3, 0.5
 
 #: Seconds after which a signal is another one, and not the same from a terminal and from a launcher, too.
 SECOND_S = 0.2
+
+#: Seconds by which a signal may come later to this rank than to another one, which has told of it.
+LATE_S = 1.0
+
+#: Seconds until it is said that a signal waits for the end of a loop's body.
+SAY_S = 1.0
 
 
 class Handler:
@@ -67,19 +79,28 @@ class Interrupts:
       received_s: `time.monotonic()` when Python last got round to a signal; it may have been held back.
       depth: How many calls are under way, one within the other, that aren't to be interrupted.
       open_at: The depth at which signals are answered: 0, and where such a call lets them through.
+      bodies: Of the loops that are open, the first one first. Signals wait for the end of its body.
     """
 
     def __init__(self) -> None:
         self.received_s = float("-inf")
         self.depth = 0
         self.open_at = 0
+        self.bodies: list[Body] = []
         #: Since when, by `time.monotonic()`.
         self._held: dict[int, float] = {}
         #: Of those held: sent once more, and not seen since.
         self._sent: set[int] = set()
         #: Of those held: last seen outside of a call.
         self._outside: set[int] = set()
+        #: When another rank has told of one that this rank didn't have yet, by `time.monotonic()`.
+        self._told: dict[int, float] = {}
         self._answering = False
+
+    @property
+    def holding(self) -> bool:
+        """Whether signals wait: for the end of a call, or of a loop's body."""
+        return self.depth != self.open_at or bool(self.bodies)
 
     def begin(self) -> None:
         """A call begins that isn't to be interrupted: whatever is held is answered, then all is held."""
@@ -95,9 +116,32 @@ class Interrupts:
         self.open_at = depth
         self._outside.clear()
 
+    def end_body(self, body: Body, tell: Tell) -> None:
+        """The body of a loop ends (or its first one is about to begin): what is held is answered, all ranks' alike."""
+        if body not in self.bodies:
+            self.bodies.append(body)
+        for number in SIGNALS:
+            self._prepare(number)
+        if self.bodies[0] is not body or self.depth:
+            return
+        mine = tuple(self._held)
+        told = tell(mine)
+        self._told.update({number: time.monotonic() for number in told if number not in mine})
+        self.answer_all(told)
+
+    def leave(self, body: Body) -> None:
+        """A loop ends, or is left."""
+        if body in self.bodies:
+            self.bodies.remove(body)
+
     def answer_held(self) -> None:
-        """Answer what is held, here."""
-        for number in tuple(self._held):
+        """Answer what is held, here, but in a loop's body."""
+        if not self.bodies:
+            self.answer_all(tuple(self._held))
+
+    def answer_all(self, numbers: Iterable[int]) -> None:
+        """Answer some signals, here."""
+        for number in numbers:
             handler = _signal.getsignal(number)
             if isinstance(handler, Handler):
                 self.answer(number, sys._getframe(1), handler.previous)
@@ -111,10 +155,12 @@ class Interrupts:
             return False
         if was_sent and not was_held:  # It was answered in the meantime.
             return True
-        if self.depth != self.open_at or (frame is not None and frame.f_code in _LEAVING):
+        if now_s - self._told.pop(number, float("-inf")) < LATE_S:  # It was answered when another rank told of it.
+            return True
+        if self.holding or (frame is not None and frame.f_code in _LEAVING):
             self._outside.discard(number)
             is_second = not was_sent and now_s - self._held.get(number, now_s) >= SECOND_S
-            return not (is_second and self.depth != self.open_at) and self._hold(number)
+            return not (is_second and self.holding) and self._hold(number)
         if number in self._outside:
             return False
         self._outside.add(number)
@@ -133,7 +179,7 @@ class Interrupts:
     def _prepare(self, number: int) -> None:
         handler = _signal.getsignal(number)
         if isinstance(handler, Handler):
-            if number in self._held:
+            if number in self._held and not self.bodies:
                 self.answer(number, sys._getframe(1), handler.previous)
         elif callable(handler) and getattr(handler, "__module__", None) != "asyncio.unix_events":  # which does nothing
             self._held.pop(number, None)  # That one has answered it.
@@ -148,15 +194,21 @@ class Interrupts:
         try:  # not by `threading`, of which the interrupted code may hold a lock
             _thread.start_new_thread(self._send, (number, self.received_s))
         except RuntimeError:  # The interpreter ends: no thread can be started.
-            return self.depth != self.open_at
+            return self.holding
         return True
 
     def _send(self, number: int, since_s: float) -> None:
         """In a thread: send a signal that is held since then, until it is answered."""
-        pause_s = PAUSE_S
+        pause_s, said = PAUSE_S, False
         while self._held.get(number) == since_s:
             time.sleep(pause_s)
-            if self.depth != self.open_at or number in self._sent:  # Later; it doesn't disturb what is under way.
+            if self.bodies and not said and time.monotonic() - since_s >= SAY_S:
+                said = True
+                sys.stderr.write(
+                    f"autopar: {signal.Signals(number).name} waits until the loop at {self.bodies[0].place} asks for "
+                    "its next batch. A second one goes through at once\n"
+                )
+            if self.holding or number in self._sent:  # Later; it doesn't disturb what is under way.
                 pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
             elif self._held.get(number) == since_s:
                 pause_s = PAUSE_S
@@ -174,6 +226,8 @@ def _send_to_main(number: int) -> None:
 
 #: The signals of this process.
 INTERRUPTS = Interrupts()
+if hasattr(os, "register_at_fork"):  # A child has no loop under way.
+    os.register_at_fork(after_in_child=INTERRUPTS.bodies.clear)
 
 
 def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -215,3 +269,43 @@ def interruptible(when: bool = True) -> Iterator[None]:
         yield
     finally:
         INTERRUPTS.let_through(before)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Body:
+    """The body of a loop that is open. `place`: file:line of who asked for its first batch."""
+
+    place: str
+
+
+#: What any rank holds, of what this one does; collective.
+Tell = Callable[[tuple[int, ...]], Sequence[int]]
+
+
+class Loop(Iterator[_T]):
+    """A loop over batches whose body signals don't cut short: they are answered before the next batch is asked for.
+
+    It ends where its batches do, or where nobody has it any more (`break`, an exception).
+    """
+
+    def __init__(self, batches: Iterator[_T], tell: Tell = tuple) -> None:
+        self._batches = batches
+        self._tell = tell
+        self._body: Body | None = None
+
+    def __next__(self) -> _T:
+        if threading.get_ident() != threading.main_thread().ident:
+            return next(self._batches)
+        if self._body is None:
+            frame = sys._getframe(1)
+            self._body = Body(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        try:
+            INTERRUPTS.end_body(self._body, self._tell)
+            return next(self._batches)
+        except BaseException:
+            INTERRUPTS.leave(self._body)
+            raise
+
+    def __del__(self) -> None:
+        if self._body is not None:
+            INTERRUPTS.leave(self._body)

@@ -18,11 +18,14 @@ from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.processes import Processes
 from autopar.batches.agreed import agreed
+from autopar.batches.loops import tell_all
 from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
 from autopar.batches.readers import reader_of
 from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
+from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis, check_batch_axis
+from autopar.mpi.world import world
 
 
 def shard(
@@ -155,12 +158,20 @@ class Batches(Iterator[Any]):
         self._compared = False
         self._go_to(0, 0)
 
+    def __iter__(self) -> Iterator[Any]:
+        everywhere = len(self._options.devices.processes.members) == world().size > 1
+        return Loop(self, tell_all if everywhere else tuple)
+
     def __next__(self) -> Any:
-        while len(self._waiting) <= self._ahead:
-            placed = next(self._coming, None)
-            if placed is None:
-                break
-            self._waiting.append(placed)
+        try:
+            while len(self._waiting) <= self._ahead:
+                placed = next(self._coming, None)
+                if placed is None:
+                    break
+                self._waiting.append(placed)
+        except BaseException:  # A generator that failed is at its end; its source isn't.
+            self._coming = self._placed(*(self._waiting[-1][0] if self._waiting else (self._epoch, self._batch)))
+            raise
         if not self._waiting:
             raise StopIteration
         (self._epoch, self._batch), batch = self._waiting.popleft()
@@ -168,6 +179,8 @@ class Batches(Iterator[Any]):
 
     def state(self) -> dict[str, int]:
         """The position: of the next batch that wasn't given out yet, whatever was read ahead.
+
+        Where a `for` loop over the batches is interrupted, its body has been run to its end for all before it.
 
         Returns:
           epoch, batch: Epochs gone through, and batches of the source in this one.

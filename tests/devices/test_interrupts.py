@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import autopar
+from tests.support.documented_loop import check_interrupted_script
 from tests.support.interrupting import Loop, check_interrupted, lookup_step
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same
@@ -20,6 +21,11 @@ def test_training_goes_on(tx: optax.GradientTransformation) -> None:
     make, step = lookup_step(tx)
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     check_interrupted(planned, make(), lambda steps: Loop(planned, make()).run(steps))
+
+
+def test_the_documented_script_goes_on_where_it_was() -> None:
+    make, step = lookup_step(optax.sgd(0.1))
+    check_interrupted_script(autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), make, mesh_of(4))
 
 
 def test_a_capacity_warning_that_is_an_error_costs_no_state() -> None:

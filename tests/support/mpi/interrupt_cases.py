@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,11 @@ import autopar  # first: it makes the ranks JAX's processes
 
 # isort: split
 import jax
+import jax.numpy as jnp
 import optax
 
+from autopar import interrupts
+from tests.support.documented_loop import BATCH_SIZE, Script
 from tests.support.interrupting import BATCHES, Loop, interrupter, lookup_step, same
 
 RANK, RANKS = jax.process_index(), jax.process_count()
@@ -61,3 +67,37 @@ def check_interrupts_of_deferred_rows_on_hosts() -> None:
 
 def check_interrupts_on_devices_of_all_ranks() -> None:
     _check(optax.sgd(0.1), "ps", "devices", 30)
+
+
+def check_the_documented_script() -> None:
+    """Ctrl-C reaches each rank at a time of its own. All save the same, and go on from it."""
+    make, step = lookup_step(optax.sgd(0.1))
+    planned = autopar.parallelize(step, strategy=("ps", "hosts"))
+    folder, times, timers = FOLDER / "checkpoint", random.Random(RANK), []
+
+    def interrupted(state: Any, ids: Any) -> Any:
+        if not timers:
+            timers.append(threading.Timer(times.random() * 20e-3, os.kill, [os.getpid(), signal.SIGINT]))
+            timers[0].start()
+        return planned(state, ids)
+
+    def restore(path: str, like: Any = None, *, step: Any, batch: Any) -> Any:
+        return autopar.restore(folder, like, step=planned, batch=batch)
+
+    def init(make_state: Any, key: Any, *, step: Any, batch: Any) -> Any:
+        return autopar.init(make_state, key, step=planned, batch=batch)
+
+    def save(path: str, state: Any, *, position: Any) -> None:
+        autopar.save(folder, state, position=position)
+
+    interrupts.LATE_S = 60.0  # its own signal comes once, and may come late on a busy machine
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    script = Script(interrupted, make, save=save, restore=restore, init=init)
+    for _ in range(10):
+        script.run()
+        timers.pop().join()
+    batch = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
+    found = autopar.restore(folder, jax.eval_shape(make), step=planned, batch=batch).state
+    steps = int(found["step"])
+    assert steps >= 10
+    same(found, Script(planned, make).undisturbed(steps))

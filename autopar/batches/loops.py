@@ -1,0 +1,60 @@
+"""`uninterrupted`: a loop over batches that is interrupted between two of them, on all ranks between the same two."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from autopar.interrupts import SIGNALS, Loop
+from autopar.launch.progress import PROGRESS
+from autopar.mpi.waiting import Waiting, choose_waiting
+from autopar.mpi.world import world
+
+_T = TypeVar("_T")
+
+
+def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
+    """Goes through batches. Ctrl-C waits until the loop's body has ended, before the next one is asked for.
+
+    So a source's position and the state are at the same batch when the loop is interrupted, whatever its body does.
+    `autopar.shard` does this by itself: it is for other sources. Signals that have a Python handler (SIGINT, SIGTERM,
+    SIGUSR1, SIGUSR2) wait alike. A second one, 0.2 s later, goes through at once.
+
+    With several ranks all of them make the loop, and a signal that one rank gets is answered on all, before the same
+    batch. In other threads than the main one, where Python answers no signals, it does nothing.
+
+    Args:
+      batches: An iterable that moves on only where the next item is asked for, and knows where it is: Grain's
+        iterators, a StatefulDataLoader. Not something that reads ahead in front of it.
+
+    Example:
+      >>> import autopar
+      >>> source, seen = iter([3, 4, 5]), []
+      >>> try:
+      ...     for batch in autopar.uninterrupted(source):
+      ...         seen.append(batch)
+      ... except KeyboardInterrupt:
+      ...     print("the next one is", next(source))
+      >>> seen
+      [3, 4, 5]
+    """
+    return Loop(iter(batches), tell_all if world().size > 1 else tuple)
+
+
+def tell_all(numbers: Sequence[int]) -> list[int]:
+    """Signals that any rank has, of those that this one has. Collective."""
+    comm, waiting = _channel()
+    mine = np.array([number in numbers for number in SIGNALS], np.int32)
+    counts = np.empty_like(mine)
+    with PROGRESS.during("waiting for the others' batches", "waits"):
+        waiting.collective(comm, "Allreduce", mine, counts)
+    return [number for number, count in zip(SIGNALS, counts, strict=True) if count]
+
+
+@functools.cache
+def _channel() -> tuple[Any, Waiting]:
+    comm = world().comm.Dup()
+    return comm, choose_waiting(comm, shares_cores=True)  # steps are under way on all cores

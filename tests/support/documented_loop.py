@@ -1,0 +1,107 @@
+"""The training script of docs/checkpoints.md, run as it stands there, interrupted and run again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import autopar
+from tests.support.interrupting import ROWS, Step, interrupter, same
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+BATCH_SIZE = 512  # the page's
+
+
+class Script:
+    """The script, with names for what it leaves open.
+
+    Args:
+      step: Planned.
+      make: Makes its state.
+      mesh: Of the batches.
+      **names: In place of autopar's own `save`, `restore` and `init`.
+    """
+
+    def __init__(self, step: Step, make: Callable[[], Any], mesh: Mesh | None = None, **names: Any) -> None:
+        found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        assert found is not None
+        self._code = compile(found.group(1), str(PAGE), "exec")
+        self._step, self._make = step, make
+        self._shard = functools.partial(autopar.shard, mesh=mesh)
+        ids = np.random.default_rng(0).integers(0, ROWS, 5 * BATCH_SIZE)
+        given = {"shard": self._shard, "MissingCheckpointError": autopar.MissingCheckpointError, **names}
+        shapes = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
+        self._names = {
+            "autopar": SimpleNamespace(**given),
+            "jax": jax,
+            "data": ids.astype(np.int32),
+            "key": jax.random.key(0),
+            "make_state": lambda key: make(),
+            "train_step": step,
+            "batch_shapes": shapes,
+        }
+
+    def run(self) -> None:
+        """Run it, until something is raised in it."""
+        exec(self._code, dict(self._names))
+
+    def undisturbed(self, steps: int) -> Any:
+        """The state of a training that nobody interrupts."""
+        state = self._make()
+        batches = self._shard(self._names["data"], batch_size=BATCH_SIZE, shuffle=0, epochs=None)
+        for _ in range(steps):
+            state, _ = self._step(state, next(batches))
+        return state
+
+
+class Memory:
+    """A checkpoint in memory, for hundreds of them in a second. `begin` is called when there is a state to train."""
+
+    def __init__(self, make: Callable[[], Any], begin: Callable[[], None]) -> None:
+        self._make, self._begin = make, begin
+        self.saved: Any = None
+        self.saves = 0
+
+    def save(self, path: str, state: Any, *, position: Any) -> None:
+        whole = jax.tree.map(np.array, autopar.materialize(state))
+        self.saved = whole, dict(position)
+        self.saves += 1
+
+    def restore(self, path: str, like: Any, *, step: Any, batch: Any) -> Any:
+        if self.saved is None:
+            raise autopar.MissingCheckpointError("nothing was saved")
+        state = jax.tree.map(jnp.array, self.saved[0])
+        self._begin()
+        return state, self.saved[1]
+
+    def init(self, make_state: Any, key: Any, *, step: Any, batch: Any) -> Any:
+        self._begin()
+        return self._make()
+
+    @property
+    def names(self) -> dict[str, Any]:
+        return {"save": self.save, "restore": self.restore, "init": self.init}
+
+
+def check_interrupted_script(step: Step, make: Callable[[], Any], mesh: Mesh | None = None, count: int = 200) -> None:
+    """A training that goes on from what it saved at each of `count` interrupts has the numbers of one without any."""
+    Script(step, make, mesh).undisturbed(2)  # compiled
+    with interrupter(4e-3) as found:
+        memory = Memory(make, found.ask)
+        script = Script(step, make, mesh, **memory.names)
+        while memory.saves < count:
+            with contextlib.suppress(KeyboardInterrupt):  # before its loop; within it is the script's own matter
+                script.run()
+    steps = int(memory.saved[0]["step"])
+    assert steps > count // 2, f"only {steps} steps between {count} interrupts"
+    same(memory.saved[0], script.undisturbed(steps))
