@@ -43,10 +43,14 @@ class Operation:
     Attributes:
       since: The pass that writes it first.
       groups: Its operands: name -> how many; `REST` for the last one. The one called "route" is a route.
+      takes_padding: Whether it takes the padding row for all rows that the step doesn't touch. Its parameter `of` has
+        the values that its rows are made of, as they are before lifting: one, which is a constant off the touched rows,
+        or the factors of a product, one of which is zero there.
     """
 
     since: str
     groups: Mapping[str, int | Count]
+    takes_padding: bool = False
 
     def split(self, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
         """Operands (of any kind: atoms, arrays) by group."""
@@ -153,8 +157,12 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     "shield": {"isolated": _named("operands*")},
 }
 
+_TAKE_PADDING = frozenset({"densify", "fill", "reduce_rows", "reduce_part"})
+
 OPERATIONS: Mapping[str, Operation] = {
-    PREFIX + name: Operation(since, groups) for since, specs in _SPECS.items() for name, groups in specs.items()
+    PREFIX + name: Operation(since, groups, name in _TAKE_PADDING)
+    for since, specs in _SPECS.items()
+    for name, groups in specs.items()
 }
 
 

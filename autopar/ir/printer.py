@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.ir.program import Atom, Block, Literal, Program, Var
 
-_HIDDEN = {"out_sharding", "sharding", "update_jaxpr", "update_consts", "weak_type"}
+_HIDDEN = {"of", "out_sharding", "sharding", "update_jaxpr", "update_consts", "weak_type"}
 
 
 def format_program(program: Program) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autopar.ir.operations import OPERATIONS, PASSES, PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.rowspace import Const, Row, RowFacts
 
 
 def verify_program(program: Program, verified: Block | None = None, after: str = PASSES[-1]) -> None:
@@ -21,7 +22,7 @@ def verify_program(program: Program, verified: Block | None = None, after: str =
     assert len(block.outputs) == len(program.outputs), "every output has a path"
     if block is not verified:
         written = PASSES[: PASSES.index(after) + 1] if after in PASSES else ()
-        verify_block(block, set(), program.name, frozenset(written))
+        verify_block(block, set(), program.name, frozenset(written), program.rows)
     for output, atom in zip(program.outputs, block.outputs, strict=True):
         if output.state is not None:
             old = block.inputs[output.state].type
@@ -41,20 +42,32 @@ class _Place:
 
 
 def verify_block(
-    block: Block, defined: set[Var], where: str | _Place, written: frozenset[str] = frozenset(PASSES)
+    block: Block,
+    defined: set[Var],
+    where: str | _Place,
+    written: frozenset[str] = frozenset(PASSES),
+    rows: RowFacts | None = None,
 ) -> None:
-    """Check one block and those nested in it. `defined` collects every variable of the program; `written`: passes whose
-    operations may occur."""
+    """Check one block and those nested in it.
+
+    Args:
+      block: It.
+      defined: Collects every variable of the program.
+      where: The block's place in the program.
+      written: Passes whose operations may occur.
+      rows: Facts that its operations rest on.
+    """
     visible: set[Var] = set()
     for var in block.inputs:
         _define(var, visible, defined, where)
     for equation in block.equations:
         place = _Place(where, equation)
         _verify_operation(equation, place, written)
+        _verify_padding(equation, place, rows)
         for atom in equation.inputs:
             _read(atom, visible, place)
         for body in equation.bodies:
-            verify_block(body, defined, place, written)
+            verify_block(body, defined, place, written, rows)
         _verify_boundaries(equation, place)
         for var in equation.outputs:
             _define(var, visible, defined, place)
@@ -79,6 +92,16 @@ def _verify_operation(equation: Equation, where: str | _Place, written: frozense
         routes = [isinstance(a.type, RouteType) for a in atoms]
         assert name != "route" or all(routes), f"{where}: no route, but {atoms[0].type}"
         assert name in ("route", "touched", "operands") or not any(routes), f"{where}: a route for {name}"
+
+
+def _verify_padding(equation: Equation, where: str | _Place, rows: RowFacts | None) -> None:
+    """That the padding row stands for all rows that the step doesn't touch only where facts say that it may."""
+    if not (equation.op in OPERATIONS and OPERATIONS[equation.op].takes_padding):
+        return
+    values = [None if rows is None else rows.value(atom) for atom in equation.params["of"]]
+    offs = [value.off if isinstance(value, Row) else None for value in values]
+    known = isinstance(offs[0], Const) if len(offs) == 1 else any(isinstance(o, Const) and o.is_zero for o in offs)
+    assert known, f"{where}: rows that the step doesn't touch are taken for a constant, and are {offs[0]}"
 
 
 def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Place) -> None:

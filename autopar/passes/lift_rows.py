@@ -256,7 +256,7 @@ class _Lift:
                 new = scope.emit("ap.commit", (leaves[k], rows, route, *guard, *first), inputs[k].type, params)
                 self.guarded.add((new, k))
             else:
-                new = scope.densify(rows, self.program.block.inputs[k].type, axes[k], family)
+                new = scope.densify(updates[k])
             if log is not None and k in leaves:
                 log.committed[k] = new
                 log.rows.append(rows)
@@ -267,11 +267,14 @@ class _Lift:
         self.committed.add(family)
 
     def _write_whole(self, space: RowSpace) -> None:
-        """Outputs with all rows that are no leaves: what they read of the old leaves is read before these change."""
+        """Outputs with all rows that are no leaves: what they read of the old leaves is read before these change. What
+        needs the new leaves waits for them."""
         updates = self._updates(space).values()
         for atom in self.program.block.outputs:
             row = self.scope.lifting.row(atom)
-            if row is not None and row.family == space.family and atom in self.known and atom not in updates:
+            if row is None or row.family != space.family or atom not in self.known or atom in updates:
+                continue
+            if not self.facts.whole[atom]:
                 self.scope.get(atom)
 
     def _name(self, atom: Atom, leaf: int, new: Atom) -> None:

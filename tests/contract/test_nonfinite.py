@@ -145,6 +145,18 @@ def test_functions_of_the_row_number_are_taken_at_real_rows(name: str) -> None:
     check_rows(update, small())
 
 
+@pytest.mark.parametrize("divides", [False, True])
+def test_an_untouched_row_whose_number_is_a_pole(divides: bool) -> None:
+    """0 / 0 and 0 * inf in a single row, which isn't the padding row."""
+    numbers = (NUMBERS - SMALL // 2).astype(jnp.float32)[:, None]
+
+    def update(state: Any, g: jax.Array, batch: Any) -> Any:
+        g = g / numbers if divides else g * (1 / numbers)
+        return {"emb": state["emb"] - g}, {"g": g, "sum": jnp.sum(g, 0)}
+
+    check_rows(update, small())
+
+
 def test_a_special_row_that_is_touched_is_not_taken_for_the_others() -> None:
     """A new last row of an Adagrad without epsilon: 0 / 0 if it were not touched."""
 

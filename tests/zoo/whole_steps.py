@@ -212,6 +212,47 @@ def touched_mask() -> Case:
     return dataclasses.replace(case, step=lambda s, b: step(dict(s), b), state=state)
 
 
+#: A second write of a table in its step, at ids of which some may lie beyond the table.
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "none": lambda table, ids: table,
+    "set": lambda table, ids: table.at[ids].set(0.25),
+    "add": lambda table, ids: table.at[ids].add(0.25),
+    "max": lambda table, ids: table.at[ids].max(0.25),
+    "multiply": lambda table, ids: table.at[ids].multiply(0.5),
+    "drop": lambda table, ids: table.at[ids + ROWS // 2].set(0.25, mode="drop"),
+    "unit_rows": lambda table, ids: table.at[ids].divide(jnp.linalg.norm(table[ids], axis=-1, keepdims=True)),
+}
+
+
+def results_by_row(table: Any) -> dict[str, Any]:
+    """Results that have a value for each row of a table."""
+    return {
+        "twice": table * 2,
+        "same": table + 0.0,
+        "sines": jnp.sin(table).sum(1),
+        "norms": jnp.linalg.norm(table, axis=1),
+        "largest": jnp.argmax(table, axis=1),
+    }
+
+
+def written_again() -> Case:
+    """Tables that are written once more after their update, each in another way; results with a value for each row."""
+    params = make_params(**dict.fromkeys(WRITES, (ROWS, WIDTH)))
+
+    def step(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        ids = batch["ids"].ravel()
+
+        def loss_fn(params: Tree) -> jax.Array:
+            return jnp.mean(jnp.tanh(sum(params[name][ids] for name in WRITES) @ params["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        new |= {name: write(new[name], ids) for name, write in WRITES.items()}
+        return new, {"loss": loss} | {name: results_by_row(new[name]) for name in WRITES}
+
+    return Case(step, params, ids_batches(), tuple(WRITES))
+
+
 STEPS: dict[str, Callable[[], Case]] = {
     "select_state": select_state,
     "select_state_skipping": lambda: select_state(ids_batches(more=lambda i: {"good": np.bool_(i != 1)})),
@@ -220,6 +261,7 @@ STEPS: dict[str, Callable[[], Case]] = {
     "steps_in_scan": steps_in_scan,
     "steps_in_fori_loop": steps_in_loop,
     "inner_step": inner_step,
+    "written_again": written_again,
     "list_state": list_state,
     "step_in_cond": step_in_cond,
     "touched_mask": touched_mask,

@@ -158,7 +158,8 @@ def _lift_reduce(scope: Scope, equation: Equation) -> None:
 
 def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, ...]) -> None:
     extent = scope.lifting.spaces[value.family].extent
-    params = {"op": op, "axes": axes, "axis": value.axis, "extent": extent, "dtype": out.dtype}
+    of = tuple(atom for atom, _ in value.sources)
+    params = {"op": op, "axes": axes, "axis": value.axis, "extent": extent, "dtype": out.dtype, "of": of}
     others = scope.lifting.untouched.reduced(scope, value)
     operands, bodies = (value.rows, scope.route(value.family)), ()
     if others is not None:

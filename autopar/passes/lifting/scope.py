@@ -208,12 +208,14 @@ class Scope(Writer):
         params = {"layout": layout, "axis": axis}
         return self.emit("ap.whole", (stored,), stored.type.resized(axis, layout.extent), params)
 
-    def densify(self, rows: Atom, type_: Any, axis: int, family: int) -> Var:
-        """All rows, as they are stored: the routed ones, and what the padding row is everywhere else."""
-        layout = self.lifting.families[family].layout
-        stored = type_ if layout is None else type_.resized(axis, layout.stored)
-        params = {"axis": axis, "extent": self.lifting.spaces[family].extent}
-        return self.emit("ap.densify", (rows, self.route(family)), stored, params)
+    def densify(self, atom: Atom) -> Var:
+        """All rows, as they are stored: the padding row stands for those that aren't touched, which are constant."""
+        row = self.lifting.row(atom)
+        assert row is not None, "rows are made dense"
+        rows, layout = self.at_rows(atom, row.axis, row.family), self.lifting.families[row.family].layout
+        stored = atom.type if layout is None else atom.type.resized(row.axis, layout.stored)
+        params = {"axis": row.axis, "extent": self.lifting.spaces[row.family].extent, "of": (atom,)}
+        return self.emit("ap.densify", (rows, self.route(row.family)), stored, params)
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
         """The routed rows of a leaf, or of any dense value with as many rows."""
@@ -254,9 +256,7 @@ class Scope(Writer):
             for old, new in zip(equation.outputs, copy.outputs, strict=True):
                 self.dense.setdefault(old, new)  # a cond has many: it is run once for all of them
             return self.dense[var]
-        rows = self.at_rows(var, row.axis, row.family)
-        dense = self.densify(rows, var.type, row.axis, row.family)
-        dense = self.lifting.untouched.densified(self, var, dense, row)
+        dense = self.lifting.untouched.densified(self, var, self.densify(var), row)
         layout = self.lifting.families[row.family].layout
         return dense if layout is None or layout.is_plain else self.unstored(dense, layout, row.axis)
 

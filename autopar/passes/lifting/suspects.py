@@ -1,7 +1,8 @@
 """What may turn untouched rows into something that isn't finite, beside the step's scalars: see `lift_rows`.
 
 `0 * x = 0` needs a finite x, `0 / x = 0` needs an x that isn't 0. A row that shows it may be hidden in the padding row
-by a predicate of its own, so the values themselves are watched, as far as they are the same for all rows.
+by a predicate of its own, so the values themselves are watched: at the padding row where they are the same for all
+rows, all of them where they depend on the rows' numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
 from autopar.analysis.rules import ALIGNED
-from autopar.ir.program import Atom, Equation, Literal, Var
+from autopar.ir.program import Atom, Equation, Literal
 from autopar.ir.rowspace import Const, Free, Row
 from autopar.passes.lifting.scope import Scope
 
@@ -38,23 +39,36 @@ def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> t
         if place is None or equation.op not in ALIGNED:
             continue
         for atom in equation.inputs:
-            is_free = isinstance(scope.lifting.facts.value(atom), Free) and atom.shape != ()
-            if is_free and isinstance(atom, Var) and not _is_finite(scope, atom):
-                finite[_padding(scope, atom, place.axis, family)] = None
+            is_free = isinstance(scope.lifting.facts.value(atom), Free)
+            if atom.shape != () and (is_free or isinstance(atom, Literal)) and not _is_finite(scope, atom):
+                finite[_watched(scope, atom, place.axis, family)] = None
         if equation.op in _POLES:
             for atom in _zero_factors(scope, equation.inputs[_POLES[equation.op]]):
-                dense = atom.shape == () or not isinstance(scope.lifting.facts.value(atom), Free)
-                nonzero[scope.get(atom) if dense else _padding(scope, atom, place.axis, family)] = None
+                nonzero[_watched(scope, atom, place.axis, family)] = None
     return list(finite), list(nonzero)
 
 
 def _is_finite(scope: Scope, atom: Atom) -> bool:
-    """Whether a value can't be anything else: no float, or made of literals alone."""
+    """Whether a value can't be anything else: no float, a mask, or made of literals alone."""
     if not jax_compat.is_float(atom.dtype):
+        return True
+    if isinstance(atom, Literal):
+        return bool(np.all(np.isfinite(np.asarray(atom.value))))
+    made = scope.producers.get(_unspread(scope, atom))
+    if made is not None and made.op == "convert_element_type" and made.inputs[0].dtype == bool:
         return True
     value = scope.lifting.facts.value(atom)
     off = value.off if isinstance(value, Free) else None
     return isinstance(off, Const) and bool(np.all(np.isfinite(np.asarray(off.value)))) and _is_literal(scope, atom)
+
+
+def _unspread(scope: Scope, atom: Atom) -> Atom:
+    """A value with the same elements, each as few times as possible: what is broadcast."""
+    made = scope.producers.get(atom)
+    while made is not None and made.op in ("broadcast_in_dim", "reshape") and made.inputs[0].shape != ():
+        atom = made.inputs[0]
+        made = scope.producers.get(atom)
+    return atom
 
 
 def _is_literal(scope: Scope, atom: Atom) -> bool:
@@ -73,9 +87,9 @@ def _is_literal(scope: Scope, atom: Atom) -> bool:
 
 
 def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
-    """What makes a divisor zero for all rows: factors that are no rows."""
+    """What makes a divisor zero: factors that are no table's rows."""
     if isinstance(atom, Literal):
-        return []
+        return [] if np.all(np.asarray(atom.value)) else [atom]
     value = scope.lifting.facts.value(atom)
     if not isinstance(value, Row):
         return [atom]
@@ -85,7 +99,9 @@ def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
     return [factor for a in equation.inputs for factor in _zero_factors(scope, a)]
 
 
-def _padding(scope: Scope, atom: Atom, axis: int, family: int) -> Atom:
-    """A value that is the same for all rows, at the padding row."""
-    rows = scope.at_rows(atom, axis, family)
-    return scope.padding(rows, axis, family)
+def _watched(scope: Scope, atom: Atom, axis: int, family: int) -> Atom:
+    """A value that is no table's rows: all of it, or the padding row of what is alike in all rows."""
+    value = scope.lifting.facts.value(atom)
+    if atom.shape != () and isinstance(value, Free) and axis in value.axes - {value.index_axis}:
+        return scope.padding(scope.at_rows(atom, axis, family), axis, family)
+    return scope.get(_unspread(scope, atom))

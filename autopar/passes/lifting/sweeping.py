@@ -168,7 +168,7 @@ def sweep(
     guard = () if exceeded is None else (exceeded,)
     for k in constants:
         filled = (leaves[k], rows[k], scope.route(family), needed, *guard)
-        leaves[k] = scope.emit("ap.fill", filled, inputs[k].type, {"axis": axes[k]})
+        leaves[k] = scope.emit("ap.fill", filled, inputs[k].type, {"axis": axes[k], "of": (updates[k][0],)})
     return leaves
 
 

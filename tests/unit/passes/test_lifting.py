@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from autopar.compile import analyze_program, compile_program
+from autopar.ir.operations import OPERATIONS
 from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.ir.stages import ExchangeStage, ProgramStage
+from autopar.ir.verifier import verify_program
 from tests.support.programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros
 
 PROGRAMS = {p.__name__: p for p in (sgd, adagrad, scan, projected)}
@@ -41,6 +45,21 @@ def test_rows_are_pulled_first_and_committed_last(name: str) -> None:
 def test_nothing_is_lifted_of_a_dense_plan() -> None:
     program = compiled(sgd(), "lift_rows", strategy="allreduce")
     assert not any(op.startswith("ap.") for op in ops(program))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_padding_row_stands_for_others_where_they_are_constant(name: str) -> None:
+    """What takes it for more, the verifier refuses."""
+    program = compiled(PROGRAMS[name](), "lift_rows")
+    table = program.block.inputs[0]
+    equations = program.block.equations
+    taking = [k for k, e in enumerate(equations) if e.op in OPERATIONS and OPERATIONS[e.op].takes_padding]
+    for k in taking:
+        hoped = dataclasses.replace(equations[k], params={**equations[k].params, "of": (table,)})
+        block = program.block.with_equations([*equations[:k], hoped, *equations[k + 1 :]])
+        with pytest.raises(AssertionError, match="taken for a constant, and are unchanged"):
+            verify_program(dataclasses.replace(program, block=block))
+    assert bool(taking) == (name == "adagrad")
 
 
 def two_lookups() -> Program:
