@@ -73,7 +73,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class StateWarning(UserWarning):
-    """No argument was recognised as state, though something like one is returned: the step runs plain."""
+    """Something looks like state and isn't treated so: the step runs plain, or drops a part's new value."""
 
 
 class UncheckedWarning(UserWarning):

@@ -50,6 +50,19 @@ def carried(block: Block, *, scaled: Scaled) -> list[int]:
     return [walk.value(a)[1] for a in block.outputs]
 
 
+def updated(block: Block) -> int:
+    """The inputs, as bits, of which the block makes a new value of their own type, returned or not: one that carries
+    the input on in a sum, scaled little."""
+    walk = _Carried("little")
+    walk.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
+    walk.run(block.equations)
+    made = {(v.shape, v.dtype): 0 for v in block.inputs}
+    for var, (_, added) in walk.values.items():
+        if added and (key := (var.shape, var.dtype)) in made:
+            made[key] |= added
+    return union(made[v.shape, v.dtype] & 1 << k for k, v in enumerate(block.inputs))
+
+
 class _Carried(Interpreter[tuple[int, int]]):
     """Values are the inputs that reach them elementwise, and those of them that have been added to."""
 

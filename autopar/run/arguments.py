@@ -241,7 +241,7 @@ def find_states(
       ArgumentsError: two arguments could be the one that is returned.
     """
     leaves, treedef = jax.tree.flatten(outputs)
-    nodes = list(_nodes(treedef, 0))
+    nodes = list(subtrees(treedef))
     types = [type_of_shape(leaf) for leaf in leaves]
     claimed: list[tuple[int, int]] = []
     starts: dict[int, int] = {}
@@ -262,9 +262,9 @@ def find_states(
     return States(starts)
 
 
-def _nodes(treedef: Any, start: int) -> Iterator[tuple[Any, int]]:
+def subtrees(treedef: Any) -> Iterator[tuple[Any, int]]:
     """All subtrees with the index of their first leaf, outer ones first."""
-    queue = [(treedef, start)]
+    queue = [(treedef, 0)]
     while queue:
         node, first = queue.pop(0)
         yield node, first
@@ -288,7 +288,7 @@ def _find(
 def result_places(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
     """First leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
-    return list(_find(argument, list(_nodes(treedef, 0)), [type_of_shape(leaf) for leaf in leaves], claimed))
+    return list(_find(argument, list(subtrees(treedef)), [type_of_shape(leaf) for leaf in leaves], claimed))
 
 
 def alike(a: ArrayType, b: ArrayType) -> bool:

@@ -8,6 +8,9 @@ not to be acted on: a user who means them names them.
 
 Told of are only those of a function that has other arguments as well (its data), and either differentiates something or
 brings two such arguments back. Evaluation functions do neither.
+
+A training step may also forget a part of its state: it returns new values of some leaves of an argument, or makes new
+slots of its optimizer and doesn't return them.
 """
 
 from __future__ import annotations
@@ -18,20 +21,85 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.flow import carried
+from autopar.analysis.flow import carried, updated
 from autopar.errors import StateWarning, warn
 from autopar.ir.program import Block
-from autopar.run.arguments import Argument, Call, alike, tops, type_of_shape
+from autopar.run.arguments import Argument, Call, States, alike, subtrees, tops, type_of_shape
 
 
-def warn_of_missed_states(name: str, call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> None:
-    """Warn of arguments that may be the state of a step of which nothing was recognised as such; as `missed_states`."""
-    missed = missed_states(call, outputs, block, batches)
-    if missed:
-        warn(_told(name, missed), StateWarning)
+def warn_of_missed_states(
+    name: str, call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
+) -> None:
+    """Warn of arguments, or leaves of some, that may be state and aren't taken for it.
+
+    Args:
+      name: The step's.
+      call: The call.
+      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
+      block: The traced step.
+      states: What was recognised.
+      batches: Positions of what is said to be no state.
+    """
+    differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
+    told = None
+    if states.outputs:
+        forgotten = _forgotten(call, block, states, batches) if differentiates else None
+        if forgotten is not None:
+            place = "..." if forgotten.position is None else f"({forgotten.position},)"
+            told = (
+                f"{name} makes a new value of {forgotten.name!r} and doesn't return it: each step begins with the old "
+                f"one. Return it as well; if it is no state, say so: parallelize(step, batch_argnums={place})"
+            )
+    elif missed := missed_states(call, outputs, block, batches, differentiates=differentiates):
+        told = _told(name, missed)
+    elif differentiates and (partly := _partly_returned(call, outputs, block, batches)):
+        argument, path = partly
+        told = (
+            f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in "
+            f"place or by rows. But it returns a new value of a part of {argument.name!r}, {path}. If that is state, "
+            f"return all of it in the form in which it was given, optimizer state, too; if not, say "
+            "parallelize(step, state_argnums=())"
+        )
+    if told:
+        warn(told, StateWarning)
 
 
-def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> list[Argument]:
+def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int]) -> Argument | None:
+    """The first argument with slots of a state, in that one's form, of which the step makes new values in vain."""
+    forms = [(state.treedef, state.types) for state in map(call.arguments.__getitem__, states.outputs)]
+    slots: list[tuple[Argument, int, int]] = []
+    start = 0
+    for k, argument in enumerate(call.arguments):
+        if k not in states.outputs and not argument.is_lone_array and argument.position not in batches:
+            slots += [
+                (argument, start + first, len(types))
+                for node, first in subtrees(argument.treedef)
+                for form, types in forms
+                if node == form and any(t.shape for t in types) and all(map(alike, argument.types[first:], types))
+            ]
+        start += len(argument.types)
+    made = updated(block) if slots else 0
+    return next((argument for argument, first, size in slots if made >> first & (1 << size) - 1), None)
+
+
+def _partly_returned(call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> tuple[Argument, str] | None:
+    """An argument of which an output is a leaf's new value, and that leaf's path; None if there is none."""
+    types = [type_of_shape(leaf) for leaf in jax.tree.leaves(outputs)]
+    evidence = carried(block, scaled="little")
+    leaves = [(argument, n) for argument in call.arguments for n in range(len(argument.types))]
+    for i, (argument, n) in enumerate(leaves):
+        old = argument.types[n]
+        if argument.is_lone_array or argument.position in batches or not old.shape or len(call.arguments) == 1:
+            continue
+        for o, new in enumerate(types):
+            if alike(old, new) and evidence[o] >> i & 1 and block.outputs[o] is not block.inputs[i]:
+                return argument, argument.paths[n]
+    return None
+
+
+def missed_states(
+    call: Call, outputs: Any, block: Block, batches: Sequence[int], *, differentiates: bool
+) -> list[Argument]:
     """The arguments of which an outermost part of the output may be the new value.
 
     Args:
@@ -39,11 +107,11 @@ def missed_states(call: Call, outputs: Any, block: Block, batches: Sequence[int]
       outputs: The step's outputs, a pytree of ShapeDtypeStructs.
       block: The traced step.
       batches: Positions of what is said to be no state.
+      differentiates: Whether the step does.
     """
     leaves, tree = jax.tree.flatten(outputs)
     types = [type_of_shape(leaf) for leaf in leaves]
     parts = sorted(tops(tree), key=lambda part: part[0])
-    differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
     evidence = carried(block, scaled="little" if differentiates else "never")
     missed: list[Argument] = []
     taken: set[int] = set()

@@ -116,8 +116,8 @@ class Planner:
             )
         block = block_of(traced.jaxpr)
         states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
-        if self.state_argnums is None and not states.outputs and is_first:
-            warn_of_missed_states(self.name, call, traced.out_info, block, self.batch_argnums or ())
+        if self.state_argnums is None and is_first:
+            warn_of_missed_states(self.name, call, traced.out_info, block, states, self.batch_argnums or ())
         ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         inputs, outputs = describe_leaves(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)

@@ -313,6 +313,55 @@ def test_a_state_that_is_not_recognised_is_told_of(step: Any, arguments: Any, to
     planned(*jax.tree.map(jnp.copy, arguments))
 
 
+def momentum(table: Any, slots: Any, ids: Any) -> Any:
+    gradient = jax.grad(lambda t: (t[ids] ** 2).sum())(table)
+    trace = 0.9 * slots["trace"] + gradient
+    return table - 0.1 * trace, {"trace": trace, "count": slots["count"] + 1}
+
+
+def without_slots(table: Any, slots: Any, ids: Any) -> Any:
+    return momentum(table, slots, ids)[0], ids.sum()
+
+
+def without_slots_of_one(state: Any, ids: Any) -> Any:
+    return {"table": momentum(state["table"], state["slots"], ids)[0], "count": ids.sum()}
+
+
+def adagrad_without_slots(params: Any, slots: Any, ids: Any) -> Any:
+    gradients = jax.grad(lambda p: (p["t"][ids] ** 2).sum())(params)
+    sums = jax.tree.map(lambda s, g: s + g**2, slots["sums"], gradients)
+    return jax.tree.map(lambda p, g, s: p - g / jnp.sqrt(s), params, gradients, sums), ids.sum()
+
+
+SLOTS = {"trace": make_table(), "count": jnp.int32(0)}
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments", "told", "remedy"),
+    [
+        (without_slots, (make_table(), SLOTS, IDS), "a new value of 'slots' and doesn't", {"batch_argnums": 1}),
+        (
+            adagrad_without_slots,
+            ({"t": make_table()}, {"sums": {"t": make_table()}}, IDS),
+            "a new value of 'slots' and doesn't",
+            {"batch_argnums": 1},
+        ),
+        (
+            without_slots_of_one,
+            ({"table": make_table(), "slots": SLOTS}, IDS),
+            r"under jax\.jit, .* a part of 'state', table\. .* return all of it",
+            {"state_argnums": ()},
+        ),
+    ],
+)
+def test_a_part_of_the_state_that_is_not_returned_is_told_of(
+    step: Any, arguments: Any, told: str, remedy: dict[str, Any]
+) -> None:
+    with pytest.warns(autopar.StateWarning, match=told):
+        autopar.parallelize(step, donate=False)(*arguments)
+    autopar.parallelize(step, donate=False, **remedy)(*arguments)
+
+
 # --- lower ---
 
 
