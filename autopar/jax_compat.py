@@ -43,6 +43,9 @@ CALLS: Mapping[str, str] = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "composite": "jaxpr",
+    "custom_linear_solve": "jaxprs",
 }
 
 #: Names under which JAX has known `jax.checkpoint`.
@@ -71,7 +74,17 @@ def call_body(eqn: Any) -> Any | None:
     name = CALLS.get(eqn.primitive.name)
     if name is None:
         return None
-    return eqn.params.get(name) or eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+    body = eqn.params.get(name) or eqn.params.get("call_jaxpr") or eqn.params.get("jaxpr")
+    return getattr(body, "solve", body)
+
+
+def call_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Those operands of a call that its body takes: a linear solve's come with those of its transposes."""
+    lengths = eqn.params.get("const_lengths")
+    if lengths is None:
+        return operands
+    first = lengths.matvec + lengths.vecmat
+    return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

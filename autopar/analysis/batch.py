@@ -124,8 +124,7 @@ class _Batch(Interpreter[_Found]):
     # --- loops and branches ---
 
     def while_loop(self, equation: Equation, operands: Sequence[_Found]) -> Sequence[_Found]:
-        self.guesses.refute(union(base for _, base in operands))
-        return self.unconverged(equation)
+        return self.followed(equation, operands)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
         """Branches agree on an axis, or don't care for it."""
@@ -163,7 +162,8 @@ class _Batch(Interpreter[_Found]):
         del self.guesses.refuted[mark:]  # what was found with carries that aren't kept
 
     def loop_ended(self, equation: Equation, operands: Sequence[_Found]) -> None:
-        taken_apart = equation.inputs[equation.params["num_consts"] + equation.params["num_carry"] :]
+        p = equation.params
+        taken_apart = equation.inputs[p["num_consts"] + p["num_carry"] :] if equation.op == "scan" else ()
         for axis, base in map(self.value, taken_apart):
             if axis == 0:
                 self.guesses.refute(base)

@@ -8,15 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.analysis.primitives import ELEMENTWISE
+from autopar.analysis.primitives import ELEMENTWISE, PRIMITIVES, Primitive
 from autopar.ir.program import Equation
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 #: The place of an axis that is reduced or contracted away.
 SUMMED = -1
 _WORKS_ALONG = frozenset({"concatenate", "sort"})
+#: Functions of each key of an array: its axes lead those of the result, and words come last.
+_OF_KEYS = frozenset(
+    "random_seed random_wrap random_unwrap random_clone random_fold_in random_split random_bits".split()
+)
 #: Operands of one rank lie along each other.
-_ALONGSIDE = ELEMENTWISE | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
+_ALONGSIDE = (
+    ELEMENTWISE
+    | _WORKS_ALONG
+    | {"random_fold_in", "dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
+)
 
 
 def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
@@ -29,8 +37,8 @@ def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int |
     if equation.op in ELEMENTWISE:
         same = len(equation.inputs[k].shape) == len(equation.outputs[0].shape)
         return axis if same and equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis] else None
-    rule = _PLACES.get(equation.op)
-    return None if rule is None else rule(equation, k, axis)
+    rule = _PLACES.get(equation.op, _stacked)
+    return rule(equation, k, axis)
 
 
 def partners(equation: Equation, k: int, axis: int) -> Sequence[tuple[int, int]]:
@@ -38,10 +46,29 @@ def partners(equation: Equation, k: int, axis: int) -> Sequence[tuple[int, int]]
     if equation.op in _ALONGSIDE:
         rank = len(equation.inputs[k].shape)
         return [(j, axis) for j, a in enumerate(equation.inputs) if j != k and len(a.shape) == rank]
-    if equation.op == "stack":
+    if equation.op == "stack" or _is_stack(equation, axis):
         return [(j, axis) for j in range(len(equation.inputs)) if j != k]
+    if equation.op.startswith("scatter"):
+        pair = _scattered(equation, k, axis)
+        return [] if pair is None else [(j, along) for j, along in pair[1].items() if j != k]
     pairs = _PAIRED.get(equation.op)
     return [] if pairs is None else [(1 - k, dims[1 - k]) for dims in pairs(equation) if k < 2 and dims[k] == axis]
+
+
+def _is_stack(equation: Equation, axis: int) -> bool:
+    """Whether an axis of all operands is one of a stack of arrays, with each of which the same is done."""
+    core = PRIMITIVES.get(equation.op, Primitive()).core
+    return core is not None and axis < len(equation.inputs[0].shape) - core
+
+
+def _stacked(equation: Equation, k: int, axis: int) -> int | None:
+    return axis if _is_stack(equation, axis) else None
+
+
+def _solve(equation: Equation, k: int, axis: int) -> int | None:
+    """Solutions of a triangular matrix are those of as many right-hand sides."""
+    side = len(equation.inputs[k].shape) - (1 if equation.params["left_side"] else 2)
+    return axis if (k == 1 and axis == side) else _stacked(equation, k, axis)
 
 
 def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
@@ -74,11 +101,11 @@ def _without(gone: Sequence[int], axis: int) -> int | None:
 
 def _kept(equation: Equation, k: int, axis: int) -> int | None:
     """Slices, pads, sorts and scans along other axes."""
-    p = equation.params
+    p, rank = equation.params, len(equation.inputs[k].shape)
     if equation.op == "pad" and tuple(p["padding_config"][axis]) != (0, 0, 0):  # (1, -1) keeps the size, and shifts
         return None
-    along = p.get("axis", p.get("dimension", p.get("dimensions", ())))
-    if axis in (along if isinstance(along, tuple) else (along,)):
+    along = next((p[name] for name in ("axis", "dimension", "dimensions", "reduction_dimension") if name in p), ())
+    if axis in (d % rank for d in (along if isinstance(along, tuple) else (along,))):
         return None
     same = equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis]
     return axis if same or equation.op == "concatenate" else None
@@ -103,6 +130,33 @@ def _gather(equation: Equation, k: int, axis: int) -> int | None:
 def _lookup(equation: Equation, k: int, axis: int) -> int | None:
     """Of rows: along with the ids by which it is spread."""
     return equation.params["spread"] if k == 2 and axis == equation.params["batch"] else None
+
+
+def _scattered(equation: Equation, k: int, axis: int) -> tuple[int, Mapping[int, int]] | None:
+    """Where an axis of a scatter's operand, indices or updates goes, and which axis of each of them runs along it.
+
+    That is a batching dimension, or one that a window of updates has whole; or what is added up at examples' indices.
+    """
+    numbers, (operand, indices, updates) = equation.params["dimension_numbers"], equation.inputs
+    examples = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
+    for d, index in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
+        batched = {0: d, 1: index, 2: examples[index]}
+        if batched[k] == axis:
+            return d, batched
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(operand.shape)) if d not in gone]
+    for d, at in zip(window, numbers.update_window_dims, strict=True):
+        if {0: d, 2: at}.get(k) == axis:
+            return (d, {0: d, 2: at}) if operand.shape[d] == updates.shape[at] else None
+    if k == 0 or equation.op != "scatter-add" or (k == 1 and axis == len(indices.shape) - 1):
+        return None
+    index = axis if k == 1 else examples.index(axis)
+    return SUMMED, {1: index, 2: examples[index]}
+
+
+def _scatter(equation: Equation, k: int, axis: int) -> int | None:
+    found = _scattered(equation, k, axis)
+    return None if found is None else found[0]
 
 
 def _gather_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
@@ -159,6 +213,7 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "transpose": lambda e, k, axis: list(e.params["permutation"]).index(axis),
     "squeeze": lambda e, k, axis: _without([d % len(e.inputs[0].shape) for d in e.params["dimensions"]], axis),
     "gather": _gather,
+    **dict.fromkeys(("scatter", *(f"scatter-{f}" for f in ("add", "sub", "mul", "min", "max"))), _scatter),
     "ap.lookup": _lookup,
     "dot_general": _dot,
     "conv_general_dilated": _convolve,
@@ -167,8 +222,12 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     **{op: _windowed for op in _WINDOWED},
     "fft": lambda e, k, axis: axis if axis < len(e.inputs[0].shape) - len(e.params["fft_lengths"]) else None,
     **dict.fromkeys(REDUCTION_PRIMITIVES, _reduce),
-    **{op: _reduce for op in ("argmax", "argmin")},
+    **{op: _reduce for op in ("argmax", "argmin", "reduce_xor")},
+    "reduce": lambda e, k, axis: _without(e.params["dimensions"], axis),
+    "triangular_solve": _solve,
+    **dict.fromkeys(_OF_KEYS, lambda e, k, axis: axis if axis < len(e.outputs[0].shape) else None),
     **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},
+    **{op: _kept for op in ("top_k", "approx_top_k")},
     **{op: _kept for op in ("slice", "dynamic_slice", "dynamic_update_slice", "pad", *_WORKS_ALONG)},
 }
 #: Of the first two operands, pairs of axes along which they are matched.

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.primitives import IDENTITIES
 from autopar.analysis.scale_only import ScaleOnlyWalk, leaves_of
 from autopar.analysis.scale_only_rules import Number, ScaledLeaf, ScaleValue, Sign, Zero, keeps_order
 from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
@@ -162,7 +163,7 @@ def _converted(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> 
     return values[0].reach if wide else None
 
 
-_SAME = ("copy", "copy_p", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "ap.full", "convert_element_type")
+_SAME = IDENTITIES | {"broadcast_in_dim", "reshape", "squeeze", "ap.full", "convert_element_type"}
 _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] = {
     **dict.fromkeys(("add", "add_any", "sub", "max"), lambda walk, e, values: _merged(values, operator.add)),
     "mul": _product,
@@ -172,7 +173,7 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
     "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].steady else None,
     # Their slope is at most one.
     **dict.fromkeys(
-        ("neg", "abs", "tanh", "sin", "atan", "copy", "copy_p", "stop_gradient"),
+        IDENTITIES | {"neg", "abs", "tanh", "sin", "atan"},
         lambda walk, e, values: values[0].reach,
     ),
 }

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from autopar.analysis.interpreter import Interpreter, union
+from autopar.analysis.primitives import IDENTITIES
 from autopar.ir import program
 from autopar.ir.program import Atom, Block, Equation, Var
 
 _SUMS = frozenset({"add", "add_any", "sub", "dynamic_update_slice"})
-_KEEP = frozenset(
-    "select_n convert_element_type copy copy_p max min clamp optimization_barrier reshape transpose".split()
+_KEEP = IDENTITIES | frozenset(
+    "select_n convert_element_type max min clamp optimization_barrier reshape transpose".split()
 )
 _SCALE = frozenset({"mul", "div", "neg"})
 

@@ -72,6 +72,13 @@ class Interpreter(abc.ABC, Generic[V]):
         """The results of a while loop."""
         return self.unconverged(equation)
 
+    def followed(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
+        """The results of a while loop of which both bodies are run."""
+        consts = equation.params["cond_nconsts"]
+        carries = self.loop(equation, operands[consts:])
+        self.body(equation, equation.bodies[0], [*operands[:consts], *carries])
+        return carries
+
     # --- the engine ---
 
     def value(self, atom: Atom) -> V:

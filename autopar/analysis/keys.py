@@ -94,10 +94,7 @@ class _Keys(Interpreter[Words]):
         return _joined([carry, _fitted(result, (len(carry),))])
 
     def while_loop(self, equation: Equation, operands: Sequence[Words]) -> Sequence[Words]:
-        n = equation.params["cond_nconsts"]
-        carries = self.loop(equation, operands[n:])
-        self.body(equation, equation.bodies[0], [*operands[:n], *carries])
-        return carries
+        return self.followed(equation, operands)
 
     def unconverged(self, equation: Equation) -> Sequence[Words]:
         everything = union([union(self.value(a)) for a in equation.inputs])

@@ -134,8 +134,6 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
       NotLocal: there is no rule, or the operands don't go together.
     """
     op = equation.op
-    if op.startswith("scatter"):
-        return _scatter(equation, spread)
     if op == "conv_general_dilated":
         contracted = _contracting_convolution(equation)
         if contracted is not None and any(contracted[k] == axis for k, axis in spread.items()):
@@ -202,24 +200,6 @@ def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], devices: 
     p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
     groups = max(p["feature_group_count"], p["batch_group_count"])
     return groups % devices != 0 and any(place_axes(equation, k, axis) == out for k, axis in spread.items())
-
-
-def _scatter(equation: Equation, spread: Mapping[int, int]) -> Placed:
-    """Examples' updates at examples' indices, added up; or everything along a batching dimension."""
-    numbers = equation.params["dimension_numbers"]
-    updates = equation.inputs[2]
-    examples = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
-    paired = list(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    for operand, index in paired:
-        axes = {0: operand, 1: index, 2: examples[index]}
-        if any(axes[k] == axis for k, axis in spread.items()):
-            return _agreed(equation, spread, axes, operand)
-    if 0 in spread or equation.op != "scatter-add":
-        raise NotLocal(f"{equation.op} works along the examples", equation.source)
-    index = spread[1] if 1 in spread else examples.index(spread[2]) if spread[2] in examples else None
-    if index is None or index >= len(equation.inputs[1].shape) - 1:
-        raise NotLocal(f"{equation.op} works along the examples", equation.source)
-    return _agreed(equation, spread, {1: index, 2: examples[index]}, SUMMED)
 
 
 # --- partial sums ---

@@ -33,6 +33,8 @@ class Primitive:
     Attributes:
       elementwise: Whether each element of the result is made of the operands' elements in the same place.
       moves: Whether its results have the operands' elements as they are, in whatever places.
+      core: Of a primitive that does the same with each array of a stack, the rank of one (of the first operand's): all
+        axes ahead of it are the stack's, in all operands and results.
       linear: In which operands.
       keeps_zero: Whether zeros give zeros.
       keeps_nan: Of floats, whether a NaN in any operand gives NaN (in the places that are made of it), and finite
@@ -43,6 +45,7 @@ class Primitive:
 
     elementwise: bool = False
     moves: bool = False
+    core: int | None = None
     linear: Linear = Linear.NO
     keeps_zero: bool = False
     keeps_nan: bool = False
@@ -59,6 +62,7 @@ _SHAPED = Primitive(moves=True, linear=Linear.FIRST, keeps_zero=True, keeps_nan=
 _PLACED = Primitive(moves=True, linear=Linear.FIRST)
 _JOINED = Primitive(moves=True, linear=Linear.TOGETHER)
 _REDUCES = Primitive(keeps_nan=True)
+_MATRICES = Primitive(core=2)
 
 _FOLDED: Mapping[str, tuple[Primitive, Callable[..., Any]]] = {
     "add": (replace(_SMOOTH, linear=Linear.TOGETHER), np.add),
@@ -102,14 +106,17 @@ _FOLDED: Mapping[str, tuple[Primitive, Callable[..., Any]]] = {
     "one_minus_square": (_SMOOTH, lambda x: 1 - x * x),
 }
 _OTHERS: Mapping[str, Primitive] = {
-    "copy copy_p stop_gradient convert_element_type": _SAME,
-    "sharding_constraint pvary": replace(_ODD, moves=True),
+    "copy copy_p stop_gradient name device_put convert_element_type": _SAME,
+    "sharding_constraint layout_constraint pvary": replace(_ODD, moves=True),
     "integer_pow asin atan round": _ODD,
     "clamp reduce_precision": _SMOOTH,
     "real imag": replace(_ELEMENTWISE, linear=Linear.FIRST),
     "select_n acos acosh asinh atanh atan2 sinh cosh tan erf erfc erf_inv lgamma digamma igamma igammac": _ELEMENTWISE,
+    "igamma_grad_a polygamma zeta bessel_i0e bessel_i1e eq_to lt_to le_to": _ELEMENTWISE,
     "nextafter complex conj population_count clz shift_left shift_right_logical shift_right_arithmetic": _ELEMENTWISE,
-    "bitcast_convert_type mul_add random_bits_like": _ELEMENTWISE,
+    "bitcast_convert_type mul_add mulhi random_bits_like": _ELEMENTWISE,
+    "cholesky eig eigh hessenberg householder_product lu geqrf qr schur svd triangular_solve tridiagonal": _MATRICES,
+    "tridiagonal_solve lu_pivots_to_permutation": Primitive(core=1),
     "broadcast_in_dim reshape transpose squeeze": _SHAPED,
     "slice dynamic_slice split unstack rev tile gather": _PLACED,
     "concatenate stack pad": _JOINED,
@@ -131,5 +138,7 @@ def those_that(says: Callable[[Primitive], bool]) -> frozenset[str]:
 
 
 ELEMENTWISE = those_that(lambda p: p.elementwise)
+#: What hands on its operand as it is, in the same shape and dtype.
+IDENTITIES = those_that(lambda p: p.elementwise and p.moves) - {"convert_element_type"}
 #: What hands on one operand's elements as they are, all of them, in whatever shape.
 MOVES = those_that(lambda p: p.moves and p.keeps_nan)

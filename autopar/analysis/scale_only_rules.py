@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.primitives import those_that
+from autopar.analysis.primitives import IDENTITIES, those_that
 from autopar.ir.program import Equation
 
 
@@ -346,5 +346,5 @@ SCALE_RULES: Mapping[str, ScaleRule] = {
     "reduce_sum": _sum,
     "select_n": _select,
     "ap.full": _full,
-    **dict.fromkeys(("copy", "copy_p", "stop_gradient"), lambda walk, e, values: values[0]),
+    **dict.fromkeys(IDENTITIES, lambda walk, e, values: values[0]),
 }

@@ -17,6 +17,7 @@ from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.layouts import own_rows, store, whole
+from autopar.backends.loops import while_loop
 from autopar.backends.microbatches import Microbatch, run_microbatches
 from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others, reduce_across
@@ -127,7 +128,7 @@ class _Emitter:
         def step(state: tuple) -> tuple:
             return tuple(_like(r, s) for r, s in zip(self.block(body, [*inside, *state]), state, strict=True))
 
-        return jax.lax.while_loop(
+        return while_loop(
             lambda state: self.block(condition, [*outside, *state])[0], step, tuple(map(jnp.asarray, start))
         )
 

@@ -1,8 +1,8 @@
 """jaxpr -> Block: the only module above `jax_compat` that reads JAX's own program.
 
 Calls (`jit`, `custom_jvp`, `custom_vjp`) are inlined; scan, while, cond and remat keep nested blocks (inlining a
-remat would let XLA merge the recomputation away); a reshape that transposes as well becomes two equations; everything
-else is copied as it is, whatever its primitive.
+remat would let XLA merge the recomputation away); a reshape that transposes as well becomes two equations, a
+`device_put` of several arrays one for each; everything else is copied as it is, whatever its primitive.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ def _run(
         operands = [read(a) for a in eqn.invars]
         body = jax_compat.call_body(eqn)
         if body is not None:
-            results = _run(*jax_compat.open_jaxpr(body), operands, equations, (eqn, *outer))
+            results = _run(
+                *jax_compat.open_jaxpr(body), jax_compat.call_operands(eqn, operands), equations, (eqn, *outer)
+            )
         else:
-            traced = _transposed_first(_equation(eqn, operands, outer))
-            equations += traced
-            results = traced[-1].outputs
+            equation = _equation(eqn, operands, outer)
+            equations += _divided(equation)
+            results = equation.outputs
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(a) for a in jaxpr.outvars]
 
@@ -139,8 +141,19 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
     )
 
 
-def _transposed_first(equation: Equation) -> Sequence[Equation]:
-    """JAX's reshape may transpose its operand (that of `vmap`'s convolutions does): that becomes an equation."""
+def _divided(equation: Equation) -> Sequence[Equation]:
+    """The equation, or several that each do one thing.
+
+    JAX's reshape may transpose its operand (that of `vmap`'s convolutions does): that becomes an equation. `device_put`
+    takes all leaves of a tree: each becomes one.
+    """
+    if equation.op == "device_put":
+        pairs = enumerate(zip(equation.inputs, equation.outputs, strict=True))
+        params = equation.params.items()
+        return [
+            dataclasses.replace(equation, inputs=(a,), outputs=(v,), params={name: (p[k],) for name, p in params})
+            for k, (a, v) in pairs
+        ]
     order = equation.params.get("dimensions") if equation.op == "reshape" else None
     if order is None:
         return (equation,)

@@ -31,7 +31,8 @@ from autopar.analysis.local import (
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.localizing.local_forms import Forms, Shared, joined
+from autopar.passes.localizing.local_forms import Shared
+from autopar.passes.localizing.local_loops import LoopForms
 from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
 
 
@@ -73,7 +74,7 @@ def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
 
 
 @dataclass(eq=False)
-class Localizer(Forms):
+class Localizer(LoopForms):
     """One block being rewritten."""
 
     def program(self, program: Program, inputs: Sequence[State]) -> tuple[list[Atom], list[State]]:
@@ -118,7 +119,7 @@ class Localizer(Forms):
         elif equation.effects:
             raise NotLocal(f"{equation.op} has an effect", equation.source)
         elif equation.bodies:
-            self._nested(equation)
+            self.nested_equation(equation)
         elif equation.op == "optimization_barrier":
             self._barrier(equation)
         else:
@@ -258,19 +259,6 @@ class Localizer(Forms):
             else:
                 self.reduced_value(old, new, op, equation)
 
-    # --- loops and branches ---
-
-    def _nested(self, equation: Equation) -> None:
-        if equation.op == "scan":
-            self._scan(equation)
-        elif equation.op in ("remat", "cond"):
-            self._branches(equation)
-        else:
-            self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
-            for atom in equation.inputs:
-                self.make_whole(atom, equation)
-            self.copy(equation)
-
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Localizer, list[Var]]:
         """A nested block rewritten, and its new inputs."""
         inner = Localizer(self.shared, True)
@@ -279,72 +267,6 @@ class Localizer(Forms):
         for equation in body.equations:
             inner.add(equation)
         return inner, inputs
-
-    def _scan(self, equation: Equation) -> None:
-        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
-        (body,) = equation.bodies
-        states = [self.state(a) for a in equation.inputs]
-        xs: list[State] = []
-        for k, atom in enumerate(equation.inputs[consts + carry :], consts + carry):
-            state = states[k]
-            if isinstance(state, Spread) and state.axis == 0:
-                self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
-                self.make_whole(atom, equation)
-                state = None
-            xs.append(Spread(state.axis - 1, state.owner) if isinstance(state, Spread) else state)
-        carries = states[consts : consts + carry]
-        while True:
-            mark = len(self.shared.reductions), self.shared.inside
-            inner, inputs = self.body(body, equation.inputs, [*states[:consts], *carries, *xs])
-            returned = [inner.state(a) for a in body.outputs]
-            wanted = [joined(pair) for pair in zip(carries, returned, strict=False)]
-            if wanted == carries:
-                break
-            del self.shared.reductions[mark[0] :]
-            self.shared.inside = mark[1]
-            carries = wanted
-        results = [*carries, *returned[carry:]]
-        atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
-        outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
-        operands = (
-            *map(self.read, equation.inputs[:consts]),
-            *outer,
-            *map(self.read, equation.inputs[consts + carry :]),
-        )
-        outputs = []
-        for k, var in enumerate(equation.outputs):
-            state = results[k]
-            if k >= carry and isinstance(state, Spread):
-                state = Spread(state.axis + 1, state.owner)
-            outputs.append(self.define(var, state))
-        block = Block(tuple(inputs), tuple(inner.equations), atoms)
-        self.append(
-            dataclasses.replace(equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), original=None)
-        )
-        if inner.reduced:
-            self.reduced.update(equation.outputs)
-
-    def _branches(self, equation: Equation) -> None:
-        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
-        is_update = equation.op == "cond" and not self.nested
-        is_update = is_update and not any(isinstance(self.state(a), Spread) for a in equation.inputs)
-        for atom in equation.inputs if is_update else equation.inputs[:skipped]:
-            self.whole(atom, equation)  # sums once, before the branches of an update
-        states = [self.state(a) for a in equation.inputs[skipped:]]
-        walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
-        returned = [
-            [inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)
-        ]
-        wanted = [joined(states) for states in zip(*returned, strict=True)]
-        bodies = []
-        for (inner, inputs), body in zip(walked, equation.bodies, strict=True):
-            atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, wanted, strict=True))
-            bodies.append(Block(tuple(inputs), tuple(inner.equations), atoms))
-        inputs = tuple(self.read(a) for a in equation.inputs)
-        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, wanted, strict=True))
-        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
-        if any(inner.reduced for inner, _ in walked):
-            self.reduced.update(equation.outputs)
 
 
 def _has_rows(equation: Equation) -> bool:

@@ -287,7 +287,10 @@ class _Microbatch(Localizer):
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         known = self.known(atom)
         if known is None:
-            raise NotLocal("examples meet those of other microbatches", None if source is None else source.source)
+            where = "" if source is None or source.op.startswith(PREFIX) else f" in {_called(source.op)}"
+            raise NotLocal(
+                f"examples meet those of other microbatches{where}", None if source is None else source.source
+            )
         return known
 
     def known(self, atom: Atom) -> Atom | None:
@@ -295,6 +298,11 @@ class _Microbatch(Localizer):
             return None
         self.whole_values[atom] = None
         return atom
+
+
+def _called(op: str) -> str:
+    """A primitive in words."""
+    return f"a {op} loop" if op in ("scan", "while") else f"a {op}"
 
 
 def _counts(var: Var) -> bool:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.loops import while_loop
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
 
 Array = Any
@@ -154,7 +155,7 @@ def _while(equation: Equation, operands: list[Pair]) -> list[Pair]:
     outside, inside = operands[:n], operands[n : n + m]
     start = _cast(operands[n + m :], body.outputs)
     return list(
-        jax.lax.while_loop(
+        while_loop(
             lambda state: _block(condition, [*outside, *state])[0][0],
             lambda state: _cast(_block(body, [*inside, *state]), body.outputs),
             start,

@@ -123,7 +123,9 @@ def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda con
         if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
             raise Mixes(f"{equation.op} along the rows")
         family = analysis.unite(rows)
-        return [Row(r.axis, family, r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN) for r in rows]
+        offs = [r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN for r in rows]
+        offs = offs if len(offs) == len(equation.outputs) else [UNKNOWN] * len(equation.outputs)
+        return [Row(rows[0].axis, family, off) for off in offs]
 
     return rule
 
@@ -176,6 +178,7 @@ RULES |= {
     "cummin": along_other_axis("axis"),
     "cumlogsumexp": along_other_axis("axis", lambda constant: False),
     "sort": along_other_axis("dimension"),
+    "top_k": along_other_axis("axis", lambda constant: False),
     "stack": stack,
     "rev": along_other_axis("dimensions"),
 }

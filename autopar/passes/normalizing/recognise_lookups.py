@@ -23,14 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.primitives import IDENTITIES
 from autopar.ir.expand import expand
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
 #: Operations after which a value is still made of the state alone, row by row, so that its product is a lookup.
-_KEEPS = frozenset(
-    "convert_element_type copy mul div neg add sub transpose stop_gradient optimization_barrier reduce_precision "
-    "custom_jvp_call select_n broadcast_in_dim reshape squeeze".split()
+_KEEPS = IDENTITIES | frozenset(
+    "convert_element_type mul div neg add sub transpose optimization_barrier reduce_precision "
+    "select_n broadcast_in_dim reshape squeeze".split()
 )
 
 

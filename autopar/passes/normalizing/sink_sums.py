@@ -121,7 +121,7 @@ def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
     if equation.op in ("add", "add_any", "sub"):
         same = all(a.shape == equation.outputs[0].shape for a in equation.inputs)
         return [(a, axis) for a in equation.inputs] if same else None
-    if equation.op in ("neg", "copy"):
+    if equation.op in ("neg", "copy", "name"):
         return [(equation.inputs[0], axis)]
     if equation.op == "convert_element_type":
         wide, narrow = equation.outputs[0].dtype, equation.inputs[0].dtype

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.scipy.linalg import solve_triangular
 from jax.sharding import Mesh
 
 from autopar.analysis.local import PARTIAL, Spread, State
@@ -150,6 +152,29 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
         [floats(B, 2), np.arange(A), floats(A, 2)],
         None,
     ),
+    "named": (lambda a: checkpoint_name(a, "a") + 1, [E], [x], E),
+    "put on a device": (lambda a, b: sum(jax.device_put((a, b))), [E, None], [x, y], E),
+    "a name of a partial sum": (lambda s: checkpoint_name(s, "a"), [P], [v], P),
+    "the largest of a row": (lambda a: jax.lax.top_k(a, 2)[1], [E], [x], E),
+    "the largest examples": (lambda a: jax.lax.top_k(a, 2, axis=0)[0], [E], [x], None),
+    "roughly the largest of a row": (lambda a: jax.lax.approx_max_k(a, 2)[0], [E], [x], E),
+    "a column set": (lambda a: jnp.asarray(a).at[:, 1].set(7.0), [E], [x], E),
+    "columns added up": (lambda a: jnp.zeros((A, 2)).at[:, np.array([0, 1, 1])].add(a), [E], [x], E),
+    "an example set": (lambda a: jnp.asarray(a).at[1].set(7.0), [E], [x], None),
+    "a matrix for each": (
+        lambda a: jnp.linalg.cholesky(a),
+        [E],
+        [np.stack([np.eye(D) * k**2 for k in range(1, 5)])],
+        E,
+    ),
+    "solved for each": (lambda a, b: jnp.linalg.solve(a, b[..., None]), [E, E], [np.stack([np.eye(D)] * A), x], E),
+    "a matrix for all": (lambda a, b: solve_triangular(a, b.T), [None, E], [np.eye(D), x], Spread(1)),
+    "a key for each": (
+        lambda a: jax.vmap(lambda a: jax.random.fold_in(jax.random.key(0), a))(a).shape[0] + a,
+        [E],
+        [ids[:, 0]],
+        E,
+    ),
     "random bits": (lambda a: a + jax.random.bernoulli(jax.random.key(0), 0.5, (A, D)), [E], [x], E),
     "integers": (lambda a: (a > 0).sum(), [E], [x], P),
     # partial sums
@@ -212,8 +237,23 @@ def loop_cases() -> dict[str, tuple[Callable[..., Any], Sequence[State], Sequenc
     def cond(xs: Any, flag: Any) -> Any:
         return jax.lax.cond(flag[0] > 0, lambda x: x.sum(0), lambda x: jnp.ones((D,)) * 4, xs[0])
 
+    def while_(xs: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 2), (0, xs[0]))
+
+    def while_by_example(xs: Any) -> Any:
+        def one(x: Any) -> Any:
+            return jax.lax.while_loop(lambda c: c[1].sum() < 9 + c[0], lambda c: (c[0] + 1, c[1] + 2), (0, x))
+
+        return jax.vmap(one)(xs[0])
+
+    def while_of_all(xs: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c.sum() < 99, lambda c: c + 2, xs[0])
+
     one = [Spread(1)]
     return {
+        "while": (while_, one, [seq], [None, E], 0),
+        "while, by example": (while_by_example, one, [seq], [E, E], 0),
+        "while, all examples": (while_of_all, one, [seq], [None], 0),
         "a carry of examples": (carried, one, [seq], [E, Spread(1)], 0),
         "gradients add up": (summed, [*one, None], [seq, w], [P, Spread(1)], 0),
         "gradients and decay": (decayed, [*one, None], [seq, v], [P], 0),

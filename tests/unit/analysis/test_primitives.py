@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from autopar.analysis.primitives import PRIMITIVES, Linear, those_that
 
@@ -21,6 +22,8 @@ NAN = np.float32(np.nan)
 CALLS: dict[str, Callable[..., Any]] = {
     "add_any": lax.add,
     "copy": lambda x: jnp.copy(x),
+    "name": lambda x: checkpoint_name(x, "x"),
+    "device_put": jax.device_put,
     "clamp": lambda x: lax.clamp(-1.0, x, 1.0),
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "round": lambda x: lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN),
@@ -47,7 +50,17 @@ CALLS: dict[str, Callable[..., Any]] = {
     "is_finite": lax.is_finite,
 }
 #: Covered elsewhere, of newer versions, of other types, or of shapes that aren't those of X.
-NOT_HERE = {"copy_p", "stop_gradient", "sharding_constraint", "pvary", "one_minus_square", "real", "imag", "unstack"}
+NOT_HERE = {
+    "copy_p",
+    "stop_gradient",
+    "sharding_constraint",
+    "layout_constraint",
+    "pvary",
+    "one_minus_square",
+    "real",
+    "imag",
+    "unstack",
+}
 NOT_HERE |= {"tile", "scatter-add", "dynamic_update_slice", "conv_general_dilated"}
 
 

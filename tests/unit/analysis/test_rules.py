@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import primitives
 
 from autopar.analysis.rules import RULES
 from autopar.ir.rowspace import RowFacts
@@ -26,6 +28,7 @@ UNREACHABLE = {
     "mul_add": "no such primitive in jax 0.10 to 0.12",
     "random_bits_like": "no such primitive in jax 0.10 to 0.12",
     "pvary": "inside shard_map only",
+    "layout_constraint": "like sharding_constraint; layouts are a backend's",
 }
 #: Primitives of newer versions: jax 0.12's derivative of tanh.
 NEWER = {"one_minus_square"}
@@ -187,9 +190,13 @@ _SHIFTS = ("shift_left", "shift_right_logical", "shift_right_arithmetic")
 _BITS = {"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}
 _UNARY = (
     "neg sign abs square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh sin cos tan logistic floor ceil round is_finite "
-    "asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma stop_gradient"
+    "asin acos atan sinh cosh asinh acosh atanh erf erfc erf_inv lgamma digamma stop_gradient "
+    "bessel_i0e bessel_i1e"
 )
-_BINARY = "add sub mul div rem max min pow atan2 nextafter igamma igammac eq ne lt le gt ge"
+_BINARY = (
+    "add sub mul div rem max min pow atan2 nextafter igamma igammac igamma_grad_a polygamma zeta eq ne lt le gt ge"
+)
+_TOTAL_ORDER = (primitives.eq_to_p, primitives.lt_to_p, primitives.le_to_p)
 _SCATTERS = {"add": "add", "sub": "subtract", "mul": "multiply", "min": "min", "max": "max"}
 _CUMULATIVE = "cumsum cumprod cummax cummin cumlogsumexp"
 
@@ -220,7 +227,12 @@ CLAIMS: dict[str, Build] = {
         ),
     ),
     "select_n": _selects,
+    **{p.name: _each(lambda r, p=p: (p.bind(r.t, r.x), p.bind(r.g, r.t), p.bind(r.g, r.g))) for p in _TOTAL_ORDER},
+    "regularized_incomplete_beta": _unary(lambda x: lax.betainc(x, x + 1, x / 8)),
+    "mulhi": _binary(lax.mulhi, jnp.int32),
     "copy": _unary(jnp.copy),
+    "name": _unary(lambda x: checkpoint_name(x, "x")),
+    "device_put": _unary(jax.device_put),
     "sharding_constraint": _unary(
         lambda x: lax.with_sharding_constraint(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     ),
@@ -242,6 +254,7 @@ CLAIMS: dict[str, Build] = {
     "stack": _each(lambda r: (jnp.stack((r.t, r.g), 0), jnp.stack((r.g, r.g), 1), jnp.stack((r.t.T, r.g.T), 2))),
     "unstack": _each(lambda r: (jnp.unstack(r.t, axis=1), jnp.unstack(r.g.T), jnp.unstack(r.g + 1, axis=1))),
     "sort": _each(_along(lambda x, axis: lax.sort(x, dimension=axis)), lambda r: lax.sort((r.t, r.g), num_keys=1)),
+    "top_k": _along(lambda x, axis: lax.top_k(x, 2, axis=axis)),
     "rev": _along(lambda x, axis: lax.rev(x, (axis,))),
     "dot_general": _dots,
     "gather": _gather,
@@ -316,7 +329,8 @@ REFUSALS: dict[str, tuple[str, Build, str]] = {
     "stacked": ("stack", lambda r: jnp.stack([r.t, r.x]), "stacks rows"),
     "unstacked": ("unstack", lambda r: jnp.unstack(r.t), "apart by rows"),
     "while": ("while", lambda r: lax.while_loop(lambda c: c[0, 0] < 9, lambda c: c * 2, r.t), "inside a while loop"),
-    "no rule": ("top_k", lambda r: lax.top_k(r.t, 2), "top_k has no rule"),
+    "largest rows": ("top_k", lambda r: lax.top_k(r.t, 2, axis=0), "top_k along the rows"),
+    "no rule": ("approx_top_k", lambda r: lax.approx_max_k(r.t, 2), "approx_top_k has no rule"),
     "window": ("reduce_window_sum", lambda r: lax.reduce_window(r.t, 0.0, lax.add, (2, 1), (1, 1), "SAME"), "no rule"),
 }
 

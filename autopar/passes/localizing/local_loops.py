@@ -1,0 +1,164 @@
+"""Loops, branches and checkpoints in the program of one device: see `localize`."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.analysis.local import NotLocal, Spread, State
+from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.passes.localizing.local_forms import Forms, joined
+
+
+@dataclass(eq=False)
+class LoopForms(Forms, abc.ABC):
+    """One block being rewritten, as far as the equations are concerned that have bodies."""
+
+    @abc.abstractmethod
+    def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[LoopForms, list[Var]]:
+        """A nested block rewritten, and its new inputs, which are in these states."""
+
+    @abc.abstractmethod
+    def copy(self, equation: Equation) -> None:
+        """An equation as it is, its results whole."""
+
+    def nested_equation(self, equation: Equation) -> None:
+        """Rewrite a loop, a branch or a checkpoint."""
+        if equation.op == "scan":
+            self._scan(equation)
+        elif equation.op in ("remat", "cond"):
+            self._branches(equation)
+        elif equation.op != "while" or not self._while(equation):
+            self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
+            for atom in equation.inputs:
+                self.make_whole(atom, equation)
+            self.copy(equation)
+
+    def _scan(self, equation: Equation) -> None:
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        (body,) = equation.bodies
+        states = [self.state(a) for a in equation.inputs]
+        xs: list[State] = []
+        for k, atom in enumerate(equation.inputs[consts + carry :], consts + carry):
+            state = states[k]
+            if isinstance(state, Spread) and state.axis == 0:
+                self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
+                self.make_whole(atom, equation)
+                state = None
+            xs.append(Spread(state.axis - 1, state.owner) if isinstance(state, Spread) else state)
+        inner, inputs, results = self._turn(equation, states[: consts + carry], xs)
+        carries = results[:carry]
+        atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
+        outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
+        operands = (
+            *map(self.read, equation.inputs[:consts]),
+            *outer,
+            *map(self.read, equation.inputs[consts + carry :]),
+        )
+        outputs = []
+        for k, var in enumerate(equation.outputs):
+            state = results[k]
+            if k >= carry and isinstance(state, Spread):
+                state = Spread(state.axis + 1, state.owner)
+            outputs.append(self.define(var, state))
+        block = Block(tuple(inputs), tuple(inner.equations), atoms)
+        self.append(
+            dataclasses.replace(equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), original=None)
+        )
+        if inner.reduced:
+            self.reduced.update(equation.outputs)
+
+    def _turn(
+        self, equation: Equation, start: Sequence[State], xs: Sequence[State]
+    ) -> tuple[LoopForms, list[Var], list[State]]:
+        """A loop's body rewritten, its new inputs, and what a device has of its results, carries first.
+
+        Args:
+          equation: The loop.
+          start: What a device has of constants and carries before the first turn.
+          xs: And of what a turn takes of sequences.
+        """
+        body, count = equation.bodies[-1], len(equation.bodies[-1].inputs)
+        carry = equation.params["num_carry"] if equation.op == "scan" else len(equation.outputs)
+        consts = len(start) - carry
+        carries, operands = list(start[consts:]), equation.inputs[len(equation.inputs) - count :]
+        while True:
+            mark = self._mark()
+            inner, inputs = self.body(body, operands, [*start[:consts], *carries, *xs])
+            returned = [inner.state(a) for a in body.outputs]
+            wanted = [joined(pair) for pair in zip(carries, returned, strict=False)]
+            if wanted == carries:
+                return inner, inputs, [*carries, *returned[carry:]]
+            self._restore(mark)
+            carries = wanted
+
+    def _mark(self) -> tuple[int, NotLocal | None]:
+        """What has been noted so far."""
+        return len(self.shared.reductions), self.shared.inside
+
+    def _restore(self, mark: tuple[int, NotLocal | None]) -> None:
+        """Forget what was noted since."""
+        del self.shared.reductions[mark[0] :]
+        self.shared.inside = mark[1]
+
+    def _while(self, equation: Equation) -> bool:
+        """Write a loop over the examples' own values; False if its condition depends on several.
+
+        A condition by example, as `vmap` makes it, stops each by itself: a device's loop ends with its own last one.
+        """
+        condition, body = equation.bodies
+        n, first = equation.params["cond_nconsts"], equation.params["cond_nconsts"] + equation.params["body_nconsts"]
+        states, mark = [self.state(a) for a in equation.inputs], self._mark()
+        start = states[n:]
+        while True:
+            turn, inputs, carries = self._turn(equation, start, ())
+            atoms = tuple(turn.as_state(a, s, equation) for a, s in zip(body.outputs, carries, strict=True))
+            read = (*equation.inputs[:n], *equation.inputs[first:])
+            ends, given = self.body(condition, read, [*states[:n], *carries])
+            goes_on = ends.state(condition.outputs[0])
+            if ends.exchanges() or (isinstance(goes_on, Spread) and turn.exchanges()):
+                self._restore(mark)
+                return False
+            if goes_on is None or all(s == goes_on for s in carries):
+                break
+            start = [*states[n:first], *[goes_on] * len(carries)]  # whatever is carried has the examples' axis
+        blocks = (
+            Block(tuple(given), tuple(ends.equations), (ends.read(condition.outputs[0]),)),
+            Block(tuple(inputs), tuple(turn.equations), atoms),
+        )
+        outer = (self.as_state(a, s, equation) for a, s in zip(equation.inputs[first:], carries, strict=True))
+        operands = (*map(self.read, equation.inputs[:first]), *outer)
+        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, carries, strict=True))
+        self.append(dataclasses.replace(equation, inputs=operands, outputs=outputs, bodies=blocks, original=None))
+        if turn.reduced:
+            self.reduced.update(equation.outputs)
+        return True
+
+    def exchanges(self) -> bool:
+        """Whether a nested block needs values of other devices."""
+        bodies = [Block((), tuple(self.equations), ())]
+        return any(e.op in ("ap.reduce", "ap.replicate") for body in bodies for e in body.walk())
+
+    def _branches(self, equation: Equation) -> None:
+        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
+        is_update = equation.op == "cond" and not self.nested
+        is_update = is_update and not any(isinstance(self.state(a), Spread) for a in equation.inputs)
+        for atom in equation.inputs if is_update else equation.inputs[:skipped]:
+            self.whole(atom, equation)  # sums once, before the branches of an update
+        states = [self.state(a) for a in equation.inputs[skipped:]]
+        walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
+        returned = [
+            [inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)
+        ]
+        wanted = [joined(states) for states in zip(*returned, strict=True)]
+        bodies = []
+        for (inner, inputs), body in zip(walked, equation.bodies, strict=True):
+            atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, wanted, strict=True))
+            bodies.append(Block(tuple(inputs), tuple(inner.equations), atoms))
+        inputs = tuple(self.read(a) for a in equation.inputs)
+        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, wanted, strict=True))
+        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
+        if any(inner.reduced for inner, _ in walked):
+            self.reduced.update(equation.outputs)
