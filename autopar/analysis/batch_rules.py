@@ -16,15 +16,11 @@ from autopar.ir.reductions import REDUCTION_PRIMITIVES
 SUMMED = -1
 _WORKS_ALONG = frozenset({"concatenate", "sort"})
 #: Functions of each key of an array: its axes lead those of the result, and words come last.
-_OF_KEYS = frozenset(
-    "random_seed random_wrap random_unwrap random_clone random_fold_in random_split random_bits".split()
-)
+_OF_KEYS = frozenset("random_seed random_wrap random_unwrap random_clone random_split random_bits".split())
+#: Keys and numbers; and what iterates until all elements have converged, so that they may differ in rounding.
+_BY_ELEMENT = ELEMENTWISE | {"random_fold_in", "regularized_incomplete_beta"}
 #: Operands of one rank lie along each other.
-_ALONGSIDE = (
-    ELEMENTWISE
-    | _WORKS_ALONG
-    | {"random_fold_in", "dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
-)
+_ALONGSIDE = _BY_ELEMENT | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
 
 
 def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
@@ -34,7 +30,7 @@ def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int |
     """
     if equation.op == "reshape":
         return _reshape(equation, axis, devices)
-    if equation.op in ELEMENTWISE:
+    if equation.op in _BY_ELEMENT:
         same = len(equation.inputs[k].shape) == len(equation.outputs[0].shape)
         return axis if same and equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis] else None
     rule = _PLACES.get(equation.op, _stacked)

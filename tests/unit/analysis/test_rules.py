@@ -228,7 +228,6 @@ CLAIMS: dict[str, Build] = {
     ),
     "select_n": _selects,
     **{p.name: _each(lambda r, p=p: (p.bind(r.t, r.x), p.bind(r.g, r.t), p.bind(r.g, r.g))) for p in _TOTAL_ORDER},
-    "regularized_incomplete_beta": _unary(lambda x: lax.betainc(x, x + 1, x / 8)),
     "mulhi": _binary(lax.mulhi, jnp.int32),
     "copy": _unary(jnp.copy),
     "name": _unary(lambda x: checkpoint_name(x, "x")),
