@@ -33,7 +33,8 @@ with paused_collection():
     from autopar.measure.cluster import Cluster, calibrate
     from autopar.planning.alpha import Alphas, TableAlpha, measure_alpha
     from autopar.planning.check import Check, check
-    from autopar.planning.explain import Explanation, explain
+    from autopar.planning.explain import explain
+    from autopar.planning.explanation import Explanation
     from autopar.planning.plan import plan
     from autopar.planning.simulate import Simulation, simulate
     from autopar.planning.verify import Verification, verify

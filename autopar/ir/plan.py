@@ -109,6 +109,11 @@ class DensePlan:
         return "ps" if self.sharded else "allreduce"
 
     @property
+    def taken(self) -> str:
+        """The name of its method among others."""
+        return self.method
+
+    @property
     def lifted(self) -> bool:
         """Never: all of it is updated."""
         return False

@@ -27,6 +27,7 @@ from autopar.backends.devices import Devices
 from autopar.cost import Term, step_terms
 from autopar.cost.exchange import ID_TERMS
 from autopar.cost.rates import NO_TIME
+from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.stage_actions import Actions, Send
@@ -34,7 +35,6 @@ from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.tensor_plan import TensorPlan
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
-from autopar.planning.explain import format_bytes
 from autopar.planning.plan import plan_of
 from autopar.run.hosts import HostRunner
 from autopar.run.pipeline import PipelineRunner

@@ -10,11 +10,13 @@ from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.examples import example_axes
 from autopar.ir.plan import Plan
+from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
+from autopar.planning.folding import fold_paths
 from autopar.run.entry import Entry
 
-#: Lines kept from XLA that are listed one by one.
+#: Lines kept from XLA that are listed where not all are asked for.
 _SHOWN = 8
 
 
@@ -28,17 +30,17 @@ def is_undivided(entry: Entry) -> bool:
     return has_examples and not any(v in program.batch for v, _ in batch)
 
 
-def isolated_notes(entry: Entry, devices: int) -> tuple[str, ...]:
-    """What is kept from XLA's partitioner; `devices`: of each rank, where tables are on hosts."""
+def isolated_notes(entry: Entry, devices: int, verbose: bool) -> tuple[str, ...]:
+    """What is kept from XLA's partitioner; `devices`: of each rank, where tables are on hosts; `verbose`: all of it."""
     plan = entry.compiled.plan
     isolated = plan.isolated
     if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
         isolated = shield(entry.compiled.program, entry.compiled.bound, devices)[1]
     if not isolated:
         return ()
-    shown = [f"  {text}" for text in isolated[:_SHOWN]]
+    shown = [f"  {text}" for text in (isolated if verbose else isolated[:_SHOWN])]
     rest = len(isolated) - len(shown)
-    more = [f"  {rest} more"] if rest else []
+    more = [f"  {rest} more (verbose=True lists them)"] if rest else []
     return "XLA's partitioner gets wrong what follows, so it is kept from it:", *shown, *more
 
 
@@ -53,17 +55,20 @@ def tensor_notes(plan: Plan) -> tuple[str, ...]:
     """Which products are divided over the devices of a tensor axis, what that takes, and why."""
     if plan.tensor is None:
         return ()
-    lines = [f"Products that {plan.tensor.devices} devices can divide:"]
+    alike: dict[str, list[TensorGroupPlan]] = {}
     for group in plan.tensor.groups:
-        weights = ", ".join(f"{path} (axis {group.axes[path]})" for path in group.weights)
-        counts = [
-            f"{n} {what}{'s' * (n > 1)}"
-            for n, what in ((group.reduces, "AllReduce"), (group.gathers, "AllGather"))
-            if n
-        ]
-        sent = f"{' and '.join(counts) or 'nothing'}, {format_bytes(group.sent)} from each device in a step"
-        lines.append(f"  {weights}: {'divided' if group.taken else 'whole'}; {sent}; {group.reason}")
-    return tuple(lines if len(lines) > 1 else ["No product can be divided over the devices of the tensor axis."])
+        counted = ((group.reduces, "AllReduce"), (group.gathers, "AllGather"))
+        counts = " and ".join(f"{n} {what}{'s' * (n > 1)}" for n, what in counted if n) or "nothing"
+        sent = f"{counts}, {format_bytes(group.sent)} from each device in a step"
+        alike.setdefault(f"{'divided' if group.taken else 'whole'}; {sent}; {group.reason}", []).append(group)
+    lines = []
+    for told, groups in alike.items():
+        axes = {path: group.axes[path] for group in groups for path in group.weights}
+        weights = ", ".join(f"{name} (axis {axes[paths[0]]})" for name, paths in fold_paths(axes, lines=1).items())
+        lines.append(f"  {weights}: {f'{len(groups)} groups, each ' * (len(groups) > 1)}{told}")
+    if not lines:
+        return ("No product can be divided over the devices of the tensor axis.",)
+    return f"Products that {plan.tensor.devices} devices can divide:", *lines
 
 
 def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:

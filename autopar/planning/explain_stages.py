@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.table import Table
+from rich.console import RenderableType
 
 from autopar.cost.units import format_bytes
-from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.ir.stage_plan import PipelinePlan
+from autopar.planning.folding import fold_paths
+from autopar.planning.text import LIST, Column, Columns
 
-#: Weights of a stage that are named.
-_SHOWN = 2
+#: Names for the weights of a stage, if they can be folded into so few.
+_WEIGHTS = 4
 
 
-def stage_table(plan: PipelinePlan) -> Table:
-    """A row for each stage."""
-    kinds = [k for k in ("F", "B", "W") if any(k in stage.seconds for stage in plan.stages)]
-    table = Table(title="Stages", title_justify="left", title_style="bold")
-    table.add_column("stage", justify="right")
-    table.add_column("devices" if any(len(s.devices) > 1 for s in plan.stages) else "device", justify="right")
-    table.add_column("weights", overflow="fold")
-    for kind in kinds:
-        table.add_column(f"{kind} ms", justify="right", no_wrap=True)
-    if kinds:
-        table.add_column("update ms", justify="right", no_wrap=True)
-    columns = {"sent ahead": "ahead_bytes", "sent back": "back_bytes", "state": "state_bytes"}
-    columns |= {"activations": "activation_bytes"} | ({"exchanged": "exchanged_bytes"} if plan.tensor > 1 else {})
-    for name in columns:
-        table.add_column(name, justify="right")
+def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
+    """A table with a row for each stage, its weights, and what follows from the schedule."""
+    stages = plan.stages
+    kinds = [k for k in ("F", "B", "W") if any(k in stage.seconds for stage in stages)]
+    times = {f"{kind} ms": [stage.seconds.get(kind, 0.0) for stage in stages] for kind in kinds}
+    times |= {"update ms": [stage.update_s for stage in stages]} if kinds else {}
+    sizes = {
+        "sent ahead": [stage.ahead_bytes for stage in stages],
+        "sent back": [stage.back_bytes for stage in stages],
+        "state": [stage.state_bytes for stage in stages],
+        "activations": [stage.activation_bytes for stage in stages],
+    }
+    sizes |= {"exchanged": [stage.exchanged_bytes for stage in stages]} if plan.tensor > 1 else {}
+    yield from (
+        "",
+        Columns(
+            [
+                Column("stage", [str(k) for k in range(len(stages))], "right"),
+                Column("device", [", ".join(map(str, stage.devices)) for stage in stages], "right", breaks=LIST),
+                *(Column(title, [f"{1e3 * s:.2f}" for s in seconds], "right") for title, seconds in times.items()),
+                *(Column(title, [format_bytes(size) for size in of], "right") for title, of in sizes.items()),
+            ]
+        ),
+        "",
+    )
+    for k, weights in enumerate(_weights(plan)):
+        yield f"  stage {k}: {', '.join(weights) or 'no weights'}"
+    yield from stage_notes(plan)
+
+
+def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
+    """Each stage's weights; of a stack, those of the same rows ("[0:3]") are folded together."""
+    names: list[list[str]] = [[] for _ in plan.stages]
+    owners: dict[str, dict[str, int]] = {}
     for k, stage in enumerate(plan.stages):
-        seconds = [*(stage.seconds.get(kind, 0.0) for kind in kinds), *([stage.update_s] if kinds else [])]
-        times = (f"{each * 1e3:.2f}" for each in seconds)
-        sizes = (format_bytes(getattr(stage, name)) for name in columns.values())
-        table.add_row(str(k), ", ".join(map(str, stage.devices)), _weights(stage), *times, *sizes)
-    return table
-
-
-def _weights(stage: StagePlan) -> str:
-    more = len(stage.weights) - _SHOWN
-    return ", ".join(stage.weights[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        for weight in stage.weights:
+            path, bracket, rows = weight.partition("[")
+            owners.setdefault(bracket + rows, {})[path] = k
+    for rows, owner in owners.items():
+        for name, paths in fold_paths(owner, _WEIGHTS * len(set(owner.values()))).items():
+            names[owner[paths[0]]].append(name + rows)
+    return names
 
 
 def stage_notes(plan: PipelinePlan) -> Sequence[str]:
@@ -61,11 +79,11 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     if plan.tied_bytes:
         notes.append(f"Weights of several stages: {format_bytes(plan.tied_bytes)} are sent in a step, gradients back.")
     if plan.candidates:
-        shown = "; ".join(f"{what} {1e3 * seconds:.2f} ms" for what, seconds in plan.candidates)
         notes.append(
-            f"Chosen of these, as predicted for a step: {shown}. One stage is data parallelism; more are taken where "
-            "they are faster by more than 10%."
+            "Chosen of these, as predicted for a step (one stage is data parallelism; more are taken where they are "
+            "faster by more than 10%):"
         )
+        notes += [f"  {1e3 * seconds:.2f} ms: {what}" for what, seconds in plan.candidates]
     if plan.statistics:
         notes.append(
             "statistics='microbatch': these sums over the batch, which examples depend on, are those of a microbatch, "

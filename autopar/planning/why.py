@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from autopar.cost import Term, step_terms
 from autopar.cost.exchange import host_terms
 from autopar.cost.rates import NO_TIME
+from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Plan, TablePlan, require_plan
 from autopar.ir.strategy import METHODS, TENSOR, Method, split_method
-from autopar.planning.explain import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

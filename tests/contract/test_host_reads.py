@@ -14,6 +14,7 @@ import pytest
 
 import autopar
 from autopar.passes.reducing import table_body
+from tests.support.explained import explained
 from tests.support.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
 
 
@@ -27,7 +28,7 @@ def compared(step: Any, mine: Any, batches: Any, rtol: float = 1e-5) -> Any:
         for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
             close = {"rtol": rtol, "atol": 1e-5, "err_msg": str(path)}
             np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **close)
-    assert "touched rows, ps on hosts" in str(autopar.explain(planned))
+    assert "touched rows, ps on hosts" in explained(planned)
     return planned
 
 
@@ -35,7 +36,7 @@ def test_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """By blocks, of which the last one isn't full."""
     monkeypatch.setattr(table_body, "_BLOCK_ELEMENTS", 10 * D)
     planned = compared(step_of(all_forms), start(), [batch(0), batch(1)])
-    told = " ".join(str(autopar.explain(planned)).split())
+    told = explained(planned)
     assert "on hosts each rank reads the rows that it owns, all of them in every step" in told
     assert "reduce_table" in told and "read whole: " in told
 
@@ -176,4 +177,4 @@ def test_typed_keys() -> None:
         np.testing.assert_allclose(mine, wanted, rtol=1e-5)
     assert isinstance(state["t"], autopar.HostTable) and isinstance(state["k"], jax.Array)
     np.testing.assert_array_equal(*(jax.random.key_data(s["k"]) for s in (state, theirs)))
-    assert re.search(r"k: all rows: k holds typed PRNG keys", str(autopar.explain(planned)))
+    assert re.search(r"k: all rows: k holds typed PRNG keys", explained(planned))

@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.planning.verify import compare_runs
+from tests.support.explained import explained
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
 from tests.zoo import MODELS, OPTIMIZERS
 
@@ -155,4 +156,4 @@ def test_a_plan_says_so(tmp_path: Any) -> None:
     plan = autopar.plan(autopar.parallelize(step, microbatches=3), make(), batch(0))
     plan.save(tmp_path / "plan.json")
     assert autopar.Plan.load(tmp_path / "plan.json").microbatches == 3
-    assert "3 microbatches" in str(autopar.explain(autopar.parallelize(step, microbatches=3), make(), batch(0)))
+    assert "3 microbatches" in explained(autopar.parallelize(step, microbatches=3), make(), batch(0))

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import autopar
+from tests.support.explained import explained
 from tests.support.nested_reductions import NESTINGS, STEPS, carried, carried_alike, check
 
 HOSTS = ("ps", "hosts")
@@ -22,7 +23,7 @@ def test_what_a_loop_carries_is_dense() -> None:
     planned = check(carried, strategy="ps")
     (table,) = planned.plan.parameters[:1]
     assert not table.lifted
-    told = str(autopar.explain(planned))
+    told = explained(planned)
     assert "over all rows, in a loop, of what depends on the turns before" in told
     assert re.search(r"nested_reductions.py:\d+", told)
 
@@ -50,5 +51,5 @@ def test_rows_that_wait_are_not_looked_at() -> None:
     """Adam moves all rows: where a reduction would have to look at them as they are, the table is dense."""
     planned = check(NESTINGS["nothing"], optax.adam(0.1), strategy="ps")
     assert not planned.plan.defers
-    assert "reduce_sum is over all of them" in str(autopar.explain(planned))
+    assert "reduce_sum is over all of them" in explained(planned)
     assert check(carried_alike, optax.adam(0.1), strategy="ps").plan.defers

@@ -30,6 +30,7 @@ from tests.support.entry_steps import (
     tower,
     whole,
 )
+from tests.support.explained import explained
 
 
 @pytest.fixture(autouse=True)
@@ -270,9 +271,9 @@ def test_what_explain_and_plans_say() -> None:
     planned = autopar.parallelize(step, strategy=("ps", "hosts"))
     few, batch = batch_of(0, np.float32), batch_of(0, np.float32)
     few["ids"] %= 3
-    assert f"{14 + 2} rows for {EXAMPLES * TOKENS} lookups" in str(autopar.explain(planned, state, few))
+    assert f"{14 + 2} rows for {EXAMPLES * TOKENS} lookups" in explained(planned, state, few)
     batch["ids"] = (np.arange(EXAMPLES * TOKENS) % V).reshape(EXAMPLES, TOKENS).astype(np.int32)
-    told = str(autopar.explain(planned, state, batch))
+    told = explained(planned, state, batch)
     assert f"{V + 2} rows for {EXAMPLES * TOKENS} lookups" in told
     cluster = NAMED["hosts-10gbe"].of(1, 1)
     work = [autopar.plan(planned, state, some, cluster=cluster).work.examples for some in (few, batch)]

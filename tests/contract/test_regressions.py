@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import io_callback
 
 import autopar
+from tests.support.explained import explained
 
 ROWS, WIDTH = 12, 3
 IDS = jnp.array([1, 2, 3])
@@ -216,7 +217,7 @@ def test_a_callback_inside_a_loop_that_makes_ids_runs_once() -> None:
     planned(table(), IDS)
     jax.effects_barrier()
     assert len(calls) == len(IDS)
-    assert "a callback inside a loop" in str(autopar.explain(planned))
+    assert "a callback inside a loop" in explained(planned)
 
 
 def test_rows_written_back_have_the_type_of_plain_jax() -> None:

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import autopar
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import same
 
@@ -86,7 +87,7 @@ def test_time_major_batches(method: str, axis: Any) -> None:
 def test_verify_and_explain_know_the_axis() -> None:
     planned = autopar.parallelize(recurrent, strategy="ps", mesh=mesh_of(4), batch_axis=1, donate=False)
     assert autopar.verify(planned, make_state(), time_major()).ok
-    assert "1 inputs are spread over 4 devices" in str(autopar.explain(planned, make_state(), time_major()))
+    assert "1 inputs are spread over 4 devices" in explained(planned, make_state(), time_major(), verbose=True)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -172,7 +173,7 @@ def test_a_carried_lstm_state_is_spread() -> None:
     step, state, batches = language_model(TX)
     planned, plain = planned_on(step, strategy="ps"), jax.jit(step)
     assert state_placements(planned, state, batches(0)) == {"carry/0": 0, "carry/1": 0}
-    assert "carried along with the examples: carry/0, carry/1" in str(autopar.explain(planned, state, batches(0)))
+    assert "carried along with the examples: carry/0, carry/1" in explained(planned, state, batches(0), verbose=True)
     mine = theirs = state
     for k in range(4):
         (mine, a), (theirs, b) = planned(mine, batches(k)), plain(theirs, batches(k))

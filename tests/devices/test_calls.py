@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import autopar
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same, step
 
@@ -57,7 +58,7 @@ def test_all_devices_by_default() -> None:
     planned = autopar.parallelize(step)
     planned(make_state(40), ids_in(0, 40))
     assert planned.plan is not None and planned.plan.devices == 8
-    assert "8 devices" in str(autopar.explain(planned))
+    assert "8 devices" in explained(planned)
 
 
 def test_a_data_axis_that_the_mesh_does_not_have() -> None:
@@ -119,6 +120,6 @@ def test_verify_and_explain_take_tables() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     state, _ = planned(make_state(41), ids_in(0, 41))
     assert autopar.verify(planned, state, ids_in(0, 41, 3)).ok
-    text = str(autopar.explain(planned, state, ids_in(0, 41, 3)))
-    assert "touched rows, ps" in text and "each device sends in a step: ps" in text
+    text = explained(planned, state, ids_in(0, 41, 3))
+    assert "touched rows, ps" in text and "> ps" in text
     assert "distributed cyclically over the devices; a device asks another one for" in text

@@ -19,6 +19,7 @@ from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
 from autopar.measure import calibrate
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.rates import rates
 from tests.support.row_steps import ids_in, make_state, same, step
@@ -174,5 +175,5 @@ def test_measured_rates_make_sense() -> None:
     assert found.gather(100, 1024) > 0 and found.scatter(100, 1024) > 0
     assert found.dense is not None and 0 <= found.dense(4) < found.dense(1 << 22)
     assert 0 < found.flop_s < 1e-8 and 0 <= found.moved_byte_s < 1e-7 and found.call_s > 0
-    text = str(autopar.explain(planned))
+    text = explained(planned)
     assert "predicted" in text and "Parallax's table 3" in text

@@ -14,6 +14,7 @@ import autopar
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
 from autopar.ir.layout import RowLayout
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same, step
 
@@ -107,7 +108,7 @@ def test_the_state_of_a_training_is_evaluated_where_it_is(monkeypatch: pytest.Mo
     evaluate = autopar.parallelize(lambda p, ids: p["emb"][ids] @ p["w"], mesh=FOUR)
     np.testing.assert_allclose(evaluate(new["params"], np.arange(8)), params["emb"][:8] @ params["w"], rtol=1e-5)
     assert not new["params"]["emb"].is_deleted()
-    text = str(autopar.explain(evaluate))
+    text = explained(evaluate)
     assert "touched rows, ps" in text and "Lookups in tables that are spread touch" in text
     assert autopar.explain(evaluate).planned_bytes < 41 * 3 * 4
 

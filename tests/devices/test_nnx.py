@@ -13,6 +13,7 @@ from flax import nnx
 
 import autopar
 from autopar.integrations import nnx as anx
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.nnx_steps import batches, check_same, objects, train_step
 
@@ -48,4 +49,4 @@ def test_tables_stay_where_they_are_and_can_be_read() -> None:
         np.testing.assert_allclose(evaluate(mine[0], batch), plain[0](batch["ids"]), rtol=1e-5)
         assert mine[0].emb.embedding.get_raw_value() is table
         np.testing.assert_allclose(mine[0](batch["ids"]), plain[0](batch["ids"]), rtol=1e-5)
-    assert "ps" in str(autopar.explain(evaluate))
+    assert "ps" in explained(evaluate)

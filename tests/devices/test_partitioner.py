@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import autopar
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.partitioned import convolution, start_of, window
 
@@ -248,7 +249,7 @@ def test_what_each_device_does_on_its_examples_stays(strategy: Any) -> None:
         planned = autopar.parallelize(
             step, mesh=mesh_of(N), donate=False, strategy=strategy, batch_axis={"batch/ids": 0, "**": None}
         )
-        told = str(autopar.explain(planned, state, batch))
+        told = explained(planned, state, batch, verbose=True)
         assert planned.plan is not None
         assert ("XLA's partitioner gets nothing wrong" in told) == (not most)
         assert ("a maximum or minimum, which may be NaN, (" in told) == most
@@ -333,11 +334,10 @@ def test_clipped_gradients_by_example(gradients: Any, emit: Any) -> None:
     (new, norms), (expected, told) = planned(params, batch), jax.jit(step)(params, batch)
     assert relative(new, expected, params) < 1e-5
     np.testing.assert_allclose(norms, told, rtol=1e-4)
-    text = str(autopar.explain(planned))
-    assert ("a convolution in groups" in text) == (emit == "pjit")
+    lines = [note for note in autopar.explain(planned).notes if "a convolution in groups" in note]
+    assert bool(lines) == (emit == "pjit")
     if emit == "pjit" and gradients is not in_cond:  # a branch may be given either of two layouts
-        line = next(s for s in text.splitlines() if "a convolution in groups" in s)
-        assert "partitioned.py:" in line and "is run by each device on its examples" in line
+        assert "partitioned.py:" in lines[0] and "is run by each device on its examples" in lines[0]
 
 
 def test_examples_that_the_devices_do_not_divide() -> None:
@@ -352,7 +352,7 @@ def test_an_evaluation_says_what_is_isolated() -> None:
     norms = lambda params, batch: private(PER_EXAMPLE)(params, batch)[1]  # noqa: E731
     planned = autopar.parallelize(norms, mesh=mesh_of(N))
     np.testing.assert_allclose(planned(params, batch), norms(params, batch), rtol=1e-4)
-    assert "a convolution in groups" in str(autopar.explain(planned))
+    assert "a convolution in groups" in explained(planned)
 
 
 def test_a_step_written_for_one_device() -> None:
@@ -391,5 +391,5 @@ def test_beside_a_table(strategy: Any) -> None:
     planned = autopar.parallelize(step, mesh=mesh, donate=False, strategy=strategy)
     mine, theirs = autopar.materialize(planned(state, batch)[0]), jax.jit(step)(state, batch)[0]
     assert relative(mine, theirs, state) < 1e-5
-    line = next(s for s in str(autopar.explain(planned, state, batch)).splitlines() if "a convolution in groups" in s)
+    line = next(s for s in autopar.explain(planned, state, batch).notes if "a convolution in groups" in s)
     assert "is run by each device on its examples" in line

@@ -15,6 +15,7 @@ from flax.core import FrozenDict
 from jax import lax
 
 import autopar
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.per_device import AXIS, TX, State, apply, mean_loss, one_pmean, pmean_of_means, psum_of_means
 
@@ -158,9 +159,9 @@ def test_every_method_verifies(method: str, emit: Any) -> None:
 
 def test_explain_says_what_differs_from_device_to_device() -> None:
     options: Any = {"mesh": mesh_of(DEVICES), "axis_name": AXIS}
-    told = str(autopar.explain(autopar.parallelize(own_dropout, **options), make_state(), make_batch()))
+    told = explained(autopar.parallelize(own_dropout, **options), make_state(), make_batch())
     assert "each device's number is used" in told and "test_per_device.py" in told
-    told = str(autopar.explain(autopar.parallelize(own_results, **options), make_state(), make_batch()))
+    told = explained(autopar.parallelize(own_results, **options), make_state(), make_batch())
     assert "1/own is each device's own: stacked, [devices, ...]" in told
 
 
@@ -217,7 +218,7 @@ def test_nodes_without_leaves_in_states_batches_and_results(tmp_path: Any) -> No
     jax.tree.map(close, _filled(autopar.materialize(state)), want_state)
     close(metrics["own"], want["own"])
     assert metrics["none"] is None
-    assert "result 1/own is each device's own" in str(autopar.explain(planned, state, None, batch(0), key=None))
+    assert "result 1/own is each device's own" in explained(planned, state, None, batch(0), key=None)
     assert autopar.verify(planned, state, None, batch(0), key=None).ok
     assert autopar.plan(planned, state, None, batch(0), key=None).tables
 
@@ -293,7 +294,7 @@ OWN, ADDED = "uses what it reduced over its own examples", "values of 4 devices 
 )
 def test_explain_says_where_one_device_would_compute_something_else(step: Any, said: list[str]) -> None:
     planned = autopar.parallelize(step, mesh=mesh_of(DEVICES), axis_name=AXIS)
-    told = str(autopar.explain(planned, make_state(), make_batch()))
+    told = explained(planned, make_state(), make_batch())
     assert [line for line in (OWN, ADDED) if line in told] == said
     assert not said or "per_device.py" in told
 

@@ -21,6 +21,7 @@ from autopar.passes.staging import search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support import nano_gpt
+from tests.support.explained import explained
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -128,7 +129,7 @@ def test_each_stage_keeps_its_weights() -> None:
     for path, device in homes.items():
         if ".mu" in path or ".nu" in path:  # moments are where their weights are
             assert device == homes["['params']" + path.split("u", 1)[1]], path
-    assert "(4 stages on 4 devices)" in str(autopar.explain(planned, state, batch(0)))
+    assert "(4 stages on 4 devices, 4 microbatches)" in explained(planned, state, batch(0))
 
 
 def test_replicas_hold_the_same_weights_and_donate_them() -> None:
@@ -174,7 +175,7 @@ def test_stages_that_autopar_chooses() -> None:
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
     assert len(plan.candidates) == 4 and sum(len(stage.devices) for stage in plan.stages) == 4
-    assert "as predicted for a step: 1 stage of 4 devices" in str(autopar.explain(planned))
+    assert "ms: 1 stage of 4 devices, 1f1b" in explained(planned)
 
 
 def test_all_that_autopar_chooses() -> None:
@@ -204,7 +205,7 @@ def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
     assert max(plan.memory_bytes) < memory and len(plan.stages) > 1
-    assert "so it is run in stages" in str(autopar.explain(planned, make(), batch(0)))
+    assert "so it is run in stages" in explained(planned, make(), batch(0))
     state, _ = planned(autopar.init(make, step=planned, batch=batch(0)), batch(0))
     autopar.save(tmp_path, state)
     again = autopar.restore(tmp_path, jax.eval_shape(make), step=planned, batch=batch(0)).state
@@ -212,7 +213,7 @@ def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_
         assert np.array_equal(a, b) and a.sharding == b.sharding
     monkeypatch.setattr("autopar.api.memory_of", lambda devices: size // 40)
     planned = autopar.parallelize(step)
-    shown = str(autopar.explain(planned, make(), batch(0)))
+    shown = explained(planned, make(), batch(0))
     assert "in stages it doesn't run" in shown and "at least" in shown
     monkeypatch.setattr("autopar.api.memory_of", lambda devices: 2 * size)
     assert autopar.plan(autopar.parallelize(step), make(), batch(0)).pipeline is None
@@ -356,7 +357,7 @@ def test_statistics_of_microbatches_are_those_of_gpipe() -> None:
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-13)
     assert abs(float(ours[1] - step(state, given)[1])) > 1e-3  # another function
-    assert "is not what the plain step computes" in " ".join(str(autopar.explain(planned)).split())
+    assert "is not what the plain step computes" in explained(planned)
     assert planned.plan.pipeline.pipeline.statistics == "microbatch"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import WIDTH, ids_in, make_state, same, step
 
@@ -90,7 +91,7 @@ def test_batches_that_the_devices_do_not_divide(method: str) -> None:
     planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(3))
     state, batch = make_state(400), ids_in(0, 400)
     same(planned(state, batch), step(make_state(400), batch))
-    assert "devices don't divide the batch" in str(autopar.explain(planned))
+    assert "devices don't divide the batch" in explained(planned)
 
 
 @pytest.mark.parametrize("scale", [np.inf, np.nan, 0.0])

@@ -16,6 +16,7 @@ import autopar
 from autopar.cost.rates import StageRates
 from autopar.measure.collectives import read_collectives
 from autopar.planning import check as checking
+from tests.support.explained import explained
 
 DIM, HEADS, WORDS, LENGTH, EXAMPLES = 16, 4, 32, 6, 8
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -195,7 +196,7 @@ def test_auto_divides_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         planned = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor")
         plan = autopar.plan(planned, make(), words())
         assert {g.taken for g in plan.tensor.groups} == {taken}
-        shown = str(autopar.explain(planned, make(), words()))
+        shown = explained(planned, make(), words())
         assert ("divided;" if taken else "whole;") in shown and "(2 x 2 devices)" in shown
         assert all(g.saved_s > 0 and g.sent_s > 0 for g in plan.tensor.groups)
     with pytest.raises(autopar.ArgumentsError, match="'tensor' is no method of tables"):
@@ -339,5 +340,5 @@ def test_within_the_stages_of_a_pipeline(layers: str, pipeline: autopar.Pipeline
         assert (_divided(last["up"]), _divided(last["down"]), _divided(last["offset"])) == (1, 0, None)
         assert len(last["up"].devices()) == 2 * len(planned.plan.pipeline.stages[-1].devices)
     assert autopar.check(planned, make(), words())
-    shown = str(autopar.explain(planned, make(), words()))
-    assert f"({pipeline.count} stages on {pipeline.devices} x 2 devices)" in shown and "exchanged" in shown
+    shown = explained(planned, make(), words())
+    assert f"({pipeline.count} stages on {pipeline.devices} x 2 devices, " in shown and "exchanged" in shown

@@ -22,6 +22,7 @@ from autopar.backends.processes import Processes
 from autopar.cost import Rates
 from autopar.measure import calibrate, loops, probe
 from tests.support import dense_steps
+from tests.support.explained import explained
 from tests.support.rates import RATES
 from tests.support.row_steps import make_state, step
 from tests.zoo import MODELS, OPTIMIZERS
@@ -251,14 +252,14 @@ def check_init() -> None:
 def check_explain_and_verify() -> None:
     planned = autopar.parallelize(step, strategy="ps")
     first, second = autopar.shard([ids_of(ROWS, k) for k in range(2)])
-    text = str(autopar.explain(planned, make_state(ROWS), first))  # measured on a global array
+    text = explained(planned, make_state(ROWS), first)  # measured on a global array
     assert (
         f"{COUNT} devices of {RANKS} processes" in text and "a device asks another one for" in text and "<=" not in text
     )
-    again = str(autopar.explain(planned))
+    again = explained(planned)
     assert len(set(ALL.gather(again.split("Traced in")[0].encode(), "explain"))) == 1
     if RANK == 0:
-        str(autopar.explain(planned))  # the plan in use: no other process is needed
+        explained(planned)  # the plan in use: no other process is needed
     state, _ = PS(make_state(ROWS), first)
     assert autopar.verify(PS, state, second).ok
 

@@ -19,6 +19,7 @@ from autopar.cost.planned_rates import planned_rates
 from autopar.launch.cluster_file import read_cluster
 from autopar.measure.cluster import NAMED, Cluster
 from autopar.planning.elsewhere import elsewhere
+from tests.support.explained import explained
 
 DEVICE = Device("of chalk", 1e9, 1e12, 100e9)
 #: 3 machines of 2 devices; 10 bytes a second inside of a machine, 4 between them, messages take 1 and 2 seconds.
@@ -95,7 +96,7 @@ def test_large_tables_are_served_and_small_ones_reduced(rows: int, method: str) 
     assert plan.devices == 48 and [p.method for p in plan.parameters] == [method]
     seconds = plan.parameters[0].seconds
     assert min(seconds, key=lambda m: seconds[m]) == method
-    told = str(autopar.explain(planned, *arguments(rows, 48 * 128), cluster=cluster))
+    told = explained(planned, *arguments(rows, 48 * 128), cluster=cluster)
     assert "Plan of step (48 devices)" in told and "Planned for parallax-8x6: 8 x 6 TITAN Xp" in told
     seconds = autopar.plan(planned, *arguments(rows, 48 * 128), cluster=cluster).seconds
     assert f"A step is predicted to take {seconds * 1e3:.2f} ms: model " in told
@@ -255,9 +256,9 @@ def test_figures_that_cannot_be() -> None:
 def test_what_is_told_where_nothing_is_spread() -> None:
     planned = autopar.parallelize(step)
     state, batch = arguments(100, 4)
-    text = str(autopar.explain(planned, state, batch, cluster=SMALL.of(7, 1)))
+    text = explained(planned, state, batch, cluster=SMALL.of(7, 1))
     assert "All devices do the same: nothing is spread: 7 devices don't divide the batch" in text
-    text = str(autopar.explain(planned, state, batch, cluster=SMALL.of(1, 1)))
+    text = explained(planned, state, batch, cluster=SMALL.of(1, 1))
     assert "A step is predicted" not in text and "All devices" not in text
 
 

@@ -32,6 +32,7 @@ from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.ir.sizes import Sizes
 from autopar.measure.cluster import Cluster
 from autopar.planning.simulate import workload
+from tests.support.explained import explained
 
 #: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 1 GB/s and 0.1 GB/s that take 1 ms a message.
 CLUSTER = Cluster("chalk", 8, 4, Device("chalk", 1e9, 1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e8), 1e9)
@@ -227,9 +228,9 @@ def test_a_plan_with_tables_on_hosts() -> None:
     (other,) = autopar.plan(autopar.parallelize(step, strategy="ps"), *shapes, cluster=CLUSTER).tables
     assert other.terms["ps"] == unknown.terms["ps"]
     assert autopar.why(made, "emb", "ps").ratio == pytest.approx(table.seconds["ps"] / table.seconds[HOSTED])
-    text = str(autopar.explain(parallel, *given, cluster=CLUSTER))
+    text = explained(parallel, *given, cluster=CLUSTER)
     assert "Tables on hosts take 390.6 KiB of 953.7 MiB on each host." in text
-    tight = str(autopar.explain(parallel, *given, cluster=dataclasses.replace(CLUSTER, host_bytes=1e5)))
+    tight = explained(parallel, *given, cluster=dataclasses.replace(CLUSTER, host_bytes=1e5))
     assert "Tables on hosts take 390.6 KiB of 97.7 KiB on each host: 322.3 KiB more than fit." in tight
     assert "32 ranks" in text and f"A step is predicted to take {1e3 * made.seconds:.2f} ms" in text
     (there,) = autopar.simulate(made, devices=(32,)).times

@@ -1,0 +1,302 @@
+"""What `explain` returns: the plan, parameter by parameter, and its text.
+
+Text where it is printed, as wide as that is; colours under `rich.print`; HTML in a notebook.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from autopar.cost.units import format_bytes
+from autopar.ir.plan import DensePlan, TablePlan
+from autopar.ir.stage_plan import PipelinePlan
+from autopar.measure.alpha import Alpha
+from autopar.planning.explain_stages import stage_lines
+from autopar.planning.folding import fold_paths
+from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, print_as
+
+#: Lines for dense leaves, if their plans don't need more.
+_DENSE_LINES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedLeaf:
+    """A leaf of the plan, and what its update takes on this batch.
+
+    Attributes:
+      plan: What is decided of it, and why.
+      nbytes: Bytes of the parameter and of its slots.
+      slots: How many leaves are counted with it.
+      alpha: Share of rows that a batch touches, None for a dense parameter.
+      action: How it is updated, in words.
+      dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
+      deferred: What deferred rows take, in words.
+      sent: On several devices, method -> bytes that each device would send in a step.
+      seconds: Method -> what its exchanges and updates were predicted to take.
+      table_3: The paper's figures for the table itself (`cost.transfer_bytes`).
+    """
+
+    plan: TablePlan | DensePlan
+    nbytes: int
+    slots: int
+    alpha: Alpha | None
+    action: str
+    dense_bytes: int
+    planned_bytes: int
+    deferred: str = ""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    table_3: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """As in the state."""
+        return self.plan.path
+
+    @property
+    def kind(self) -> str:
+        """ "sparse" (looked up by rows) or "dense"."""
+        return "sparse" if isinstance(self.plan, TablePlan) else "dense"
+
+    @property
+    def reason(self) -> str:
+        """Why it is updated so; empty where there is nothing to say."""
+        return "; ".join(filter(None, (self.plan.reason, self.deferred)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the table: a table, or dense leaves that are treated alike."""
+
+    name: str
+    leaves: tuple[ExplainedLeaf, ...]
+
+    @property
+    def first(self) -> ExplainedLeaf:
+        return self.leaves[0]
+
+    @property
+    def count(self) -> str:
+        return f" ({len(self.leaves)})" if len(self.leaves) > 1 else ""
+
+    @property
+    def shape(self) -> str:
+        shapes = {leaf.plan.shape for leaf in self.leaves}
+        return str(list(self.first.plan.shape)) if len(shapes) == 1 else ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(leaf.dense_bytes for leaf in self.leaves)
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(leaf.planned_bytes for leaf in self.leaves)
+
+    @property
+    def sent(self) -> Mapping[str, int]:
+        return {method: sum(leaf.sent[method] for leaf in self.leaves) for method in self.first.sent}
+
+    @property
+    def style(self) -> str:
+        if self.planned_bytes < self.dense_bytes:
+            return "green"
+        return "yellow" if self.first.kind == "sparse" else ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation:
+    """What `explain` returns; `str()` is plain text, as wide as the terminal.
+
+    Attributes:
+      rows: The leaves of the state, tables first.
+      passes: Name, note and seconds of each pass.
+      updates: Whether there is a state.
+      processes: Whose devices they are.
+      hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
+      notes: What is to be known of how the step was read.
+      pipeline: Its stages, if it is run in stages.
+      tensor: T, over how many devices products may be divided.
+      microbatches: How many parts of the batch run one after the other.
+      verbose: Whether the text lists the passes.
+    """
+
+    name: str
+    rows: tuple[ExplainedLeaf, ...]
+    passes: tuple[tuple[str, str, float], ...]
+    trace_s: float
+    sparse: str
+    devices: int = 1
+    updates: bool = True
+    processes: int = 1
+    hosted: str = ""
+    notes: tuple[str, ...] = ()
+    pipeline: PipelinePlan | None = None
+    tensor: int = 1
+    microbatches: int = 1
+    verbose: bool = False
+
+    @property
+    def dense_bytes(self) -> int:
+        """Memory traffic of all updates in a plain step."""
+        return sum(r.dense_bytes for r in self.rows)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory traffic of all updates in the planned step."""
+        return sum(r.planned_bytes for r in self.rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        before: RenderableType = ""
+        for part in self._parts():
+            if part or before:  # one blank line is enough
+                yield (
+                    Paragraph(part if isinstance(part, Text) else Text(part)) if isinstance(part, str | Text) else part
+                )
+            before = part
+
+    def __str__(self) -> str:
+        return print_as(self, "text")
+
+    __repr__ = __str__  # a prompt, and a notebook that shows no HTML, print a result's `repr`
+
+    def _repr_html_(self) -> str:
+        return print_as(self, "html")
+
+    def _parts(self) -> Iterator[RenderableType]:
+        if not self.rows:  # an evaluation
+            yield Text.assemble(
+                (f"Plan of {self.name}", "bold"),
+                ": the step returns no argument updated, so there is no state: it runs as under jax.jit. If an "
+                "argument is state, name it with parallelize(step, state_argnums=...)",
+            )
+            yield from self.notes
+            return
+        parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        yield Text(f"Plan of {self.name} ({self._where}{parts})", "bold")
+        lines = self._lines()
+        yield from ("", _table(lines), "")
+        yield from _reasons(lines)
+        if any(line.sent or line.first.table_3 or line.first.seconds for line in lines):
+            yield from ("", _exchanges(lines, "rank" if self.hosted else "device"), "")
+        if self.pipeline is not None:
+            yield from stage_lines(self.pipeline)
+        yield from self.notes
+        yield from self.hosted.splitlines()
+        yield from self._totals()
+        if self.verbose:
+            columns = [
+                Column("pass", [name for name, _, _ in self.passes]),
+                Column("ms", [f"{1e3 * seconds:.0f}" for _, _, seconds in self.passes], "right"),
+                Column("what it did", [note for _, note, _ in self.passes], breaks="(?<= )"),
+            ]
+            yield from ("", Columns(columns))
+
+    @property
+    def _where(self) -> str:
+        if self.pipeline is not None:
+            several = f" x {self.pipeline.tensor}" * (self.pipeline.tensor > 1)
+            stages = f"{len(self.pipeline.stages)} stage{'s' * (len(self.pipeline.stages) > 1)}"
+            return f"{stages} on {self.pipeline.devices}{several} devices"
+        if self.hosted:
+            return "one process" if self.devices == 1 else f"{self.devices} ranks"
+        several = f" of {self.processes} processes" if self.processes > 1 else ""
+        if self.tensor > 1:
+            return f"{self.devices} x {self.tensor} devices{several}"
+        return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
+
+    def _lines(self) -> Sequence[_Line]:
+        """Tables, and dense leaves: folded by prefix where there are many."""
+        dense = {row.path: row for row in self.rows if row.kind == "dense"}
+        treated = {path: (row.action, row.reason, tuple(row.sent)) for path, row in dense.items()}
+        folded = fold_paths(treated, _DENSE_LINES)
+        lines = [_Line(row.path, (row,)) for row in self.rows if row.kind == "sparse"]
+        lines += [_Line(name, tuple(dense[path] for path in paths)) for name, paths in folded.items()]
+        return sorted(lines, key=lambda line: (line.first.kind == "dense", -line.nbytes * (line.first.kind == "dense")))
+
+    def _totals(self) -> Iterator[str]:
+        less = self.dense_bytes / max(self.planned_bytes, 1)
+        what = "Parameter updates touch" if self.updates else "Lookups in tables that are spread touch"
+        text = f"{what} {format_bytes(self.planned_bytes)} a step in place of {format_bytes(self.dense_bytes)}"
+        if less > 1.05:
+            text += f": {less:.0f} times less" if less >= 2 else f": {less:.1f} times less"
+        if self.sparse == "lazy":
+            text += ". sparse='lazy': rows that a batch doesn't touch don't move, which is not what the plain step does"
+        yield f"{text}."
+        seconds = sum(s for _, _, s in self.passes)
+        told = ":" if self.verbose else " (verbose=True lists the passes)."
+        yield f"Traced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms{told}"
+
+
+def _table(lines: Sequence[_Line]) -> Columns:
+    folded = " (leaves)" if any(line.count for line in lines) else ""
+    columns = [
+        Column(f"parameter{folded}", [line.name + line.count for line in lines], breaks=PATH),
+        Column("bytes", [format_bytes(line.nbytes) for line in lines], "right"),
+        Column("alpha", [_share(line.first.alpha) for line in lines], "right"),
+        Column("update", [line.first.action for line in lines], breaks=LIST),
+        Column("touched", [format_bytes(line.planned_bytes) for line in lines], "right"),
+        Column("plain step", [format_bytes(line.dense_bytes) for line in lines], "right", optional=True),
+        Column("slots", [str(line.first.slots or "") for line in lines], "right", optional=True),
+        Column("shape", [line.shape for line in lines], optional=True),
+    ]
+    return Columns(columns, styles=[line.style for line in lines])
+
+
+def _share(alpha: Alpha | None) -> str:
+    return "" if alpha is None else f"{'' if alpha.measured else '<= '}{alpha.share:.2%}"
+
+
+def _reasons(lines: Sequence[_Line]) -> Iterator[Text]:
+    """A paragraph for each reason, under the names of all lines that have it."""
+    names: dict[str, list[str]] = {}
+    for line in lines:
+        if line.first.reason:
+            names.setdefault(_reason(line.first), []).append(line.name)
+    for reason, of in names.items():
+        yield Text.assemble((", ".join(of), "bold"), f": {reason}")
+
+
+def _reason(row: ExplainedLeaf) -> str:
+    alpha, line, remedy = row.alpha, "", ""
+    facts = []
+    if alpha is not None and alpha.local_rows < alpha.rows:
+        facts.append(f"alpha {alpha.local_share:.2%} on each device")
+    if isinstance(row.plan, TablePlan):
+        line, remedy = _short(row.plan.line), row.plan.remedy
+    facts += [line] * bool(line)
+    text = f"{row.action}: {row.reason}" + (f" ({'; '.join(facts)})" if facts else "")
+    return f"{text}. To change it: {remedy}" if remedy else text
+
+
+def _short(line: str) -> str:
+    """A path below the working directory, relative to it."""
+    relative = os.path.relpath(line) if line else ""
+    return relative if relative and not relative.startswith("..") else line
+
+
+def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
+    """A row for each method that a parameter has or could have; ">" marks the one it has."""
+    figures = (
+        (f"each {unit} sends", [line.sent for line in lines], format_bytes),
+        ("Parallax's table 3", [line.first.table_3 for line in lines], format_bytes),
+        ("predicted", [line.first.seconds for line in lines], lambda seconds: f"{1e3 * seconds:.2f} ms"),
+    )
+    methods = [dict.fromkeys(method for _, of_lines, _ in figures for method in of_lines[k]) for k in range(len(lines))]
+    rows = [(k, method) for k in range(len(lines)) for method in methods[k]]
+    names = [lines[k].name if method == next(iter(methods[k])) else "" for k, method in rows]
+    marked = [f"{'>' if method == lines[k].first.plan.taken else ' '} {method}" for k, method in rows]
+    columns = [Column("in a step", names, breaks=PATH), Column("method", marked)]
+    for title, of_lines, shown in figures:
+        if any(of_lines):
+            cells = [shown(of_lines[k][method]) if method in of_lines[k] else "" for k, method in rows]
+            columns.append(Column(title, cells, "right"))
+    return Columns(columns)

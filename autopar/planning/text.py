@@ -1,0 +1,145 @@
+"""Text that fits the width of where it is printed: what is too long is wrapped, and nothing is cut."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+#: After what a path, and a list in words, may go on in the next line.
+PATH, LIST = r"(?<=[/ ])", r"(?<=, )"
+#: Between two columns.
+_GAP = 2
+#: Columns of cells that can be broken become as narrow as this, if they must, whatever their longest part is.
+_NARROW = 12
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A text whose lines but the first are indented, by two more than the first one is."""
+
+    text: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        indent = len(self.text.plain) - len(self.text.plain.lstrip(" "))
+        lines = self.text[indent:].wrap(console, options.max_width - indent - 2, overflow="fold")
+        for k, line in enumerate(lines):
+            yield Text(" " * (indent + 2 * (k > 0))).append_text(line)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+      title: Its head, which is wrapped at spaces.
+      cells: In the order of the rows.
+      justify: Where its cells stand.
+      breaks: The regular expression of places where a cell may go on in the next line; empty: nowhere.
+      optional: Whether the column is left out where the table is too wide.
+    """
+
+    title: str
+    cells: Sequence[str]
+    justify: Literal["left", "right"] = "left"
+    breaks: str = ""
+    optional: bool = False
+
+    @property
+    def roomy(self) -> int:
+        """Its width, with its title in one line, and each cell."""
+        return max(cell_len(self.title), self.natural)
+
+    @property
+    def natural(self) -> int:
+        """Its width, with each cell in one line."""
+        return max(map(cell_len, [*self.title.split(), *self.cells]), default=0)
+
+    @property
+    def least(self) -> int:
+        """Its width, with cells broken wherever they may be."""
+        pieces = [piece.rstrip() for cell in self.cells for piece in self._pieces(cell)]
+        return max(map(cell_len, [*self.title.split(), *pieces]), default=0)
+
+    @property
+    def narrow(self) -> int:
+        """Its width, with parts of cells broken that are too long."""
+        return min(self.least, max(_NARROW, *map(cell_len, self.title.split()))) if self.breaks else self.least
+
+    def _pieces(self, cell: str) -> Sequence[str]:
+        return re.split(self.breaks, cell) if self.breaks else [cell]
+
+    def wrapped(self, k: int, width: int) -> str:
+        """The cell of a row, in lines of this width as far as it can be broken."""
+        lines = [""]
+        for piece in self._pieces(self.cells[k]):
+            if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
+                lines.append("")
+            lines[-1] += piece
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table of a line for each row, where that fits.
+
+    Where it doesn't, optional columns go, the last one first. Then titles are wrapped, and then cells, both from the
+    last column on. Columns that still have no room are in a table of their own below, with the first column.
+    """
+
+    columns: Sequence[Column]
+    styles: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, width = list(self.columns), options.max_width
+        while _total(c.natural for c in columns) > width and any(c.optional for c in columns):
+            columns.remove([c for c in columns if c.optional][-1])
+        widths = [c.roomy for c in columns]
+        for least in zip(*((c.natural, c.least, c.narrow) for c in columns), strict=True):
+            for k in reversed(range(len(columns))):
+                widths[k] = max(least[k], widths[k] - max(0, _total(widths) - width))
+        fit = max(2, *[k for k in range(len(columns) + 1) if _total(widths[:k]) <= width])
+        yield self._table(columns[:fit], widths)
+        if columns[fit:]:
+            yield ""
+            yield Columns([columns[0], *columns[fit:]], self.styles)
+
+    def _table(self, columns: Sequence[Column], widths: Sequence[int]) -> Table:
+        table = Table(
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, _GAP - 1, 0, 0),
+        )
+        for column, size in zip(columns, widths, strict=False):
+            table.add_column(column.title, justify=column.justify, width=size, overflow="fold")
+        for k in range(len(columns[0].cells)):
+            cells = (Text(column.wrapped(k, size)) for column, size in zip(columns, widths, strict=False))
+            table.add_row(*cells, style=self.styles[k] if self.styles else "")
+        return table
+
+
+def _total(widths: Iterable[int]) -> int:
+    """The width of a table whose columns have these."""
+    sizes = list(widths)
+    return sum(sizes) + _GAP * (len(sizes) - 1)
+
+
+def print_as(what: RenderableType, kind: Literal["text", "html"]) -> str:
+    """Returns it as wide as the terminal is, or as COLUMNS says; 80 columns where neither is known."""
+    width, file = shutil.get_terminal_size().columns, io.StringIO()
+    # In a notebook a console would display what it is to write to the file.
+    console = Console(file=file, record=kind == "html", width=width, color_system=None, force_jupyter=False)
+    console.print(what)
+    if kind == "html":
+        return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
