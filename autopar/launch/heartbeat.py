@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import ArgumentsError
+from autopar.interrupts import INTERRUPTS
 from autopar.launch.failure_detector import Seen, detect
 from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report_fault
 from autopar.launch.progress import KINDS, PROGRESS, TEXT_BYTES
@@ -248,7 +249,9 @@ class Heartbeat:
         if signal.SIGINT in numbers and self._hooks.answers_interrupts():
             self._interrupted_s, self._before_interrupt_s = now_s, self._listened_s
         self._listened_s = now_s
-        if self._interrupted_s is None or self._hooks.answered_s >= self._before_interrupt_s:
+        answered = self._hooks.answered_s >= self._before_interrupt_s
+        # In a loop over batches nobody leaves before all are at the end of its body, so nobody waits in vain.
+        if self._interrupted_s is None or answered or INTERRUPTS.bodies:
             self._interrupted_s = None
             return
         if now_s - self._interrupted_s > ANSWER_S:

@@ -29,7 +29,7 @@ from autopar.mpi.limits import cores
 
 Flavor = Literal["hydra", "open-mpi", "other"]
 
-#: How long ranks may take to end after Ctrl-C, and mpirun after that.
+#: How long ranks may take to end after a second Ctrl-C, or another signal, and mpirun after that.
 ENDING_S, KILLING_S = 10.0, 5.0
 
 #: Variables that other hosts need, too. Hydra passes the whole environment on by itself.
@@ -207,17 +207,24 @@ def _check_hosts(cluster: HostFile) -> None:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run mpirun in a session of its own; Ctrl-C goes to all ranks, and ends those that don't answer."""
+    """Run mpirun in a session of its own. Signals go to all ranks, and end those that stay; the first Ctrl-C doesn't.
+
+    It may have them save a checkpoint, which takes its time.
+    """
     guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
     process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def pass_on(number: int, frame: Any) -> None:
+        nonlocal interrupted
         process.send_signal(number)
-        signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
+        if interrupted or number != signal.SIGINT:
+            signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
+        interrupted = True
 
     def end(number: int, frame: Any) -> None:
         process.send_signal(ending.pop(0) if ending else signal.SIGKILL)
 
+    interrupted = False
     ending = [signal.SIGTERM]
     handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on)
     handlers[signal.SIGALRM] = end

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import socket
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autopar.errors import LaunchError
-from autopar.launch import launcher
+from autopar.interrupts import INTERRUPTS, Body
+from autopar.launch import heartbeat, launcher
 from autopar.launch.cluster_file import read_cluster
 from tests.support.mpi.jobs import MPIEXEC
 
@@ -188,3 +195,57 @@ def test_a_dry_run_prints_the_line(
     words = shlex.split(printed)
     assert words[0] == str(MPIEXEC) and words[words.index("-n") + 1] == "2" and printed.count("\n") == 1
     assert shlex.split(printed)[-3:] == [str(tmp_path / "train me.py"), "-n", "3"]
+
+
+SAVING = """
+import signal, sys, time
+from pathlib import Path
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+try:
+    (folder / "training").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (folder / "saving").touch()
+    time.sleep(seconds)
+"""
+
+
+@pytest.mark.parametrize(("presses", "seconds", "code"), [(1, 0.2, 0), (2, 60, 128 + signal.SIGTERM)])
+def test_ctrl_c_leaves_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, seconds: float, code: int
+) -> None:
+    """It was killed ENDING_S after the first."""
+    monkeypatch.setattr(launcher, "ENDING_S", 0.01)
+    script = tmp_path / "save.py"
+    script.write_text(SAVING)
+
+    def press() -> None:
+        for name in ("training", "saving")[:presses]:
+            while not (tmp_path / name).exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    assert launcher._run([sys.executable, str(script), str(tmp_path), str(seconds)]) == code
+    thread.join()
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+def test_a_rank_in_a_loop_may_answer_late(monkeypatch: pytest.MonkeyPatch, in_loop: bool) -> None:
+    """Its step may be long, and all ranks do it; a rank whose collective waits for one that has left never answers."""
+    ended: list[str] = []
+    monkeypatch.setattr(heartbeat, "abort", lambda world, message, code: ended.append(message))
+    monkeypatch.setattr(INTERRUPTS, "bodies", [Body("train.py:7")] if in_loop else [])
+    reading, writing = socket.socketpair()
+    reading.setblocking(False)
+    beat = object.__new__(heartbeat.Heartbeat)
+    vars(beat).update(_world=SimpleNamespace(rank=0), _names=["rank 0"], _interrupts=reading, _listened_s=0.0)
+    vars(beat).update(_interrupted_s=None, _before_interrupt_s=0.0)
+    vars(beat).update(_hooks=SimpleNamespace(answers_interrupts=lambda: True, answered_s=-1.0))
+    with reading, writing:
+        writing.send(bytes([signal.SIGINT]))
+        for now_s in (1.0, 2.0, 2.0 + heartbeat.ANSWER_S):
+            beat._check_interrupt(now_s)
+    assert bool(ended) is not in_loop
