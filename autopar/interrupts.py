@@ -56,6 +56,8 @@ LATE_S = 1.0
 
 #: Seconds until it is said that a signal waits for the end of a loop's body.
 SAY_S = 1.0
+_WAITS = "waits until the loop at {} asks for its next batch. A second one goes through at once"
+_CUT = "cuts the loop at {} short: its position may be one batch ahead of the state"
 
 
 class Handler:
@@ -160,7 +162,11 @@ class Interrupts:
         if self.holding or (frame is not None and frame.f_code in _LEAVING):
             self._outside.discard(number)
             is_second = not was_sent and now_s - self._held.get(number, now_s) >= SECOND_S
-            return not (is_second and self.holding) and self._hold(number)
+            if not (is_second and self.holding):
+                return self._hold(number)
+            for body in self.bodies[:1]:  # told by a thread: the interrupted code may be writing
+                _thread.start_new_thread(sys.stderr.write, (body.told(number, _CUT),))
+            return False
         if number in self._outside:
             return False
         self._outside.add(number)
@@ -202,12 +208,9 @@ class Interrupts:
         pause_s, said = PAUSE_S, False
         while self._held.get(number) == since_s:
             time.sleep(pause_s)
-            if self.bodies and not said and time.monotonic() - since_s >= SAY_S:
+            if not said and time.monotonic() - since_s >= SAY_S:
                 said = True
-                sys.stderr.write(
-                    f"autopar: {signal.Signals(number).name} waits until the loop at {self.bodies[0].place} asks for "
-                    "its next batch. A second one goes through at once\n"
-                )
+                sys.stderr.writelines(body.told(number, _WAITS) for body in self.bodies[:1])
             if self.holding or number in self._sent:  # Later; it doesn't disturb what is under way.
                 pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
             elif self._held.get(number) == since_s:
@@ -276,6 +279,10 @@ class Body:
     """The body of a loop that is open. `place`: file:line of who asked for its first batch."""
 
     place: str
+
+    def told(self, number: int, text: str) -> str:
+        """Returns the line that is printed about a signal."""
+        return f"autopar: {signal.Signals(number).name} {text.format(self.place)}\n"
 
 
 #: What any rank holds, of what this one does; collective.

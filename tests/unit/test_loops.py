@@ -138,13 +138,15 @@ def test_the_position_is_that_of_the_state(place: str, way: str) -> None:
     assert rest == list(range(4 * state, 40, 4)), "it goes on with the next one, in the same process, too"
 
 
-def test_a_second_interrupt_goes_through_in_the_body() -> None:
+def test_a_second_interrupt_goes_through_in_the_body(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         for _ in _batches():
             _interrupt()
             _wait(1.2 * SECOND_S)
             _interrupt()
             raise AssertionError("it was to be answered")
+    _wait(0.1)  # by a thread
+    assert "cuts the loop at" in capsys.readouterr().err
 
 
 def test_a_wait_says_for_which_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
