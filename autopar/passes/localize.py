@@ -117,7 +117,7 @@ class Localizer(LoopForms):
         elif not any(states) and not _has_rows(equation):
             self.copy(equation)
         elif equation.effects:
-            raise NotLocal(f"{equation.op} has an effect", equation.source)
+            self._effect(equation)
         elif equation.bodies:
             self.nested_equation(equation)
         elif equation.op == "optimization_barrier":
@@ -141,6 +141,15 @@ class Localizer(LoopForms):
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
         self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+
+    def _effect(self, equation: Equation) -> None:
+        """An effect of what all devices have: once sums over the examples are reduced, of these, too."""
+        if equation.bodies or any(isinstance(self.state(a), Spread) for a in equation.inputs):
+            remedy = "Leave it out, or return what it tells from the step"
+            raise NotLocal(f"{equation.op} has an effect", equation.source, remedy)
+        for atom in equation.inputs:
+            self.whole(atom, equation)
+        self.copy(equation)
 
     def _barrier(self, equation: Equation) -> None:
         self.copy(equation, [self.state(a) for a in equation.inputs])
@@ -209,8 +218,6 @@ class Localizer(LoopForms):
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
         """An equation without bodies on a device's part of its operands."""
-        if len(equation.inputs) and not equation.outputs:
-            raise NotLocal(f"{equation.op} has an effect", equation.source)
         sides = {s.owner for a in equation.inputs if isinstance(s := self.state(a), Spread)}
         owner = True in sides
         try:

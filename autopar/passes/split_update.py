@@ -239,7 +239,8 @@ def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation
             raise NotLocal("the examples' own values depend on a sum over all", _line(local, equation.outputs[0]))
     before, body, update = [], [], []
     for equation in apart:
-        is_late, is_own = (not some.isdisjoint(equation.outputs) for some in (after, varying))
+        values = equation.outputs or equation.inputs  # what has only an effect is run where its operands are
+        is_late, is_own = (not some.isdisjoint(values) for some in (after, varying))
         (update if is_late else body if is_own else before).append(equation)
     return before, body, update
 

@@ -151,6 +151,29 @@ def test_what_cannot_be_divided(options: dict[str, Any], said: str) -> None:
     assert said in _refused(lambda w, x: jnp.mean(x @ w), **options)
 
 
+def test_what_is_printed_of_sums(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, of the whole batch."""
+
+    def loss_of(w: jax.Array, x: jax.Array) -> jax.Array:
+        loss = jnp.sum(jnp.tanh(x @ w))
+        jax.debug.print("loss {}", loss)
+        return loss
+
+    def printing(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x @ w)
+        return jnp.mean(x @ w)
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(loss_of)(w, x)
+        return w - grad, loss
+
+    _, loss = autopar.parallelize(step, microbatches=2, donate=False)(jnp.eye(4), jnp.ones((6, 4)))
+    jax.effects_barrier()
+    assert capsys.readouterr().out.split() == ["loss", str(loss)]
+    said = _refused(printing, microbatches=2)
+    assert "debug_print has an effect" in said and "return what it tells" in said and "test_microbatches.py:" in said
+
+
 def test_a_plan_says_so(tmp_path: Any) -> None:
     step, make = language_model(CLIPPED)
     plan = autopar.plan(autopar.parallelize(step, microbatches=3), make(), batch(0))

@@ -472,6 +472,32 @@ def test_layers_that_no_stage_has() -> None:
         autopar.parallelize(step, pipeline=autopar.Pipeline(7))(make(), batch(0))
 
 
+def test_layers_that_a_leaf_does_not_have() -> None:
+    step, make = language_model(CLIPPED, stacked=True)
+
+    def refused(first: str, second: str, step: Any = step) -> str:
+        pipeline = autopar.Pipeline([["params/words", first], [second, "params/out"]])
+        with pytest.raises(autopar.StrategyError) as error:
+            autopar.parallelize(step, pipeline=pipeline)(make(), batch(0))
+        return str(error.value)
+
+    said = refused("params/layers/**[0:2]", "params/layers/**[2:9]")
+    assert said.endswith("'params/layers/**[2:9]': params/layers/b has the layers [0:4]")
+    assert "has the layers [0:4]" in refused("params/layers/**[0:4]", "params/layers/**[4:4]")
+
+    def normed(state: Any, given: Any) -> Any:
+        """A loss with the weights' last layer in it, which no scan reads."""
+        layers = state["params"]["layers"]["w"]
+        norm, grad = jax.value_and_grad(lambda w: jnp.sum(w[-1] ** 2) * given["mask"].sum())(layers)
+        new, metrics = step(state, given)
+        new["params"]["layers"]["w"] -= grad
+        return new, {**metrics, "last": norm}
+
+    said = refused("params/layers/**[0:2]", "params/layers/**[2:4]", normed)
+    assert "params/layers/w belongs to no stage" in said and "otherwise than a scan" in said
+    assert "test_pipelines.py:" in said
+
+
 def test_stages_by_patterns() -> None:
     step, make = language_model(CLIPPED)
     patterns = [["params/words", "params/layers/0"], ["params/layers/[1-3]", "params/out"]]
@@ -514,12 +540,14 @@ def test_bad_pipelines(pipeline: dict[str, Any], options: dict[str, Any], said: 
     assert said in str(error.value).replace("given/", "batch/")
 
 
-def test_effects_are_refused() -> None:
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_effects_are_refused(of_loss: bool) -> None:
     step, make = language_model(CLIPPED)
 
     def talking(state: Any, given: Any) -> Any:
-        jax.debug.print("{}", state["opt"][1][0].count)
-        return step(state, given)
+        new, metrics = step(state, given)
+        jax.debug.print("{}", metrics["loss"] if of_loss else state["opt"][1][0].count)
+        return new, metrics
 
     with pytest.raises(autopar.StrategyError, match=r"has an effect, debug_\w+ \(.*test_pipelines.py:\d+\)"):
         autopar.parallelize(talking, pipeline=autopar.Pipeline(2, microbatches=2))(make(), batch(0))

@@ -20,7 +20,7 @@ from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, place_spread, resized_params
 from autopar.ir.paths import layers_path
-from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var
+from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Source, Var
 from autopar.ir.slicing import clone
 from autopar.passes.staging.parts import find_parts, used_weights
 
@@ -76,11 +76,21 @@ def find_stacks(program: Program) -> list[Stack]:
     while leaves:
         cutter = _Cutter({v: (1, v.shape[0]) for v in leaves})
         cutter.run(program)
-        kept = {v for scanned in cutter.scans for v in scanned} - cutter.spoiled
+        kept = {v for scanned in cutter.scans for v in scanned} - cutter.spoiled.keys()
         if kept == leaves:
             return [_with_slots(program, cutter, group, set(weights)) for group in _connected(cutter.scans)]
         leaves = kept
     return []
+
+
+def why_whole(program: Program, leaf: Var) -> str:
+    """Why a leaf of a step that `split_update` has cut is in no stack."""
+    cutter = _Cutter({leaf: (1, leaf.shape[0])})
+    cutter.run(program)
+    if leaf not in cutter.spoiled:
+        return "no scan goes through its first axis"
+    source = cutter.spoiled[leaf]
+    return "the step reads it otherwise than a scan does, a layer at a time" + (f" ({source})" if source else "")
 
 
 def _connected(groups: Iterable[frozenset[Var]]) -> list[list[Var]]:
@@ -156,7 +166,7 @@ class _Cutter:
       ends, parts: Of each leaf that is cut where its parts end, and these.
       equations: What is written.
       scans: For each scan that is cut the leaves that it goes through.
-      spoiled: Leaves that the gradient program doesn't only go through layer by layer.
+      spoiled: Leaves that the gradient program doesn't only go through layer by layer, and where.
     """
 
     def __init__(self, ends: Mapping[Var, Ends], *, is_body: bool = False) -> None:
@@ -164,7 +174,7 @@ class _Cutter:
         self.parts: dict[Var, tuple[Var, ...]] = {}
         self.equations: list[Equation] = []
         self.scans: list[frozenset[Var]] = []
-        self.spoiled: set[Var] = set()
+        self.spoiled: dict[Var, Source | None] = {}
         self._is_body, self._spoils = is_body, True  # until the update
         self._env: dict[Var, _Pieces] = {}
         self._wholes: dict[Var, Var] = {}
@@ -195,7 +205,7 @@ class _Cutter:
         if not cut:
             self.equations.append(equation)
         elif equation.bodies or equation.effects or not self._plain(equation, cut):
-            self._spoil(*cut.values())
+            self._spoil(equation, cut.values())
             inputs = tuple(self.whole(a) for a in equation.inputs)
             self.equations.append(dataclasses.replace(equation, inputs=inputs))
 
@@ -230,9 +240,9 @@ class _Cutter:
     def _write(self, op: str, primitive: Any, inputs: tuple[Atom, ...], output: Var, **params: Any) -> None:
         self.equations.append(Equation(op, inputs, (output,), params, primitive=primitive))
 
-    def _spoil(self, *values: _Pieces) -> None:
+    def _spoil(self, equation: Equation, values: Iterable[_Pieces]) -> None:
         if self._spoils:
-            self.spoiled.update(*(value.leaves for value in values))
+            self.spoiled.update({leaf: equation.source for value in values for leaf in value.leaves})
 
     def _microbatches(self, equation: Equation) -> None:
         """The gradient program, its operands and sums in parts."""
@@ -284,7 +294,7 @@ class _Cutter:
         if not layered:
             return False
         ends = layered[0].ends
-        self._spoil(*(v for k, v in cut.items() if k < first or (v.axis, v.ends) != (0, ends)))
+        self._spoil(equation, (v for k, v in cut.items() if k < first or (v.axis, v.ends) != (0, ends)))
         leaves = frozenset[Var]().union(*(value.leaves for value in layered))
         consts = tuple(self.whole(a) for a in equation.inputs[: params["num_consts"]])
         carry = tuple(self.whole(a) for a in equation.inputs[params["num_consts"] : first])

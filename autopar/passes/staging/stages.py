@@ -15,7 +15,7 @@ from autopar.ir.paths import matches, matches_layers, split_layers
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.program import Program, Var
 from autopar.passes.staging.divided import DividedLeaves
-from autopar.passes.staging.layers import CutProgram, Ends, Stack, cut_layers, find_stacks
+from autopar.passes.staging.layers import CutProgram, Ends, Stack, cut_layers, find_stacks, why_whole
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, used_weights
 from autopar.passes.staging.remat import with_remat
@@ -66,7 +66,7 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, 
     """
     if not isinstance(pipeline.stages, int):
         cut = cut_layers(program, dict(_asked_ends(program, find_stacks(program), pipeline.stages)))
-        return Chosen(cut, _by_patterns(cut.program, pipeline.stages))
+        return Chosen(cut, _by_patterns(cut, program, pipeline.stages))
     fine = find_units(program, divided)
     homes = _balanced(fine, pipeline, measured)
     ends: dict[Var, Ends] = {}
@@ -142,15 +142,24 @@ def _asked_ends(
 ) -> Iterator[tuple[Var, Ends]]:
     """Where stacked leaves are to be cut: at the ends of the layers that patterns name."""
     paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
-    named = [split_layers(pattern) for patterns in stages for pattern in patterns]
+    named = {pattern: split_layers(pattern) for patterns in stages for pattern in patterns}
     for stack in stacks:
-        ranges = [some for general, some in named if some and any(matches(general, paths[v]) for v in stack.leaves)]
+        ranges = []
+        for pattern, (general, some) in named.items():
+            leaf = next((v for v in stack.leaves if matches(general, paths[v])), None)
+            if some is None or leaf is None:
+                continue
+            if not some or some.stop > stack.layers:
+                raise StrategyError(f"pipeline: {pattern!r}: {paths[leaf]} has the layers [0:{stack.layers}]")
+            ranges.append(some)
         ends = {end for some in ranges for end in (some.start, some.stop) if 0 < end < stack.layers}
         for var in stack.leaves if ends else ():
             yield var, (*sorted(ends), stack.layers)
 
 
-def _by_patterns(program: Program, stages: Sequence[Sequence[str]]) -> dict[Var, int]:
+def _by_patterns(cut: CutProgram, whole: Program, stages: Sequence[Sequence[str]]) -> dict[Var, int]:
+    """The stage of each weight of a program whose leaves are cut where patterns name layers."""
+    program = cut.program
     paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
     weights = used_weights(program, find_parts(program))
     homes = {}
@@ -158,7 +167,11 @@ def _by_patterns(program: Program, stages: Sequence[Sequence[str]]) -> dict[Var,
         where = [k for k, patterns in enumerate(stages) if any(matches_layers(p, paths[var]) for p in patterns)]
         if len(where) != 1:
             which = "no stage" if not where else f"stages {', '.join(map(str, where))}"
-            raise StrategyError(f"pipeline: {paths[var]} belongs to {which}; patterns must give it to one")
+            layered = [
+                p for each in stages for p in each if split_layers(p)[1] and matches(split_layers(p)[0], paths[var])
+            ]
+            why = f" ({layered[0]!r} asks for layers, and it has none: {why_whole(whole, var)})" if layered else ""
+            raise StrategyError(f"pipeline: {paths[var]} belongs to {which}{why}; patterns must give it to one")
         homes[var] = where[0]
     for k, patterns in enumerate(stages):
         unused = [p for p in patterns if not any(matches_layers(p, paths[v]) for v in weights)]
