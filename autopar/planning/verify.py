@@ -27,6 +27,7 @@ from autopar.ir.trace import block_of
 from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
 from autopar.run.arguments import read_call
+from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.run.wrapped_step import AnyStep, unwrapped
@@ -88,6 +89,7 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
 
     Raises:
       VerificationError: naming every leaf that differs.
+      DonatedStateError: the state was given to a step before.
       StepError: two traces of the step differ: it isn't a function of its arguments.
     """
     if not isinstance(steps, int) or steps < 1:
@@ -95,9 +97,10 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
     pure, arrays, named = unwrapped(step, args, kwargs, "verify")
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in pure.leaves(arrays, named)):
         raise ArgumentsError("verify runs the step: give it arrays, not shapes (jax.ShapeDtypeStruct)")
-    entry = pure.entry(*arrays, **named)
-    _check_pure(pure, entry, arrays, named)
-    compared = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
+    with naming_donated(step.name, args, kwargs):
+        entry = pure.entry(*arrays, **named)
+        _check_pure(pure, entry, arrays, named)
+        compared = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
     if not compared.ok:
         wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,16 @@ def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any
     return own_leaves
 
 
+@contextlib.contextmanager
+def naming_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Within it errors that a leaf of the arguments was gone before the call name that leaf (`check_not_donated`)."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        check_not_donated(name, args, kwargs, error)
+        raise
+
+
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
     """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
     if not isinstance(cause, DonatedStateError) and not any(word in str(cause) for word in ("deleted", "donated")):
@@ -35,9 +46,9 @@ def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
     gone = first_deleted((args, dict(kwargs)))
     if gone is not None:
         raise DonatedStateError(
-            f"{name} got a state that it was given before ({gone}): a step updates its state in "
-            "place, so that the old one is gone. Go on with the state that the step returned, or keep old states "
-            "with parallelize(step, donate=False). If it is no state, say so: parallelize(step, batch_argnums=...)"
+            f"{name} got a state that was given before ({gone}): a step updates its state in place, so that the old "
+            "one is gone. Go on with the state that the step returned, or keep old states with parallelize(step, "
+            "donate=False). If it is no state, say so: parallelize(step, batch_argnums=...)"
         ) from cause
 
 

@@ -20,7 +20,7 @@ from autopar.launch.progress import mark
 from autopar.mpi.world import world
 from autopar.run.arguments import Call, call_difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
-from autopar.run.buffers import check_not_donated, is_traced
+from autopar.run.buffers import check_not_donated, is_traced, naming_donated
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.entry import Entry
 from autopar.run.lost_state import noting_lost_state
@@ -110,7 +110,7 @@ class ParallelStep:
         self._calls += 1
         try:
             return runner(leaves)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:  # without a context manager, which costs a microsecond
             check_not_donated(self.name, args, kwargs, error)
             raise
 
@@ -166,7 +166,7 @@ class ParallelStep:
         call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
         entry = self._planned_for(call)
         if entry is None:
-            with interruptible(world().size == 1):
+            with interruptible(world().size == 1), naming_donated(self.name, args, kwargs):
                 leaves = self.leaves(args, kwargs)
                 entry = self.planner.plan(call, leaves, self._calls, is_first=not self._entries)
             self._announce(call)

@@ -23,6 +23,7 @@ from autopar.ir.trace import block_of
 from autopar.mpi.host_memory import require_memory
 from autopar.run.agreement import check_same_maker
 from autopar.run.bound_step import BoundStep
+from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.tables.host import HostTable, exchange
@@ -95,7 +96,8 @@ def init(
     maker = Maker.of(step, name, traced, batch, call)
     if step.devices is not None and step.devices.processes.several:
         check_same_maker(step.devices.processes, name, block_of(traced.jaxpr), jax.tree.leaves(args))
-    leaves = maker.run(*(maker.everywhere(x) for x in jax.tree.leaves(args)))
+    with naming_donated(name, args, {}):
+        leaves = maker.run(*(maker.everywhere(x) for x in jax.tree.leaves(args)))
     return jax.tree.unflatten(traced.out_tree, maker.as_tables(leaves))
 
 

@@ -43,6 +43,28 @@ def test_second_use_of_a_donated_state() -> None:
         planned(state, IDS)
 
 
+def test_other_uses_of_a_donated_state() -> None:
+    """Plain arrays that are gone are named by whatever takes them, not by JAX's bare error alone."""
+    planned = autopar.parallelize(step)
+    state = {"table": table()}
+    planned(state, IDS)
+    told = r"given before \(argument 0, table\).*donate=False"
+    with pytest.raises(autopar.DonatedStateError, match="step got a state that was " + told):
+        autopar.verify(planned, state, IDS)
+    with pytest.raises(autopar.DonatedStateError, match="make got a state that was " + told):
+
+        def make(old: State) -> State:
+            return jax.tree.map(jnp.zeros_like, old) | {"table": old["table"] + 1}
+
+        autopar.init(make, state, step=planned, batch=IDS)
+    with pytest.raises(autopar.DonatedStateError, match="read got a state that was " + told):
+
+        def read(state: State, batch: jax.Array) -> jax.Array:
+            return state["table"][batch].sum()
+
+        autopar.parallelize(read)(state, IDS)
+
+
 def test_donate_false_keeps_the_state() -> None:
     planned = autopar.parallelize(step, donate=False)
     state = {"table": table()}

@@ -28,7 +28,7 @@ def test_a_state_that_comes_back_is_updated_in_place(rows: int) -> None:
     assert not mine["params"]["emb"].is_deleted(), "the first call copies the user's arrays"
     planned(first, ids_in(0, rows))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
-    with pytest.raises(autopar.DonatedStateError, match="state that it was given before"):
+    with pytest.raises(autopar.DonatedStateError, match="state that was given before"):
         planned(first, ids_in(0, rows))
 
 
