@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autopar.report.style import ReportFigure
 
 _STYLE = """
-.autopar-report { font-family: sans-serif; font-size: 14px; color: #222; max-width: 62em; }
+.autopar-report { font-family: sans-serif; font-size: 14px; max-width: 62em; }
 .autopar-report figure { display: inline-block; vertical-align: top; margin: 1em 1.5em 1em 0; max-width: 28em; }
 .autopar-report figcaption { font-size: 13px; }
 .autopar-report img { max-width: 100%; }

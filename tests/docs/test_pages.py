@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import autopar.api
@@ -22,6 +23,14 @@ PAGES = ["README.md", "docs/options.md", "docs/devices.md", "docs/accuracy.md"]
 
 def test_the_readme_is_short() -> None:
     assert len((Path(__file__).parents[2] / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_picture_of_results_has_the_numbers_of_the_readme() -> None:
+    found = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "speedups.py"))
+    stored = (Path(__file__).parents[2] / "docs" / "speedups.svg").read_text(encoding="utf-8")
+    assert stored == found["draw"]((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")), (
+        "run python docs/speedups.py"
+    )
 
 
 def test_pages_are_valid_python_and_name_real_options() -> None:
