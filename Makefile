@@ -7,6 +7,7 @@
 #   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
 #   make bench           the benchmarks
 #   make docs            the site, in docs/_build/html
+#   make notebooks       runs the notebooks and stores what they show (ARGS=01_first_plan: that one)
 #   make lint            ruff, basedpyright, import-linter
 
 SHELL  := /bin/bash
@@ -16,7 +17,7 @@ ARGS   ?=
 RANKS  ?= 4
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-mpi test test-all test-versions bench docs lint clean
+.PHONY: demo demo-mpi test test-all test-versions bench docs notebooks lint clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
@@ -37,6 +38,9 @@ bench: $(VENV)/.installed-bench
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -b html $(ARGS) docs docs/_build/html
+
+notebooks: $(VENV)/.installed-notebooks
+	$(BIN)/python -m notebooks.execute $(ARGS)
 
 lint: $(VENV)/.installed-lint $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -10,6 +10,8 @@ copyright = "the autopar authors"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = "autopar"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 
 nb_execution_mode = "off"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.text import Annotation
 
 from autopar.cost import Term
 from autopar.report.curves import Curves
@@ -30,6 +31,7 @@ from autopar.report.style import (
     format_count,
     format_seconds,
     format_share,
+    keep_apart,
     label_ends,
     log_axes,
     name_axes,
@@ -155,7 +157,7 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
 def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
     """Predicted against measured times: on the diagonal they are equal, in the band within 20%.
 
-    Of many only those outside the band have their labels.
+    Of many only those outside the band have their labels, and none whose label would lie on another one.
     """
     figure, (axes,) = blank(height=3.0)
     times = [s for t in measured for s in (t.predicted_s, t.measured_s)]
@@ -169,18 +171,21 @@ def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
     axes.set_ylim(*ends)
     log_axes(axes, "seconds", "seconds")
     axes.set_aspect("equal")
-    for timing in measured if len(measured) <= _LABELLED else [t for t in measured if not t.near]:
-        _note(axes, timing.label, timing.measured_s, timing.predicted_s)
+    labelled = sorted(
+        measured if len(measured) <= _LABELLED else [t for t in measured if not t.near], key=lambda t: t.near
+    )
+    labels = [_note(axes, timing.label, timing.measured_s, timing.predicted_s) for timing in labelled]
     name_axes(axes, "measured time of a step", "predicted time of a step")
-    return fit_size(figure)
+    fit_size(figure)
+    keep_apart(labels)
+    return figure
 
 
-def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> None:
+def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> Annotation:
     """Words below a point, towards the middle of the panel."""
     if _across(axes, x) < 0.55:
-        write(axes, words, (x, y), (4, -3), up="top", bold=bold)
-    else:
-        write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
+        return write(axes, words, (x, y), (4, -3), up="top", bold=bold)
+    return write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
 
 
 def _across(axes: Axes, x: float) -> float:

@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
+from matplotlib.transforms import Bbox
 from PIL import Image
 
 #: Inches: a column of a paper, and points.
@@ -117,13 +119,25 @@ def write(
     up: Literal["top", "center", "bottom"] = "bottom",
     colour: str = INK,
     bold: bool = False,
-) -> None:
+) -> Annotation:
     """Words beside a point of a panel, some points of type away from it; `across` and `up`: which part of them is."""
     weight = "bold" if bold else "normal"
     text = axes.annotate(
         words, at, offset, textcoords="offset points", fontsize=FONT, ha=across, va=up, color=colour, weight=weight
     )
     text.set_path_effects([withStroke(linewidth=2, foreground="white")])  # lines pass behind it
+    return text
+
+
+def keep_apart(texts: Sequence[Annotation]) -> None:
+    """Take texts away that would lie on an earlier one, where all of a figure has its place."""
+    kept: list[Bbox] = []
+    for text in texts:
+        box = text.get_window_extent()
+        if any(box.overlaps(other) for other in kept):
+            text.remove()
+        else:
+            kept.append(box)
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:

@@ -310,6 +310,15 @@ def test_docstring_examples() -> None:
         assert found.attempted >= examples and found.failed == 0
 
 
+def test_labels_of_points_do_not_lie_on_each_other(plan: Plan) -> None:
+    told = {f"allreduce_rows, V={k}": (1e-3 * (1 + k / 30), 1e-3) for k in range(8)}
+    (axes,) = autopar.report(plan, measured=told).figures["measured"].axes
+    texts = [text for text in axes.texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in texts]
+    assert texts and texts[0].get_text() == "allreduce_rows, V=7", "one outside of the band comes first"
+    assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k])
+
+
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
