@@ -124,7 +124,8 @@ class _Batch(Interpreter[_Found]):
     # --- loops and branches ---
 
     def while_loop(self, equation: Equation, operands: Sequence[_Found]) -> Sequence[_Found]:
-        return self.followed(equation, operands)
+        # A sweep over a table has a body, too: of rows, not of examples.
+        return self.followed(equation, operands) if equation.op == "while" else self.unconverged(equation)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
         """Branches agree on an axis, or don't care for it."""

@@ -120,3 +120,14 @@ def test_a_share_of_a_slice_that_starts_out_of_range(start: int) -> None:
         step, strategy="allreduce", mesh=mesh_of(4), donate=False, emit="pmap", batch_axis={"ids": 0}
     )
     same(planned(state, ids), jax.jit(step)(state, ids))
+
+
+def test_a_sweep_over_a_table_is_no_loop() -> None:
+    """A result that reads all rows is computed by a sweep, an operation with a body, after the lookups are lifted."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        new = state - 0.1 * jax.grad(lambda t: jnp.sum(jnp.tanh(t[ids])))(state)
+        return new, jax.nn.softmax(new.sum(1))
+
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4), donate=False)
+    same(planned(table(40), ids_in(0, 40, length=8)["ids"]), jax.jit(step)(table(40), ids_in(0, 40, length=8)["ids"]))
