@@ -71,6 +71,10 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
         f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch, but for the update.",
         f"Memory of each device for state, gradients and activations: {held}.",
     ]
+    if len({tuple(stage.devices) for stage in plan.stages}) > 1:
+        notes.append(
+            "The state lies on several devices; for other functions under jax.jit: autopar.materialize(state)."
+        )
     if plan.tensor > 1:
         notes.append(
             f"Each of them is {plan.tensor} devices that divide products; times and bytes are those of each, and "

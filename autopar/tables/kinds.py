@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
     """The same tree with ordinary arrays in place of tables: for other JAX functions, for evaluation, for saving.
 
     What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
-    `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices.
+    `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices; but for those
+    of a pipeline's state, of which each stage's devices have a part. They are brought together on one device.
 
     Args:
       tree: A state, or a part of one. Collective where tables are spread over several processes.
@@ -45,6 +47,8 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
       DonatedStateError: a leaf was given to a step, which updated it in place.
     """
 
+    device = _gathering_device(jax.tree.leaves(tree))
+
     def ordinary(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, DeferredTable):
             return leaf.materialize(copy=copy)
@@ -52,9 +56,25 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
             return leaf.materialize()  # anew in any case
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
             raise donated(jax.tree_util.keystr(path) or "this array")
+        if device is not None and _is_placed(leaf) and leaf.devices() != {device}:
+            return jax.device_put(leaf, device, may_alias=not copy)
         return copied(leaf) if copy else leaf
 
     return jax.tree_util.tree_map_with_path(ordinary, tree)
+
+
+def _gathering_device(leaves: Sequence[Any]) -> Any:
+    """Where to bring arrays of one tree together that no `jax.jit` takes as they are, since none of their shardings is
+    over the devices of all others; None where that isn't so."""
+    places = {frozenset(leaf.devices()) for leaf in leaves if _is_placed(leaf)}
+    every = frozenset().union(*places)
+    return None if every in places or not every else min(every, key=lambda device: device.id)
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Whether an array is on devices that the user or a step has chosen, all of this process."""
+    is_array = isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and not leaf.is_deleted()
+    return is_array and leaf.committed and leaf.is_fully_addressable
 
 
 def copied(leaf: Any) -> Any:

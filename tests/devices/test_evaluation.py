@@ -185,3 +185,28 @@ def test_inside_another_jit_and_verified() -> None:
     nested = jax.jit(lambda w, ids: evaluate({"emb": table, "w": w}, ids))
     same(nested(w, ids), predict({"emb": array, "w": w}, ids))
     assert autopar.verify(evaluate, {"emb": table, "w": w}, ids).ok
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_what_is_on_devices_of_its_own_is_brought_together(copy: bool) -> None:
+    """As the state of a pipeline is; what a mesh has all devices of stays where it is."""
+    one, two, pair = jax.devices()[1], jax.devices()[2], jax.sharding.Mesh(jax.devices()[2:4], ("replicas",))
+    replicated = jax.NamedSharding(pair, jax.P())
+    state = {
+        "first": jax.device_put(jnp.arange(3.0), one),
+        "second": jax.device_put(jnp.arange(3.0), two),
+        "replicas": jax.device_put(jnp.arange(3.0), replicated),
+        "key": jax.device_put(jax.random.key(0), two),
+        "anywhere": jnp.arange(3.0),
+        "host": np.arange(3.0),
+    }
+    together = autopar.materialize(state, copy=copy)
+    assert all(together[name].devices() == {one} for name in ("first", "second", "replicas", "key"))
+    if copy:
+        for name in "first", "second", "replicas":
+            state[name].delete()
+    total = jax.jit(lambda s: sum(s[name] for name in sorted(s) if name != "key"))(together)
+    np.testing.assert_array_equal(total, 5 * np.arange(3.0))
+    mixed = {"spread": jax.device_put(jnp.arange(3.0), replicated), "one": jax.device_put(1.0, two)}
+    kept = autopar.materialize(mixed, copy=copy)
+    assert {name: x.devices() for name, x in kept.items()} == {name: x.devices() for name, x in mixed.items()}

@@ -374,7 +374,8 @@ def test_a_state_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any)
         jax.tree.leaves((state["params"], metrics)), jax.tree.leaves((found["params"], expected)), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-12)
-    together = jax.device_put(state, jax.devices()[0])
+    assert "jax.jit: autopar.materialize(state)" in " ".join(explained(three).split())
+    together = autopar.materialize(state)
     assert float(jax.jit(lambda s: s["params"]["out"].sum() + s["params"]["words"].sum())(together))
     with pytest.raises(autopar.DonatedStateError):
         three(old, batch(1))
