@@ -68,9 +68,17 @@ def execute(notebook: Any) -> Any:
             resources={"metadata": {"path": home}},
         )
         asyncio.run(client.async_execute(cleanup_kc=True, env=env))  # its sockets are closed, too
+    for cell in code_cells(notebook):
+        cell.outputs = [output for output in cell.outputs if not _is_notice(output)]
     notebook.metadata["language_info"] = {"name": "python"}
     notebook.metadata["autopar"] = {"code": digest(notebook)}
     return notebook
+
+
+def _is_notice(output: Any) -> bool:
+    """Whether it says no more than what takes long: that is of this run, and not of what a notebook shows."""
+    lines = map(str.strip, re.split("[\r\n]", output.get("text", "")))
+    return output.get("name") == "stderr" and all(not line or line.startswith("autopar: ") for line in lines)
 
 
 def code_cells(notebook: Any) -> list[Any]:

@@ -51,10 +51,10 @@ def test_a_notebook_shows_what_is_stored(path: Path) -> None:
 
 
 def test_what_is_older_than_the_code_is_found() -> None:
-    made = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell("print('12.0 kB, 14 ms')"), nbformat.v4.new_code_cell("6 * 7")]
-    )
-    ran = execute(made)
+    notice = "import sys; print('autopar: step: compiling, 2 s', file=sys.stderr)\nprint('12.0 kB, 14 ms')"
+    codes = (notice, "6 * 7", "print('deprecated', file=sys.stderr)")
+    ran = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in codes]))
+    assert [kinds(cell) for cell in ran.cells] == [["stdout"], ["text/plain"], ["stderr"]]
     assert ran.cells[0].outputs[0]["text"] == "12.0 kB, 14 ms\n" and ran.metadata["autopar"]["code"] == digest(ran)
 
     def found(first: str, second: str) -> list[str]:
