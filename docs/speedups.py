@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -47,24 +48,31 @@ _STYLE = """
 """.strip()
 
 
-def results(readme: str) -> dict[tuple[str, str], tuple[float, float, float]]:
-    """(step, the other side) -> milliseconds of the other side and of autopar, and how many times as fast it is."""
-    rows = re.findall(
-        r"^\| ([^|]+); ([^|;]+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) (times|of)", readme, re.MULTILINE
-    )
+@dataclass(frozen=True)
+class Result:
+    """A row of the table: times of a step in ms, and how many times as fast autopar is."""
+
+    theirs_ms: float
+    ours_ms: float
+    gain: float
+
+
+def results(readme: str) -> dict[tuple[str, str], Result]:
+    """Reads the table: (step, the other side) -> result. A step that is "the same" is that of the row before."""
+    row = re.compile(r"^\| ([^|]+); ([^|;]+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) (times|of)", re.MULTILINE)
     found, last = {}, ""
-    for step, other, theirs, ours, ratio, kind in rows:
-        last = step if not step.startswith("the same") else last + step.removeprefix("the same")
-        found[last, other] = float(theirs), float(ours), float(ratio) if kind == "times" else 1 / float(ratio)
+    for step, other, theirs, ours, ratio, kind in row.findall(readme):
+        last = last + step.removeprefix("the same") if step.startswith("the same") else step
+        found[last, other] = Result(float(theirs), float(ours), float(ratio) if kind == "times" else 1 / float(ratio))
     return found
 
 
 def draw(readme: str) -> str:
     """An SVG with a row for each result: both times on a logarithmic axis, and how many times as fast autopar is."""
     found = results(readme)
-    drawn = [(words, *found[row]) for row, words in _DRAWN.items()]
+    drawn = [(words, found[row]) for row, words in _DRAWN.items()]
     height = _TOP + _ROW * len(drawn) + 24
-    said = ". ".join(f"{words}: {theirs:g} ms, autopar {ours:g} ms" for words, theirs, ours, _ in drawn)
+    said = ". ".join(f"{words}: {r.theirs_ms:g} ms, autopar {r.ours_ms:g} ms" for words, r in drawn)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="speedups" width="{_WIDTH * 1.25:g}" '
         f'viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(f"Time of a step. {said}.")}">',
@@ -77,16 +85,16 @@ def draw(readme: str) -> str:
         at, text = _across(ms), f"{ms} ms" if ms < 1000 else "1 s"
         lines.append(f'<line class="grid" x1="{at}" y1="{_TOP - 14}" x2="{at}" y2="{height - 18}"/>')
         lines.append(f'<text class="soft middle" x="{at}" y="{height - 4}">{text}</text>')
-    for k, (words, theirs, ours, gain) in enumerate(drawn):
+    for k, (words, result) in enumerate(drawn):
         y, (step, against) = _TOP + _ROW * k, words.split("; ")
-        a, b, line = _across(ours), _across(theirs), y + 17
+        a, b, line = _across(result.ours_ms), _across(result.theirs_ms), y + 17
         lines += [
             f'<text x="0" y="{y}">{escape(step)}<tspan class="soft">, {escape(against)}</tspan></text>',
             f'<line class="other" x1="{a}" y1="{line}" x2="{b}" y2="{line}" stroke-width="2"/>',
             f'<circle class="other" cx="{b}" cy="{line}" r="5"/><circle class="ours" cx="{a}" cy="{line}" r="5"/>',
-            f'<text class="soft end" x="{min(a, b) - 9}" y="{line + 4.5}">{ours:g}</text>',
-            f'<text class="soft" x="{max(a, b) + 9}" y="{line + 4.5}">{theirs:g} ms</text>',
-            f'<text class="gain end" x="{_WIDTH}" y="{line + 5}">{_times(gain)}</text>',
+            f'<text class="soft end" x="{min(a, b) - 9}" y="{line + 4.5}">{result.ours_ms:g}</text>',
+            f'<text class="soft" x="{max(a, b) + 9}" y="{line + 4.5}">{result.theirs_ms:g} ms</text>',
+            f'<text class="gain end" x="{_WIDTH}" y="{line + 5}">{_times(result.gain)}</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
 

@@ -53,8 +53,10 @@ def execute(notebook: Any) -> Any:
     Raises:
       CellExecutionError: a cell raises.
     """
-    manager = jupyter_client.AsyncKernelManager(kernel_spec_manager=_ThisPython())
     with tempfile.TemporaryDirectory() as home:
+        manager = jupyter_client.AsyncKernelManager(
+            kernel_spec_manager=_ThisPython(), transport="ipc", connection_file=f"{home}/kernel.json"
+        )
         own = {"HOME": home, "IPYTHONDIR": home, "MPLCONFIGDIR": matplotlib.get_configdir(), "JAX_PLATFORMS": "cpu"}
         paths = [str(FOLDER.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         env = {name: value for name, value in os.environ.items() if name != "XDG_CACHE_HOME"}
