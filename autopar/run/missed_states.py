@@ -15,7 +15,8 @@ slots of its optimizer and doesn't return them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ import jax
 from autopar import jax_compat
 from autopar.analysis.flow import carried, updated
 from autopar.errors import StateWarning, warn
-from autopar.ir.program import Block
+from autopar.ir.program import ArrayType, Block
 from autopar.run.arguments import Argument, Call, States, alike, subtrees, tops, type_of_shape
 
 
@@ -52,7 +53,7 @@ def warn_of_missed_states(
             )
     elif missed := missed_states(call, outputs, block, batches, differentiates=differentiates):
         told = _told(name, missed)
-    elif differentiates and (partly := _partly_returned(call, outputs, block, batches)):
+    elif differentiates and (partly := _partly_returned(call, outputs, block, states, batches)):
         argument, path = partly
         told = (
             f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in "
@@ -64,37 +65,66 @@ def warn_of_missed_states(
         warn(told, StateWarning)
 
 
-def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int]) -> Argument | None:
-    """The first argument with slots of a state, in that one's form, of which the step makes new values in vain."""
-    forms = [(state.treedef, state.types) for state in map(call.arguments.__getitem__, states.outputs)]
-    slots: list[tuple[Argument, int, int]] = []
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A container or leaf within an argument, and the place of its first leaf among the argument's and all inputs."""
+
+    argument: Argument
+    treedef: Any
+    first: int
+    input_: int
+
+    @property
+    def types(self) -> Sequence[ArrayType]:
+        return self.argument.types[self.first : self.first + self.treedef.num_leaves]
+
+
+def _parts(call: Call, states: States, batches: Sequence[int]) -> Iterator[_Part]:
+    """What arguments that aren't taken for state, nor said to be none, are made of."""
     start = 0
     for k, argument in enumerate(call.arguments):
-        if k not in states.outputs and not argument.is_lone_array and argument.position not in batches:
-            slots += [
-                (argument, start + first, len(types))
-                for node, first in subtrees(argument.treedef)
-                for form, types in forms
-                if node == form and any(t.shape for t in types) and all(map(alike, argument.types[first:], types))
-            ]
+        if k not in states.outputs and argument.position not in batches:
+            for treedef, first in subtrees(argument.treedef):
+                if treedef != argument.treedef:
+                    yield _Part(argument, treedef, first, start + first)
         start += len(argument.types)
+
+
+def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int]) -> Argument | None:
+    """The first argument with slots of a state, in that one's form, of which the step makes new values in vain."""
+    known = [call.arguments[k] for k in states.outputs]
+    slots = [
+        part
+        for part in _parts(call, states, batches)
+        if any(_is_alike(part, state.treedef, state.types) for state in known)
+    ]
     made = updated(block) if slots else 0
-    return next((argument for argument, first, size in slots if made >> first & (1 << size) - 1), None)
+    return next((p.argument for p in slots if made >> p.input_ & (1 << len(p.types)) - 1), None)
 
 
-def _partly_returned(call: Call, outputs: Any, block: Block, batches: Sequence[int]) -> tuple[Argument, str] | None:
-    """An argument of which an output is a leaf's new value, and that leaf's path; None if there is none."""
-    types = [type_of_shape(leaf) for leaf in jax.tree.leaves(outputs)]
+def _partly_returned(
+    call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
+) -> tuple[Argument, str] | None:
+    """An argument of which an outermost part of the output is a part's new value, and the path of the first leaf that
+    is new; None if there is none. (A state that comes back with more leaves than it had is whole.)"""
+    leaves, tree = jax.tree.flatten(outputs)
+    types = [type_of_shape(leaf) for leaf in leaves]
     evidence = carried(block, scaled="little")
-    leaves = [(argument, n) for argument in call.arguments for n in range(len(argument.types))]
-    for i, (argument, n) in enumerate(leaves):
-        old = argument.types[n]
-        if argument.is_lone_array or argument.position in batches or not old.shape or len(call.arguments) == 1:
-            continue
-        for o, new in enumerate(types):
-            if alike(old, new) and evidence[o] >> i & 1 and block.outputs[o] is not block.inputs[i]:
-                return argument, argument.paths[n]
+    returned = sorted(tops(tree), key=lambda top: top[0])
+    for part in _parts(call, states, batches) if len(call.arguments) > 1 else ():
+        for o, treedef in returned:
+            if _is_alike(part, treedef, types[o:]):
+                pairs = [(part.input_ + n, o + n) for n in range(len(part.types))]
+                new = (i for i, o in pairs if block.outputs[o] is not block.inputs[i] and evidence[o] >> i & 1)
+                i = next(new, None)
+                if i is not None:
+                    return part.argument, part.argument.paths[part.first + i - part.input_]
     return None
+
+
+def _is_alike(part: _Part, treedef: Any, types: Sequence[ArrayType]) -> bool:
+    """Whether an array's or a container's first leaves are like those of a part, scalars not being enough."""
+    return part.treedef == treedef and all(map(alike, part.types, types)) and any(t.shape for t in part.types)
 
 
 def missed_states(
