@@ -1,5 +1,6 @@
 """Dead-code elimination and value numbering, of a program in which lookups are gathers (`recognise_lookups`),
-their gradients those of all examples (`sink_sums`), and broadcasts written down (`expand_broadcasts`).
+their gradients those of all examples (`sink_sums`), what names examples by number is batched (`batch_indices`), and
+broadcasts are written down (`expand_broadcasts`).
 
 Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure
 equations of one block become one, so that the ids of a forward lookup and of its backward scatter are one value.
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from autopar.analysis.counting import Counting
 from autopar.analysis.values import Numbering
 from autopar.ir.program import Atom, Block, Equation, Program, count_equations
 from autopar.ir.slicing import eliminate_dead
+from autopar.passes.normalizing.batch_indices import batch_indices
 from autopar.passes.normalizing.expand_broadcasts import expand_broadcasts
 from autopar.passes.normalizing.recognise_lookups import recognise_lookups
 from autopar.passes.normalizing.sink_sums import sink_sums
@@ -21,7 +24,9 @@ from autopar.passes.normalizing.sink_sums import sink_sums
 def normalize(program: Program) -> tuple[Program, str]:
     """The same program without dead and repeated equations; notes say how many went."""
     program, sums = sink_sums(program)
-    program, lookups = recognise_lookups(program)
+    counting = Counting(program.block)
+    program, batched = batch_indices(program, counting)
+    program, lookups = recognise_lookups(program, counting)
     block = expand_broadcasts(program.block)
     before = count_equations(block)
     block, _ = eliminate_dead(block)
@@ -31,6 +36,8 @@ def normalize(program: Program) -> tuple[Program, str]:
     note = f"{before} equations; {before - live} dead and {live - after} repeated ones removed"
     if sums:
         note += f"; {sums} sums over devices moved into what they add up"
+    if batched:
+        note += f"; {batched} gathers and scatters by numbers of examples are batched"
     if lookups:
         note += f"; {lookups} products with one-hot matrices are lookups and their gradients"
     return dataclasses.replace(program, block=block), note

@@ -13,6 +13,7 @@ import autopar
 from autopar.measure.collectives import read_collectives
 from autopar.planning.verify import compare_runs
 from tests.support.meshes import mesh_of
+from tests.support.own_examples import EACH, given, step_of
 from tests.support.pairs import pairwise
 from tests.zoo import MODELS, OPTIMIZERS
 
@@ -173,3 +174,14 @@ def test_a_table_that_is_copied_for_each_example(kind: str, method: str) -> None
     assert entry.compiled.plan.lifts
     found = compare_runs(entry, [jax.tree.leaves((state, batch))])
     assert found.ok, str(found)
+
+
+def test_examples_by_themselves() -> None:
+    """Nothing that works on each example by itself is brought together."""
+    with jax.enable_x64(True):
+        step = step_of(EACH)
+        planned = autopar.parallelize(step, mesh=mesh_of(4), emit="pmap", donate=False)
+        ours, theirs = planned(*given()), jax.jit(step)(*given())
+        assert planned.entry(*given()).compiled.program.local.inside is None
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)

@@ -55,6 +55,8 @@ def _matrices(w: Any, x: Any) -> Any:
 
 EACH: Mapping[str, Each] = {
     "named": _named,
+    "experts": _experts,
+    "last token": _last_token,
     "loop": _loop,
     "loop by example": _loop_by_example,
     "put": lambda w, x: sum(jax.device_put((x @ w, x))).sum(1),

@@ -13,19 +13,17 @@ all but one are 0 is exact for finite numbers. A gradient that isn't finite make
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from autopar import jax_compat
+from autopar.analysis.counting import Counting
 from autopar.analysis.primitives import IDENTITIES
 from autopar.ir.expand import expand
-from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.program import Atom, Block, Equation, Program, Var
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
 #: Operations after which a value is still made of the state alone, row by row, so that its product is a lookup.
@@ -74,24 +72,37 @@ class OneHot:
         return jax.lax.transpose(ids, [others.index(d) for d in self.order if d != self.along])
 
 
-def recognise_lookups(program: Program) -> tuple[Program, int]:
-    """The program with lookups for one-hot products, and how many products there were."""
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What makes the values of a block, and which of them count along an axis."""
+
+    producers: Mapping[Atom, Equation]
+    counting: Counting
+
+
+def recognise_lookups(program: Program, counting: Counting) -> tuple[Program, int]:
+    """The program with lookups for one-hot products, and how many products there were.
+
+    Args:
+      program: Any program.
+      counting: Which of its values count along an axis, as classes do.
+    """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     states = {var for var, input_ in pairs if input_.role in ("state", "table")}
     extents: set[int] = set()
-    block, lookups = _lookups(program.block, states, extents)
+    block, lookups = _lookups(program.block, states, extents, counting)
     if not lookups:
         return program, 0
-    block, transposes = _transposes(block, extents)
+    block, transposes = _transposes(block, extents, counting)
     return dataclasses.replace(program, block=block), lookups + transposes
 
 
-def _lookups(block: Block, states: set[Var], extents: set[int]) -> tuple[Block, int]:
+def _lookups(block: Block, states: set[Var], extents: set[int], counting: Counting) -> tuple[Block, int]:
     """A block with gathers for products, and how many; `extents` grows by the numbers of rows that are looked up in.
 
     `states`: its inputs that are made of the state alone.
     """
-    producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
+    facts = _Facts({v: e for e in block.equations for v in e.outputs}, counting)
     pure: set[Atom] = set(states)
 
     def rewrite(equation: Equation) -> tuple[list[Equation] | None, int]:
@@ -99,22 +110,22 @@ def _lookups(block: Block, states: set[Var], extents: set[int]) -> tuple[Block, 
         if equation.op in _KEEPS and variables and all(a in pure for a in variables):
             pure.update(equation.outputs)
         if equation.op == "dot_general":
-            made = _lookup(equation, producers, pure, extents)
+            made = _lookup(equation, facts, pure, extents)
             return made, int(made is not None)
-        return _in_bodies(equation, lambda body: _lookups(body, _inner(equation, body, pure), extents))
+        return _in_bodies(equation, lambda body: _lookups(body, _inner(equation, body, pure), extents, counting))
 
     return _rewritten(block, rewrite)
 
 
-def _transposes(block: Block, extents: set[int]) -> tuple[Block, int]:
+def _transposes(block: Block, extents: set[int], counting: Counting) -> tuple[Block, int]:
     """A block with scatter-adds for products of gradients with one-hot matrices of so many classes."""
-    producers: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
+    facts = _Facts({v: e for e in block.equations for v in e.outputs}, counting)
 
     def rewrite(equation: Equation) -> tuple[list[Equation] | None, int]:
         if equation.op == "dot_general":
-            made = _push(equation, producers, extents)
+            made = _push(equation, facts, extents)
             return made, int(made is not None)
-        return _in_bodies(equation, lambda body: _transposes(body, extents))
+        return _in_bodies(equation, lambda body: _transposes(body, extents, counting))
 
     return _rewritten(block, rewrite)
 
@@ -143,16 +154,14 @@ def _inner(equation: Equation, body: Block, pure: set[Atom]) -> set[Var]:
     return {v for v, a in pairs if a in pure}
 
 
-def _lookup(
-    equation: Equation, producers: Mapping[Atom, Equation], pure: set[Atom], extents: set[int]
-) -> list[Equation] | None:
+def _lookup(equation: Equation, facts: _Facts, pure: set[Atom], extents: set[int]) -> list[Equation] | None:
     """The lookup in place of `one_hot @ table`."""
     contract, batch = equation.params["dimension_numbers"]
     for k in (0, 1):
         table, hot = equation.inputs[1 - k], equation.inputs[k]
         if table not in pure or any(batch) or len(contract[k]) != 1:
             continue
-        one_hot = _one_hot(hot, producers)
+        one_hot = _one_hot(hot, facts)
         if one_hot is None or one_hot.axis != contract[k][0]:
             continue
         rows, dtype = contract[1 - k][0], equation.outputs[0].dtype
@@ -169,11 +178,11 @@ def _lookup(
     return None
 
 
-def _push(equation: Equation, producers: Mapping[Atom, Equation], extents: set[int]) -> list[Equation] | None:
+def _push(equation: Equation, facts: _Facts, extents: set[int]) -> list[Equation] | None:
     """The scatter-add in place of a product that contracts all axes of a one-hot array but its classes."""
     contract, batch = equation.params["dimension_numbers"]
     for k in (0, 1):
-        one_hot = _one_hot(equation.inputs[k], producers)
+        one_hot = _one_hot(equation.inputs[k], facts)
         if one_hot is None or any(batch) or one_hot.shape[one_hot.axis] not in extents:
             continue
         along, grad = contract[k], equation.inputs[1 - k]
@@ -231,13 +240,13 @@ def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
 # --- one-hot arrays ---
 
 
-def _one_hot(atom: Atom, producers: Mapping[Atom, Equation]) -> OneHot | None:
+def _one_hot(atom: Atom, facts: _Facts) -> OneHot | None:
     """What a one-hot array is made of; None of anything else."""
-    equation, converted, orders = producers.get(atom), False, []
+    equation, converted, orders = facts.producers.get(atom), False, []
     while equation is not None and equation.op in ("convert_element_type", "transpose"):
         converted = converted or equation.op == "convert_element_type"
         orders += [equation.params["permutation"]] if equation.op == "transpose" else []
-        equation = producers.get(equation.inputs[0])
+        equation = facts.producers.get(equation.inputs[0])
     if equation is None or equation.op != "eq" or not converted:
         return None
     shape = equation.outputs[0].shape
@@ -247,45 +256,13 @@ def _one_hot(atom: Atom, producers: Mapping[Atom, Equation]) -> OneHot | None:
     for ids, classes in (equation.inputs, equation.inputs[::-1]):
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             return None
-        axis = _iota_axis(classes, producers)
+        axis = facts.counting.axis(classes)
         if axis is None or classes.shape[axis] != shape[axis]:
             continue
-        place = _without(ids, axis, producers)
+        place = _without(ids, axis, facts.producers)
         if place is not None:
             return OneHot(*place, shape, axis, order)
     return None
-
-
-def _iota_axis(atom: Atom, producers: Mapping[Atom, Equation]) -> int | None:
-    """The axis along which a value counts from 0, being the same along all others."""
-    if isinstance(atom, Literal):
-        if jax_compat.is_key(atom.dtype) or len(atom.shape) == 0:
-            return None
-        long = [d for d, size in enumerate(atom.shape) if size > 1]
-        if len(long) != 1 or not np.array_equal(np.asarray(atom.value).reshape(-1), np.arange(atom.shape[long[0]])):
-            return None
-        return long[0]
-    equation = producers.get(atom)
-    if equation is None:
-        return None
-    if equation.op == "iota":
-        return equation.params["dimension"] if _holds(atom, equation.params["dimension"]) else None
-    if equation.op not in ("convert_element_type", "broadcast_in_dim", "reshape"):
-        return None
-    axis = _iota_axis(equation.inputs[0], producers)
-    if axis is None:
-        return None
-    if equation.op == "convert_element_type":
-        return axis if _holds(atom, axis) else None
-    if equation.op == "broadcast_in_dim":
-        return equation.params["broadcast_dimensions"][axis]
-    old = equation.inputs[0].shape  # arange[None, :]
-    return next((d for d, n in enumerate(atom.shape) if n == old[axis]), None) if max(old) == math.prod(old) else None
-
-
-def _holds(atom: Atom, axis: int) -> bool:
-    """Whether a dtype has all numbers along an axis: else they begin anew."""
-    return bool(jnp.issubdtype(atom.dtype, jnp.integer)) and atom.shape[axis] - 1 <= jnp.iinfo(atom.dtype).max
 
 
 def _without(ids: Atom, axis: int, producers: Mapping[Atom, Equation]) -> tuple[Atom, tuple[int, ...]] | None:

@@ -1,0 +1,132 @@
+"""Which values count along an axis: iotas, in whatever shape, also after the test for negative indices that JAX writes.
+
+Of index vectors each component is known by itself: `h[jnp.arange(n), i]` has one that counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.batch_rules import place_axes
+from autopar.analysis.interpreter import Interpreter
+from autopar.analysis.primitives import IDENTITIES
+from autopar.ir.program import Atom, Block, Equation, Literal
+
+_SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What is known of a value.
+
+    Attributes:
+      axis: Each element is its own index along this axis; None if that isn't known.
+      columns: For each place of the last axis, the axis along which the elements there count; () if nothing is known.
+      is_false: Whether all elements are False.
+    """
+
+    axis: int | None = None
+    columns: tuple[int | None, ...] = ()
+    is_false: bool = False
+
+    def moved(self, to: dict[int, int]) -> Counted:
+        """What is known once axes have gone elsewhere; those that are missing in `to` are lost."""
+        axis = None if self.axis is None else to.get(self.axis)
+        columns = tuple(None if c is None else to.get(c) for c in self.columns)
+        return Counted(axis, columns if any(c is not None for c in columns) else ())
+
+
+_NOTHING = Counted()
+
+
+class Counting(Interpreter[Counted]):
+    """What counts in a block, and in those nested in it."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.run(block.equations)
+
+    def axis(self, atom: Atom) -> int | None:
+        """The axis along which a value counts from 0, being the same along all others."""
+        return self.value(atom).axis
+
+    def columns(self, atom: Atom) -> tuple[int | None, ...]:
+        """The axis along which each component of index vectors counts."""
+        known, last = self.value(atom), len(atom.shape) - 1
+        if known.columns or known.axis in (None, last):
+            return known.columns
+        return (known.axis,) * atom.shape[last]
+
+    # --- the lattice ---
+
+    def unknown(self, atom: Atom) -> Counted:
+        if not isinstance(atom, Literal) or jax_compat.is_key(atom.dtype) or atom.shape == ():
+            return _NOTHING
+        if np.dtype(atom.dtype) == np.bool_:
+            return Counted(is_false=not np.any(np.asarray(atom.value)))
+        long = [d for d, size in enumerate(atom.shape) if size > 1]
+        if len(long) != 1 or not np.array_equal(np.asarray(atom.value).reshape(-1), np.arange(atom.shape[long[0]])):
+            return _NOTHING
+        return Counted(long[0])
+
+    def join(self, values: Sequence[Counted], atoms: Sequence[Atom]) -> Counted:
+        return values[0] if all(v == values[0] for v in values) else _NOTHING
+
+    def inside(self, value: Counted) -> Counted:
+        axes = {*value.columns, value.axis} - {None, 0}
+        return value.moved({d: d - 1 for d in axes if d is not None})
+
+    def outside(self, value: Counted) -> Counted:
+        return value.moved({d: d + 1 for d in {*value.columns, value.axis} if d is not None})
+
+    def plain(self, equation: Equation, operands: Sequence[Counted]) -> Sequence[Counted]:
+        return [self._result(equation, operands)] * len(equation.outputs)
+
+    def _result(self, equation: Equation, operands: Sequence[Counted]) -> Counted:
+        op, (out, *more) = equation.op, equation.outputs or (None,)
+        if out is None or more:
+            return _NOTHING
+        if op == "iota":
+            return _held(Counted(equation.params["dimension"]), out)
+        if op == "lt" and operands[0].axis is not None:
+            return Counted(is_false=_is_negative(equation.inputs[1]))
+        if op == "select_n" and operands[0].is_false:
+            return operands[1]
+        if op in IDENTITIES:
+            return operands[0]
+        if op == "convert_element_type":
+            return _held(operands[0], out)
+        if op in _SHAPED and operands[0] != _NOTHING:
+            return _shaped(equation, operands[0])
+        if op == "concatenate" and equation.params["dimension"] == len(out.shape) - 1:
+            return Counted(columns=tuple(c for a in equation.inputs for c in self.columns(a) or (None,) * a.shape[-1]))
+        if op == "stack" and equation.params["axis"] == len(out.shape) - 1:
+            return Counted(columns=tuple(v.axis for v in operands))
+        return _NOTHING
+
+
+def _held(value: Counted, out: Atom) -> Counted:
+    """A value as it is in a dtype that holds all its numbers; in another they begin anew."""
+    if jax_compat.is_key(out.dtype) or not jnp.issubdtype(out.dtype, jnp.integer):
+        return replace(_NOTHING, is_false=value.is_false)
+    axes = [d for d in (value.axis, *value.columns) if d is not None]
+    return value if all(out.shape[d] - 1 <= jnp.iinfo(out.dtype).max for d in axes) else _NOTHING
+
+
+def _is_negative(limit: Atom) -> bool:
+    """Whether nothing that counts is less than a number."""
+    return isinstance(limit, Literal) and bool(np.all(np.asarray(limit.value) <= 0))
+
+
+def _shaped(equation: Equation, value: Counted) -> Counted:
+    old, new = equation.inputs[0].shape, equation.outputs[0].shape
+    places = {d: place_axes(equation, 0, d) for d, size in enumerate(old) if size > 1}
+    to = {d: at for d, at in places.items() if at is not None and new[at] == old[d]}
+    last = len(old) - 1
+    kept = value if to.get(last) == len(new) - 1 else replace(value, columns=())
+    return replace(kept.moved(to), is_false=value.is_false)

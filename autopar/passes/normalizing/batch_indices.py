@@ -1,0 +1,104 @@
+"""Gathers and scatters that name each example by its number become batched ones, which keep examples apart.
+
+    h[jnp.arange(n), ids]  ->  the gather that `jax.vmap(lambda h, i: h[i])(h, ids)` is
+
+Which index counts along an axis is known (`analysis.counting`), and that it is never out of range: so the other indices
+are clipped, filled or dropped as before. Top-k mixtures of experts, the last token of a sentence and `put_along_axis`
+are written so; as batched ones they run in microbatches and on single devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar import jax_compat
+from autopar.analysis.counting import Counting
+from autopar.ir.expand import expand
+from autopar.ir.program import Block, Equation, Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    """How the dimension numbers of gathers and of scatters call what both have."""
+
+    gone: str
+    mapped: str
+    paired: str
+
+
+_GATHER = _Names("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
+_SCATTER = _Names("inserted_window_dims", "scatter_dims_to_operand_dims", "scatter_indices_batching_dims")
+
+
+def batch_indices(program: Program, counting: Counting) -> tuple[Program, int]:
+    """The program with such gathers and scatters batched, and how many there were; `counting`: what counts in it."""
+    block, count = _batched(program.block, counting)
+    return dataclasses.replace(program, block=block), count
+
+
+def _batched(block: Block, counting: Counting) -> tuple[Block, int]:
+    equations: list[Equation] = []
+    total = 0
+    for equation in block.equations:
+        made = [_batched(body, counting) for body in equation.bodies]
+        equation = equation.with_bodies([body for body, _ in made])
+        is_access = equation.op == "gather" or equation.op.startswith("scatter")
+        pairs = _counting_pairs(equation, counting) if is_access else {}
+        equations += _without(equation, pairs) if pairs else [equation]
+        total += bool(pairs) + sum(count for _, count in made)
+    return block.with_equations(equations), total
+
+
+def _names(equation: Equation) -> _Names:
+    return _GATHER if equation.op == "gather" else _SCATTER
+
+
+def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
+    """Dimension of the operand -> the axis of the indices along which its index counts, all of it."""
+    numbers, names = equation.params["dimension_numbers"], _names(equation)
+    operand, indices = equation.inputs[:2]
+    taken = set(getattr(numbers, names.paired))
+    pairs: dict[int, int] = {}
+    for dim, axis in zip(getattr(numbers, names.mapped), counting.columns(indices), strict=False):
+        is_single = axis is not None and dim in getattr(numbers, names.gone) and axis not in taken
+        if is_single and operand.shape[dim] == indices.shape[axis] > 1:
+            pairs[int(dim)] = axis
+            taken.add(axis)
+    return pairs
+
+
+def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
+    """The equation without the indices that count along axes: these become batching dimensions."""
+    numbers, names = equation.params["dimension_numbers"], _names(equation)
+    batched = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)) | pairs
+    mapped = getattr(numbers, names.mapped)
+    kept = [k for k, dim in enumerate(mapped) if dim not in pairs]
+    changed = {
+        names.gone: tuple(d for d in getattr(numbers, names.gone) if d not in pairs),
+        names.mapped: tuple(mapped[k] for k in kept),
+        "operand_batching_dims": tuple(sorted(batched)),
+        names.paired: tuple(batched[d] for d in sorted(batched)),
+    }
+    params = {
+        **equation.params,
+        "dimension_numbers": numbers._replace(**changed),
+        "indices_are_sorted": False,
+    }
+
+    def access(operand: Any, indices: Any, *updates: Any) -> Any:
+        return jax_compat.bind(equation.primitive, (operand, _columns(indices, kept), *updates), params)[0]
+
+    return expand(access, equation, equation.inputs, equation.outputs[0])
+
+
+def _columns(indices: Any, kept: Sequence[int]) -> Any:
+    """Some components of index vectors, or none."""
+    last = indices.ndim - 1
+    columns = [jax.lax.slice_in_dim(indices, k, k + 1, axis=last) for k in kept]
+    if len(columns) > 1:
+        return jax.lax.concatenate(columns, last)
+    return columns[0] if columns else jax.lax.slice_in_dim(indices, 0, 0, axis=last)

@@ -1,0 +1,76 @@
+"""Gathers and scatters by numbers of examples: batched, and the same to the last bit, out of range as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.analysis.counting import Counting
+from autopar.backends.emit import emit
+from autopar.ir.program import Block, Program
+from autopar.ir.trace import block_of
+from autopar.passes.normalizing.batch_indices import batch_indices
+
+N, M, D = 5, 4, 3
+H = np.random.default_rng(0).normal(size=(N, M, D)).astype(np.float32)
+#: Some of them out of range, on both sides.
+IDS = np.array([[0, 3], [-1, 2], [9, 1], [-9, 0], [2, 4]], np.int32)
+ROWS = jnp.arange(N)
+
+
+def _in_scan(h: Any, i: Any) -> Any:
+    return jax.lax.scan(lambda c, _: (c.at[ROWS, i[:, 0]].add(c[ROWS, i[:, 1]]), c[ROWS, i[:, 0]]), h, None, length=2)
+
+
+BATCHED: dict[str, Callable[[Any, Any], Any]] = {
+    "one for each": lambda h, i: h[ROWS, i[:, 0]],
+    "several for each": lambda h, i: h[ROWS[:, None], i],
+    "the last": lambda h, i: h[ROWS, -1],
+    "of numpy": lambda h, i: h[np.arange(N), i[:, 0]],
+    "of a wide dtype": lambda h, i: h[jnp.arange(N, dtype=jnp.uint8)[:, None], i],
+    "all": lambda h, i: h[ROWS],
+    "two that count": lambda h, i: h[ROWS[:, None], i[:, :1] % M, jnp.arange(D)],
+    "filled": lambda h, i: h.at[ROWS[:, None], i].get(mode="fill", fill_value=7),
+    "clipped": lambda h, i: h.at[ROWS[:, None], i].get(mode="clip"),
+    "set": lambda h, i: h.at[ROWS, i[:, 0]].set(7.0),
+    "added": lambda h, i: h.at[ROWS[:, None], i].add(h[:, :2]),
+    "multiplied, dropped": lambda h, i: h.at[ROWS[:, None], i].mul(3.0, mode="drop"),
+    "put": lambda h, i: jnp.put_along_axis(h[..., 0], i % M, 3.0, axis=1, inplace=False),
+    "in a scan": _in_scan,
+    "gradient": lambda h, i: jax.grad(lambda h: jnp.sum(jnp.sin(h[ROWS[:, None], i])))(h),
+    "of a transposed": lambda h, i: h.swapaxes(0, 1)[i[:, 0], ROWS],
+}
+NOT_BATCHED: dict[str, Callable[[Any, Any], Any]] = {
+    "fewer": lambda h, i: h[ROWS[1:], i[1:, 0]],
+    "from one": lambda h, i: h[(ROWS + 1) % N, i[:, 0]],
+    "reversed": lambda h, i: h[ROWS[::-1], i[:, 0]],
+    "along another axis": lambda h, i: h[jnp.arange(4)[:, None] % 2, i[:4]],
+    "by the same": lambda h, i: h[ROWS[:, None] * 0, i],
+    "begins anew": lambda h, i: jnp.zeros((300, 2))[jnp.arange(300).astype(jnp.uint8), 1],
+}
+
+
+def _made(fun: Callable[[Any, Any], Any]) -> tuple[Block, Block, int]:
+    block = block_of(jax.make_jaxpr(fun)(H, IDS))
+    program, count = batch_indices(Program(block, (), ()), Counting(block))
+    return block, program.block, count
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched(name: str) -> None:
+    block, new, count = _made(BATCHED[name])
+    accesses = [e for e in new.walk() if e.op == "gather" or e.op.startswith("scatter")]
+    assert count == len(accesses) and all(e.params["dimension_numbers"].operand_batching_dims for e in accesses)
+    for a, b in zip(emit(block)(H, IDS), emit(new)(H, IDS), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", NOT_BATCHED)
+def test_what_does_not_count(name: str) -> None:
+    block, new, count = _made(NOT_BATCHED[name])
+    assert count == 0 and new is block
