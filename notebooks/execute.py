@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def read(path: Path) -> Any:
 
 
 def execute(notebook: Any) -> Any:
-    """Run all cells, and note by which code their outputs were made.
+    """Run all cells, and note by which code and which JAX their outputs were made.
 
     Raises:
       CellExecutionError: a cell raises.
@@ -73,7 +74,7 @@ def execute(notebook: Any) -> Any:
     for cell in code_cells(notebook):
         cell.outputs = [output for output in cell.outputs if not _is_notice(output)]
     notebook.metadata["language_info"] = {"name": "python"}
-    notebook.metadata["autopar"] = {"code": digest(notebook)}
+    notebook.metadata["autopar"] = {"code": digest(notebook), "jax": version("jax").rpartition(".")[0]}
     return notebook
 
 
@@ -109,12 +110,13 @@ def texts(cell: Any) -> Iterator[str]:
 
 
 def differences(stored: Any, fresh: Any) -> list[str]:
-    """Lists in what two runs of a notebook differ: words, numbers other than times, and kinds of outputs."""
+    """Lists in what two runs of a notebook differ: kinds of outputs; with one JAX also words, and numbers but times."""
+    traced_alike = stored.metadata["autopar"]["jax"] == fresh.metadata["autopar"]["jax"]
     found = []
     for old, new in zip(code_cells(stored), code_cells(fresh), strict=True):
         if kinds(old) != kinds(new):
             found.append(f"{old.id}: {kinds(old)} is stored, {kinds(new)} is shown")
-        elif "measured" not in old.metadata.get("tags", ()):
+        elif traced_alike and "measured" not in old.metadata.get("tags", ()):
             for a, b in zip(texts(old), texts(new), strict=True):
                 found += [f"{old.id}: {x!r} is stored, {y!r} is shown" for x, y in _other_words(a, b)][:5]
     return found
