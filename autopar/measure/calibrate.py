@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -16,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
 
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.strategy import METHODS
+from autopar.launch.notices import noticing
 from autopar.measure import loops
 from autopar.measure.probe import Step, probe
 
@@ -118,27 +119,15 @@ def write_cache(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True) -> Iterator[Advance]:
-    """A line that says what is being measured, why, and that it is kept: with a bar on a terminal, else plain and once.
+    """A line that says what is being measured, why, and that it is kept; with a bar on a terminal.
 
     The block calls what it is given `parts` times. `kept`: where the figures are kept; empty: nowhere. `shown`: whether
     this process is the one that says so.
     """
-    console = Console(stderr=True)
-    kept = kept.replace(os.path.expanduser("~") + os.sep, f"~{os.sep}", 1)
-    line = f"autopar: measuring {what}, {why}" + (f"; kept in {kept}" if kept else "")
-    if not shown:
-        yield lambda part: None
-    elif not console.is_terminal:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-        yield lambda part: None
-    else:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # takes long, and is rarely needed
-
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            console.print(line, highlight=False, markup=False)
-            task = bar.add_task("starting", total=parts)
-            yield lambda part: bar.update(task, advance=1, description=part)
+    line = f"measuring {what}, {why}" + (f"; kept in {kept}" if kept else "")
+    with noticing(f"measuring {what}", parts=parts, at_once=line, shown=shown) as notice:
+        done = itertools.count()
+        yield lambda part: notice.tell(part, done=next(done))
 
 
 def calibrate_rates(devices: Devices, plan: StepPlanner, advance: Advance = lambda part: None) -> Rates:

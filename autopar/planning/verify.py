@@ -24,6 +24,7 @@ from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
 from autopar.ir.trace import block_of
+from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
 from autopar.run.arguments import read_call
@@ -100,7 +101,8 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
     with naming_donated(step.name, args, kwargs):
         entry = pure.entry(*arrays, **named)
         _check_pure(pure, entry, arrays, named)
-        compared = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
+        with noticing(step.name, "verifying, by the plain step and one in float64"):
+            compared = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
     if not compared.ok:
         wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")

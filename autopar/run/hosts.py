@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
+from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
 from autopar.mpi.host_memory import require_memory
 from autopar.run.buffers import with_own_buffers
@@ -137,8 +139,10 @@ class HostRunner:
         """The results of a step in the program for its rows: it begins in the last one's."""
         staged = self._staged or self._compiled_for(self._buckets.least)
         while True:
+            is_known = self._staged in (None, staged)  # the caller says it of the first one
             try:
-                results = staged.run(inputs, step)
+                with nullcontext() if is_known else noticing(self._program.name, "compiling"):
+                    results = staged.run(inputs, step)
                 break
             except OtherBucket as other:
                 staged = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))

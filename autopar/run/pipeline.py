@@ -28,6 +28,7 @@ from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.reductions import REDUCERS, neutral
 from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
+from autopar.launch.notices import tell
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import point_to_point
 from autopar.run.buffers import with_own_buffers
@@ -92,6 +93,10 @@ class PipelineRunner:
         lowered = [self._programs[name].lower(self._devices[device]) for name, device in own]
         with concurrent.futures.ThreadPoolExecutor() as threads:
             made = [[threads.submit(each.compile) for each in programs] for programs in lowered]
+            count = sum(map(len, made))
+            tell("compiling programs of stages", parts=count)
+            for done, _ in enumerate(concurrent.futures.as_completed(itertools.chain(*made)), 1):
+                tell("compiling programs of stages", parts=count, done=done)
             return {
                 key: CompiledProgram(*(future.result() for future in futures))
                 for key, futures in zip(own, made, strict=True)

@@ -29,6 +29,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
+from autopar.launch.notices import tell
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
@@ -124,6 +125,7 @@ class Planner:
         if self.processes is not None:
             check_same_call(self.processes, program, self.choices, leaves)
         mark(number, f"planning {self.name}"[:64], "compiles")
+        tell("planning")
         options = self._options_of(inputs, leaves)
         compiled = self._compile(program, options, leaves)
         devices = 1 if self.devices is None else self.devices.count

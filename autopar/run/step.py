@@ -16,6 +16,7 @@ from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, R
 from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
+from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
 from autopar.mpi.world import world
 from autopar.run.arguments import Call, call_difference, read_call, static_keywords
@@ -101,15 +102,20 @@ class ParallelStep:
         ready = self._last
         if key is None or key != ready.key:
             ready = self._prepare(args, kwargs, leaves, key)
-        runner = ready.runner
-        if runner is None:  # traced: part of another program
+        if ready.runner is None:  # traced: part of another program
             return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
-        if runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
-            runner = self._grow(ready.entry).runner
+        if ready.runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
+            self._grow(ready.entry)
+            ready = self._prepare(args, kwargs, leaves, key)
         mark(self._calls, self.name)
         self._calls += 1
         try:
-            return runner(leaves)
+            if ready.has_run:
+                return ready.runner(leaves)
+            with noticing(self.name, "compiling"):
+                results = ready.runner(leaves)
+            ready.has_run = True
+            return results
         except (RuntimeError, ValueError) as error:  # without a context manager, which costs a microsecond
             check_not_donated(self.name, args, kwargs, error)
             raise
@@ -166,7 +172,11 @@ class ParallelStep:
         call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
         entry = self._planned_for(call)
         if entry is None:
-            with interruptible(world().size == 1), naming_donated(self.name, args, kwargs):
+            with (
+                interruptible(world().size == 1),
+                naming_donated(self.name, args, kwargs),
+                noticing(self.name, "tracing"),
+            ):
                 leaves = self.leaves(args, kwargs)
                 entry = self.planner.plan(call, leaves, self._calls, is_first=not self._entries)
             self._announce(call)
@@ -225,7 +235,7 @@ class ParallelStep:
 
     def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
         """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
-        with interruptible(world().size == 1):
+        with interruptible(world().size == 1), noticing(self.name, "planning"):
             compiled = self.planner.plan_again(entry, example, headroom)
         if self.watch is not None:
             self.watch.forget(entry)
@@ -256,13 +266,14 @@ class ParallelStep:
         warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Ready:
-    """What calls of one kind are run by; `runner` is None where they are traced."""
+    """What calls of one kind are run by; `runner` is None where they are traced. Its first run compiles."""
 
     key: Any
     entry: Any
     runner: Runner | None
+    has_run: bool = False
 
 
 #: Before the first call.

@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_sharded_and_trains_the_same() -> None:
 
 
 def test_rates_are_measured_once_and_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices, measured = Devices.of(mesh_of(2)), []
 
@@ -134,7 +134,7 @@ def test_rates_are_measured_once_and_kept(
     (file,) = (tmp_path / "autopar").iterdir()
     assert file == calibrate.cache_file(devices)
     why = "what exchanges cost on 2 devices, to choose each table's method"
-    assert capsys.readouterr().err == f"autopar: measuring {why}; kept in {file}\n"
+    assert caplog.messages == [f"autopar: measuring {why}; kept in {file}"]
     for broken in ("", "{}", json.dumps({"walk": {"points": []}})):
         file.write_text(broken)
         assert read() == rates(walk=1.0)
