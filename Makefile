@@ -3,7 +3,7 @@
 #   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
 #   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
 #   make test            the tests           (ARGS="-k rules" passes flags on)
-#   make test-all        the same and those that take minutes: many more random programs
+#   make test-all        the same and those that take long: whole products of cases, many more random programs
 #   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
 #   make bench           the benchmarks
 #   make docs            the site, in docs/_build/html
@@ -25,10 +25,12 @@ demo: $(VENV)/.installed-demo
 demo-mpi: $(VENV)/.installed-demo $(VENV)/.installed-mpi
 	$(BIN)/python -m autopar launch -n $(RANKS) examples/language_model_mpi.py $(ARGS)
 
-# The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there.
+# The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there. A worker that has
+# no tests left takes some of the other's.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 $(ARGS) || test $$? = 5
-	$(BIN)/python -m pytest -n 2 tests/devices $(ARGS) || test $$? = 5
+	$(PYTEST) $(ARGS) || test $$? = 5
+	$(PYTEST) tests/devices $(ARGS) || test $$? = 5
 
 test-all:
 	$(MAKE) test ARGS='-m "long or not long" $(ARGS)'
@@ -54,9 +56,9 @@ test-versions:
 clean:
 	rm -rf docs/_build .venv .venv-3.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-# One stamp an extra, so that `make demo` fetches nothing that only the linters need.
+# One stamp an extra, so that `make demo` fetches nothing that only the linters need. Python compiles what is imported.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile -e '.[$*]'
 	@touch $@
 
 $(VENV)/bin/python:

@@ -2,11 +2,16 @@
 times. What depends on it (memory, HLO) asks for the default in a process of its own. What one test compiled, JAX keeps
 in a folder for all others: workers, ranks, and the next time."""
 
+import gc
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+#: Of a worker's memory, from where on it forgets what it has compiled.
+MOST_BYTES = 3 << 29
 
 os.environ.setdefault("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
@@ -18,7 +23,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
@@ -26,3 +31,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """The tests on several devices run only where they are named: JAX fixes the number of devices at its start."""
     named = any("devices" in str(argument) for argument in config.args)
     return True if collection_path == Path(__file__).parent / "devices" and not named else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Jobs of several processes begin: they take longest, and the other worker fills the time up to their end."""
+    jobs = Path(__file__).parent / "mpi"
+    items.sort(key=lambda item: jobs not in item.path.parents)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so that Python's collector needn't walk it over and over."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _let_go() -> Iterator[None]:
+    """Programs stay for other modules, unless they are very many."""
+    yield
+    pages = Path("/proc/self/statm")
+    if pages.exists() and int(pages.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") > MOST_BYTES:
+        import jax
+
+        jax.clear_caches()

@@ -15,6 +15,7 @@ import pytest
 import autopar
 from autopar import jax_compat
 from tests.support.deferred import deferring, differ, differences, rows_case
+from tests.support.pairs import diagonal
 from tests.zoo.case import Case
 from tests.zoo.every_optimizer import lookup_case
 
@@ -75,8 +76,7 @@ def _materialized(k: int, state: Any) -> Any:
 BETWEEN = (_reset, _doubled, _exchanged, _read, _rebuilt, _materialized)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__[1:])
+@pytest.mark.parametrize(("between", "donate"), diagonal({f.__name__[1:]: f for f in BETWEEN}, [True, False]))
 def test_states_between_steps(between: Callable[[int, Any], Any], donate: bool) -> None:
     assert differ(_trained(), steps=40, log_steps=6, between=between, donate=donate) == []
 

@@ -14,6 +14,7 @@ import autopar
 from autopar.planning.verify import compare_runs
 from tests.support.explained import explained
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+from tests.support.pairs import diagonal
 from tests.zoo import MODELS, OPTIMIZERS
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -25,11 +26,11 @@ def _float64() -> Any:
         yield
 
 
-@pytest.mark.parametrize("count", [2, 3, EXAMPLES])
-@pytest.mark.parametrize(
-    "options", [{}, {"tied": True, "dropout": 0.2}, {"remat": True}], ids=["plain", "tied dropout", "remat"]
-)
-def test_the_same_numbers(count: int, options: dict[str, Any]) -> None:
+KINDS = {"plain": {}, "tied dropout": {"tied": True, "dropout": 0.2}, "remat": {"remat": True}}
+
+
+@pytest.mark.parametrize(("options", "count"), diagonal(KINDS, [2, 3, EXAMPLES]))
+def test_the_same_numbers(options: dict[str, Any], count: int) -> None:
     step, make = language_model(CLIPPED, **options)
     assert difference(autopar.parallelize(step, microbatches=count), step, make) < 1e-12
 
@@ -66,8 +67,7 @@ def test_a_state_that_is_carried_along_with_the_examples() -> None:
         state = expected[0]
 
 
-@pytest.mark.parametrize("model", ["transformer_tied", "multi_hot"])
-@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+@pytest.mark.parametrize(("model", "strategy"), diagonal(["transformer_tied", "multi_hot"], ["allreduce", "ps"]))
 def test_models(model: str, strategy: str) -> None:
     """Against the float64 oracle, as the contract says."""
     case = MODELS[model].make(OPTIMIZERS["clipped"].make())

@@ -1,9 +1,12 @@
-"""Pairwise cover: the full product's pairs in as few rows as a greedy search finds."""
+"""Some cases of a product: pairs of values in as few rows as a greedy search finds, or every value once."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
 
 
 def pairwise(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
@@ -25,3 +28,14 @@ def pairwise(axes: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
 
 def _pairs(row: Mapping[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
     return set(itertools.combinations(row.items(), 2))
+
+
+def diagonal(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+    """Parameters for all pairs of two values, by name; only as many as have each value once aren't `long`."""
+    axes = [axis if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in (first, second)]
+    some = {(i % len(axes[0]), i % len(axes[1])) for i in range(max(map(len, axes)))}
+    return [
+        pytest.param(a, b, id=f"{x}-{y}", marks=() if (i, j) in some else pytest.mark.long)
+        for i, (x, a) in enumerate(axes[0].items())
+        for j, (y, b) in enumerate(axes[1].items())
+    ]

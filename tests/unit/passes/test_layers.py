@@ -16,6 +16,7 @@ from autopar.ir.paths import layers_path, matches_layers, split_layers
 from autopar.ir.program import Program
 from autopar.passes.staging.layers import cut_layers, find_stacks
 from tests.support.microbatched import batch, language_model
+from tests.support.pairs import diagonal
 
 #: Of the model's layers.
 STACKED = {"params/layers/w", "params/layers/b"}
@@ -31,19 +32,19 @@ def _paths(program: Program) -> list[set[str]]:
     return [{paths[v] for v in stack.leaves} for stack in find_stacks(program)]
 
 
-@pytest.mark.parametrize(
-    ("tx", "slots"),
-    [
-        (optax.sgd(0.1), 0),
-        (optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), 2),
-        (optax.lamb(1e-2), 2),  # a norm of each leaf: the sum of its parts'
-        (optax.adafactor(1e-2), 1),
-        (optax.MultiSteps(optax.adam(1e-2), 2), 0),
-    ],
-    ids=["sgd", "clipped adamw", "lamb", "adafactor", "accumulated"],
-)
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_cut_program_computes_the_same(tx: Any, slots: int, remat: bool) -> None:
+#: Each with how many leaves of its state at least are stacked as the weights are.
+OPTIMIZERS = {
+    "sgd": (optax.sgd(0.1), 0),
+    "clipped adamw": (optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)), 2),
+    "lamb": (optax.lamb(1e-2), 2),  # a norm of each leaf: the sum of its parts'
+    "adafactor": (optax.adafactor(1e-2), 1),
+    "accumulated": (optax.MultiSteps(optax.adam(1e-2), 2), 0),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "remat"), diagonal(OPTIMIZERS, [False, True]))
+def test_a_cut_program_computes_the_same(optimizer: tuple[Any, int], remat: bool) -> None:
+    tx, slots = optimizer
     with jax.enable_x64(True):
         step, make = language_model(tx, stacked=True, dropout=0.2, remat=remat)
         state, given = make(), batch(0)
