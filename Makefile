@@ -4,6 +4,7 @@
 #   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
 #   make test            the tests           (ARGS="-k rules" passes flags on)
 #   make test-all        the same and those that take long: whole products of cases, many more random programs
+#   make fuzz            random programs by fresh seeds (ARGS="--minutes 30"; CONTRIBUTING.md says more)
 #   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
 #   make bench           the benchmarks
 #   make docs            the site, in docs/_build/html
@@ -17,7 +18,7 @@ ARGS   ?=
 RANKS  ?= 4
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-mpi test test-all test-versions bench docs notebooks lint clean
+.PHONY: demo demo-mpi test test-all fuzz test-versions bench docs notebooks lint clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
@@ -34,6 +35,9 @@ test: $(VENV)/.installed-test
 
 test-all:
 	$(MAKE) test ARGS='-m "long or not long" $(ARGS)'
+
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)

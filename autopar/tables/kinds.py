@@ -46,6 +46,7 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
     Raises:
       DonatedStateError: a leaf was given to a step, which updated it in place.
     """
+
     device = _gathering_device(jax.tree.leaves(tree))
 
     def ordinary(path: Any, leaf: Any) -> Any:

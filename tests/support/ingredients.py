@@ -34,7 +34,7 @@ CHAIN: Mapping[str, Callable[[Tree, jax.Array], jax.Array]] = {
     "checkpointed": lambda p, t: jax.checkpoint(jnp.sin)(t),
 }
 
-# --- lookups: (table, ids[IDS]) -> [IDS, WIDTH] ---
+# --- lookups: (table, ids[n]) -> [n, WIDTH] ---
 
 LOOKUPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "index": lambda t, i: t[i],
@@ -43,15 +43,15 @@ LOOKUPS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "take": lambda t, i: jnp.take(t, i, axis=0, mode="clip"),
     "columns too": lambda t, i: t[i, jnp.abs(i) % WIDTH][:, None] * jnp.ones((1, WIDTH)),
     "of the transpose": lambda t, i: t.T[:, i].T,
-    "one row": lambda t, i: jnp.broadcast_to(t[i[0]], (IDS, WIDTH)),
-    "dynamic slice": lambda t, i: lax.dynamic_slice_in_dim(t, i[1], IDS),
-    "static rows": lambda t, i: t[2 : 2 + IDS],
-    "every other row": lambda t, i: t[1 : 2 * IDS : 2],
+    "one row": lambda t, i: jnp.broadcast_to(t[i[0]], (len(i), WIDTH)),
+    "dynamic slice": lambda t, i: lax.dynamic_slice_in_dim(t, i[1], len(i)),
+    "static rows": lambda t, i: t[2 : 2 + len(i)],
+    "every other row": lambda t, i: t[1 : 2 * len(i) : 2],
     "vmapped": lambda t, i: jax.vmap(lambda k: t[k])(i),
     "one-hot": lambda t, i: jax.nn.one_hot(i % ROWS, ROWS) @ t,
     "in a checkpoint": lambda t, i: jax.checkpoint(lambda t: jnp.sin(t[i]))(t),
     "in a branch": lambda t, i: lax.cond(i[0] > 2, lambda: t[i], lambda: 2 * t[i[::-1]]),
-    "two dimensions": lambda t, i: t[i.reshape(2, 2)].reshape(IDS, WIDTH),
+    "two dimensions": lambda t, i: t[i.reshape(2, -1)].reshape(len(i), WIDTH),
 }
 
 #: What is done to the ids of the batch, which reach from -ROWS - 3 to ROWS + 3.
@@ -63,11 +63,11 @@ ID_KINDS: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "bytes": lambda i, k: jnp.abs(i).astype(jnp.uint8),
     "sorted": lambda i, k: jnp.sort(i),
     "shifted": lambda i, k: jnp.pad(i[:-1], (1, 0)),
-    "sampled": lambda i, k: jax.random.randint(jax.random.fold_in(jax.random.key(5), k), (IDS,), 0, ROWS),
+    "sampled": lambda i, k: jax.random.randint(jax.random.fold_in(jax.random.key(5), k), i.shape, 0, ROWS),
     "all equal": lambda i, k: jnp.full_like(i, 4),
 }
 
-#: What is done to the rows that were looked up: `[IDS, WIDTH]` stays `[IDS, WIDTH]`.
+#: What is done to the rows that were looked up: `[n, WIDTH]` stays `[n, WIDTH]`.
 AFTER: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "nothing": lambda h: h,
     "first dropped": lambda h: jnp.concatenate([h[1:], h[:1] * 2]),

@@ -1,0 +1,52 @@
+"""Where random programs run: devices, ranks, and the options that are drawn there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: Pairs (name, value), as `parallelize` takes them.
+Options = tuple[tuple[str, Any], ...]
+
+_ANYWHERE: tuple[Options, ...] = ((("replan", "off"),), (("microbatches", 2),))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to run programs. Numbers are float64; a mode of 32 bits would hide faults behind rounding."""
+
+    name: str
+    devices: int = 1
+    ranks: int = 1
+    #: Whether XLA optimises: compiling takes twice as long, and fuses otherwise.
+    optimised: bool = False
+    strategies: tuple[str | tuple[str, ...], ...] = (*["ps"] * 9, "auto")
+    options: tuple[Options, ...] = _ANYWHERE
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that JAX reads at its start."""
+        flags = "" if self.optimised else "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        return {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_X64": "1",
+            "JAX_NUM_CPU_DEVICES": str(self.devices),
+            "XLA_FLAGS": flags,
+        }
+
+
+_ON_DEVICES: tuple[Options, ...] = ((("emit", "pmap"),), (("emit", "pmap"),), *_ANYWHERE)
+
+MODES: Mapping[str, Mode] = {
+    mode.name: mode
+    for mode in (
+        Mode("one"),
+        Mode("optimised", optimised=True),
+        Mode(
+            "devices", devices=4, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto"), options=_ON_DEVICES
+        ),
+        Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
+        Mode("one-host", strategies=(("ps", "hosts"),)),
+    )
+}
