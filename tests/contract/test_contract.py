@@ -12,15 +12,13 @@ import pytest
 import autopar
 from autopar.planning.verify import compare_runs
 from tests.support.pairs import pairwise
-from tests.zoo import MODELS, OPTIMIZERS
+from tests.zoo import MODELS, OPTIMIZERS, WITH_TABLES, WITHOUT_TABLES
 
 STEPS = 20
 #: The issue's optimizers, and those which make other programs of the same models.
 NAMED = ("sgd", "adagrad", "clipped", "scheduled", "partitioned")
 #: Models of one and of several tables that are trained with Adam, too: its programs take long to compile.
 WITH_ADAM = ("multi_hot", "lstm_lm")
-WITHOUT_TABLES = ("mlp", "cnn_batchnorm", "transformer_tied")
-WITH_TABLES = tuple(name for name in MODELS if name not in WITHOUT_TABLES)
 OTHERS = (
     "zero_nans",
     "injected",

@@ -1,6 +1,6 @@
 """Every optimizer of Optax: how it ends (docs/optimizers.md), and that deferred ones train to the plain numbers.
 
-The latter for some of them here, and for all by `python -m benchmarks optimizers`.
+The latter for some of them here, over more steps in `make test-all`, and for all by `python -m benchmarks optimizers`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import optax.contrib
 import pytest
 
 from tests.support import optimizers_page
+from tests.support.deferred import LOG_STEPS
 from tests.support.deferred_optimizers import DEFERRED, PAGE, check
 from tests.zoo.every_optimizer import names
 
@@ -39,4 +40,10 @@ def test_a_new_optimizer_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", TESTED)
 def test_deferred_rows_train_to_the_plain_numbers(name: str) -> None:
+    check(name, steps=3 * LOG_STEPS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TESTED)
+def test_deferred_rows_train_for_long(name: str) -> None:
     check(name)

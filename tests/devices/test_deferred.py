@@ -17,6 +17,7 @@ from autopar.ir import deferred
 from autopar.run.step import ParallelStep
 from tests.support.deferred import deferring, differences
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.settings import set_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning", "ignore::autopar.RecompileWarning")
@@ -169,8 +170,7 @@ def test_wherever_the_state_goes(tmp_path: Path) -> None:
     agree(mine, theirs)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize(("devices", "donate"), diagonal([1, 2], [False, True]))
 def test_the_states_own_rows_as_another_argument(devices: int, donate: bool) -> None:
     """They are read as they are before the step, and the same update log goes on."""
     plain = jax.jit(step)

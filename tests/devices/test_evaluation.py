@@ -16,6 +16,7 @@ from autopar.backends.layouts import placed
 from autopar.ir.layout import RowLayout
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.row_steps import ids_in, make_state, same, step
 
 WIDTH = 4
@@ -55,8 +56,10 @@ def in_a_while(params: Any, ids: Any) -> Any:
     return jax.lax.while_loop(lambda c: c[0] < 3, body, (0, jnp.zeros((8, WIDTH))))[1]
 
 
-@pytest.mark.parametrize("fun", [predict, bagged, in_a_scan, tied, in_a_while], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rows", [3, 40, 41])
+FUNCTIONS = {f.__name__: f for f in (predict, bagged, in_a_scan, tied, in_a_while)}
+
+
+@pytest.mark.parametrize(("fun", "rows"), diagonal(FUNCTIONS, [41, 40, 3]))
 def test_what_is_read_is_right(fun: Any, rows: int) -> None:
     """Of tables with cyclic rows, whether the devices divide them or not; ids occur many times."""
     array, table = table_of(rows)

@@ -19,6 +19,7 @@ from autopar import jax_compat
 from autopar.state.init import Maker
 from tests.support.initializers import bits
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.row_steps import TX, ids_in, same, step
 
 WIDTH = 3
@@ -33,8 +34,7 @@ def maker(rows: int) -> Any:
     return make_state
 
 
-@pytest.mark.parametrize("devices", [1, 3, 4])
-@pytest.mark.parametrize("rows", [2, 41, 48])
+@pytest.mark.parametrize(("rows", "devices"), diagonal([48, 2, 41], [1, 3, 4]))
 def test_the_bits_of_a_plain_init(rows: int, devices: int) -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(devices))
     state = autopar.init(maker(rows), jax.random.key(0), 0.3, step=planned, batch=ids_in(0, rows))
@@ -47,8 +47,7 @@ def test_the_bits_of_a_plain_init(rows: int, devices: int) -> None:
         same((state, a), (expected, b))
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-@pytest.mark.parametrize("rows", [41, 48])
+@pytest.mark.parametrize(("rows", "impl"), diagonal([41, 48], ["threefry2x32", "rbg"]))
 def test_made_whole_and_then_spread(rows: int, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CPUs under newer versions of JAX, where a shard of an initializer isn't the initializer's shard."""
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))

@@ -12,6 +12,7 @@ import pytest
 import autopar
 from tests.support.meshes import mesh_of
 from tests.support.nested_reductions import NESTINGS, check
+from tests.support.pairs import diagonal
 
 V, D = 11, 3
 
@@ -38,8 +39,7 @@ def batch_of(hot: bool, factor: float, weight: float) -> Any:
     return {"ids": ids, "weights": weights, "factor": np.float32(factor), "hot": np.zeros((1,) if hot else ())}
 
 
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize(("method", "emit"), diagonal(["ps", "allgather", "allreduce_rows"], ["pjit", "pmap"]))
 def test_what_is_not_finite(method: str, emit: str) -> None:
     hot = method == "allgather"
     axes = {"batch/ids": 0, "batch/weights": 0, "**": None}
@@ -53,8 +53,7 @@ def test_what_is_not_finite(method: str, emit: str) -> None:
     assert planned.plan is not None and planned.plan.lifts
 
 
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize(("op", "emit"), diagonal(["max", "min"], ["pjit", "pmap"]))
 def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
     """XLA's own AllReduce of a maximum loses it on CPUs."""
 
@@ -70,8 +69,7 @@ def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
     assert np.isnan(mine).tolist() == [True, True, True]
 
 
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize(("method", "emit"), diagonal(["ps", "allgather", "allreduce_rows"], ["pmap", "pjit"]))
 @pytest.mark.parametrize("name", ["branch in a loop", "loop in a checkpoint"])
 def test_reductions_in_nestings(name: str, method: str, emit: str) -> None:
     """Partial sums that meet an infinity in a loop are summed first, too."""

@@ -17,6 +17,7 @@ from jax import lax
 import autopar
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.per_device import AXIS, TX, State, apply, mean_loss, one_pmean, pmean_of_means, psum_of_means
 
 DEVICES, BATCH, ROWS, WIDTH = 4, 32, 5000, 4
@@ -128,7 +129,7 @@ def by_pmap(step: Any, devices: int, steps: int) -> tuple[Any, Any]:
     return jax.tree.map(lambda x: np.asarray(x[0]), state), jax.tree.map(np.asarray, result)
 
 
-@pytest.mark.parametrize("devices", [1, DEVICES])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), DEVICES])
 @pytest.mark.parametrize("step", LIFTING, ids=lambda f: f.__name__)
 def test_it_is_what_pmap_computes(step: Any, devices: int) -> None:
     options = {"mesh": mesh_of(devices), "axis_name": AXIS}
@@ -147,8 +148,7 @@ def test_it_is_what_pmap_computes(step: Any, devices: int) -> None:
     assert planned.plan.parameters[0].lifted
 
 
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-@pytest.mark.parametrize("method", ["ps", "allreduce_rows", "allreduce"])
+@pytest.mark.parametrize(("method", "emit"), diagonal(["ps", "allreduce_rows", "allreduce"], ["pjit", "pmap"]))
 def test_every_method_verifies(method: str, emit: Any) -> None:
     strategy = {"params/emb": method, "**": "auto"}
     planned = autopar.parallelize(

@@ -14,15 +14,14 @@ import optax
 import pytest
 
 import autopar
-from autopar.backends.processes import Processes
 from autopar.ir import schedule as schedules
-from autopar.measure.stage_rates import stage_rates_of
 from autopar.passes.staging import search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support import nano_gpt
 from tests.support.explained import explained
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+from tests.support.pairs import diagonal, long
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
@@ -45,14 +44,14 @@ def test_microbatches_of_each_device(strategy: Any) -> None:
 @pytest.mark.parametrize(
     "pipeline",
     [
-        autopar.Pipeline(1, "1f1b", 3, replicas=2),
+        long(autopar.Pipeline(1, "1f1b", 3, replicas=2)),
         autopar.Pipeline(2, "gpipe", 1),
         autopar.Pipeline(2, "1f1b", 3, replicas=(2, 1)),
         autopar.Pipeline(3, "1f1b", 8),
         autopar.Pipeline(3, "gpipe", 4, replicas=(1, 3, 2)),
-        autopar.Pipeline(4, "gpipe", 8),
+        long(autopar.Pipeline(4, "gpipe", 8)),
         autopar.Pipeline(4, "interleaved", 4),
-        autopar.Pipeline(3, "zero-bubble", 8),
+        long(autopar.Pipeline(3, "zero-bubble", 8)),
         autopar.Pipeline(2, "zero-bubble", 8, replicas=2),
     ],
     ids=lambda p: f"{p.count} {p.schedule} {p.microbatches} {p.replicas}",
@@ -76,12 +75,13 @@ def test_a_weight_of_two_stages(tx: optax.GradientTransformation) -> None:
     assert difference(autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)), step, make) < 1e-12
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [autopar.Pipeline(3, "1f1b", 4), autopar.Pipeline(3, "zero-bubble", 4, replicas=(2, 1, 2), remat=True)],
-    ids=lambda p: p.schedule,
-)
-@pytest.mark.parametrize("sampled", [False, True])
+BESIDE_TABLES = {
+    "1f1b": autopar.Pipeline(3, "1f1b", 4),
+    "zero-bubble": autopar.Pipeline(3, "zero-bubble", 4, replicas=(2, 1, 2), remat=True),
+}
+
+
+@pytest.mark.parametrize(("sampled", "pipeline"), diagonal([False, True], BESIDE_TABLES))
 def test_tables_by_their_rows(sampled: bool, pipeline: autopar.Pipeline) -> None:
     """A table is at one stage, which gives its rows to others that look words up in it."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(1e-2))
@@ -256,13 +256,11 @@ def test_rematerialization(schedule: str) -> None:
 
 
 def test_a_profiled_plan() -> None:
-    """As long as the gradient program takes here, which has next to nothing to do."""
+    """Each stage takes as long as its part of the gradient program takes here."""
     step, make = language_model(CLIPPED, dropout=0.2)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, profile=True))
     assert difference(planned, step, make) < 1e-12
-    seconds = [sum(stage.seconds.values()) for stage in planned.plan.pipeline.stages]
-    rates = stage_rates_of(tuple(jax.devices()[:2]), Processes((0,)))
-    assert sum(seconds) > 4 * rates.call_s  # a call of each program, and the work
+    assert all(second > 0 for stage in planned.plan.pipeline.stages for second in stage.seconds.values())
 
 
 @pytest.mark.parametrize(
@@ -406,12 +404,14 @@ def test_nothing_is_sent_but_activations_their_gradients_and_sums(tied: bool) ->
     assert max(p.level for p in staged.programs if p.phase == "update") == 2
 
 
-@pytest.mark.parametrize(
-    "pipeline",
-    [autopar.Pipeline(4, "1f1b", 4), autopar.Pipeline(6, "interleaved", 6), autopar.Pipeline(3, "zero-bubble", 4)],
-    ids=lambda p: f"{p.count} {p.schedule}",
-)
-@pytest.mark.parametrize("options", [{"remat": True}, {"dropout": 0.2}], ids=str)
+OF_LAYERS = {
+    "1f1b": autopar.Pipeline(4, "1f1b", 4),
+    "interleaved": autopar.Pipeline(6, "interleaved", 6),
+    "zero-bubble": autopar.Pipeline(3, "zero-bubble", 4),
+}
+
+
+@pytest.mark.parametrize(("pipeline", "options"), diagonal(OF_LAYERS, [{"remat": True}, {"dropout": 0.2}]))
 def test_layers_of_a_scan(pipeline: autopar.Pipeline, options: dict[str, Any]) -> None:
     step, make = language_model(CLIPPED, stacked=True, **options)
     planned = autopar.parallelize(step, pipeline=pipeline)
@@ -583,8 +583,8 @@ def test_more_stages_than_weights() -> None:
     ("pipeline", "options"),
     [
         (autopar.Pipeline(2, "1f1b", 4), {}),
-        (autopar.Pipeline(4, "zero-bubble", 8), {}),
-        (autopar.Pipeline(4, "1f1b", 2), {"strategy": "tensor", "mesh": (4, 2)}),
+        long(autopar.Pipeline(4, "zero-bubble", 8), {}),
+        long(autopar.Pipeline(4, "1f1b", 2), {"strategy": "tensor", "mesh": (4, 2)}),
     ],
     ids=["2 stages", "4 stages", "4 stages of 2 devices"],
 )

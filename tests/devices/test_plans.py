@@ -19,6 +19,7 @@ from autopar.cost import sent_bytes
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.planning.check import CheckRow, compare_collectives
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.row_steps import ids_in, same
 
 ROWS, WIDTH = 400, 8
@@ -120,8 +121,9 @@ def test_what_does_not_fit_is_named() -> None:
 # --- check ---
 
 
-@pytest.mark.parametrize("shapes", [False, True])
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows", "allreduce"])
+@pytest.mark.parametrize(
+    ("method", "shapes"), diagonal(["ps", "allgather", "allreduce_rows", "allreduce"], [False, True])
+)
 def test_compiled_programs_send_what_plans_say(method: str, shapes: bool) -> None:
     given = (make_state(), BATCH)
     if shapes:

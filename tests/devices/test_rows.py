@@ -12,6 +12,7 @@ import pytest
 import autopar
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.row_steps import WIDTH, ids_in, make_state, same, step
 
 
@@ -94,8 +95,7 @@ def test_batches_that_the_devices_do_not_divide(method: str) -> None:
     assert "devices don't divide the batch" in explained(planned)
 
 
-@pytest.mark.parametrize("scale", [np.inf, np.nan, 0.0])
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize(("method", "scale"), diagonal(["ps", "allgather", "allreduce_rows"], [np.inf, np.nan, 0.0]))
 def test_poison_reaches_all_rows(method: str, scale: float) -> None:
     def poisoned(state: Any, batch: Any) -> Any:
         new, metrics = step(state, {"ids": batch["ids"]})

@@ -14,14 +14,14 @@ from tests.support.mpi.jobs import MPIEXEC, Job, Run, run_job
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> Iterator[Run]:
-    """`run_ranks(count, script_text, devices=1, timeout_s=60, interrupt=False, **environment) -> Job`.
+    """`run_ranks(count, script_text, devices=1, timeout_s=120, interrupt=False, **environment) -> Job`.
 
     The script runs once a rank, under mpiexec itself, with warnings as errors. No process may be left behind.
     """
     jobs = []
 
     def run(
-        count: int, script: str, devices: int = 1, timeout_s: float = 60, interrupt: bool = False, **env: str
+        count: int, script: str, devices: int = 1, timeout_s: float = 120, interrupt: bool = False, **env: str
     ) -> Job:
         folder = tmp_path / f"job{len(jobs)}"
         folder.mkdir()
@@ -39,10 +39,10 @@ def run_ranks(tmp_path: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Run]:
-    """`launch(flags, script_text, timeout_s=60, interrupt=False, **environment) -> Job`: as `run_ranks`."""
+    """`launch(flags, script_text, timeout_s=120, interrupt=False, **environment) -> Job`: as `run_ranks`."""
     jobs = []
 
-    def run(flags: list[str], script: str, timeout_s: float = 60, interrupt: bool = False, **env: str) -> Job:
+    def run(flags: list[str], script: str, timeout_s: float = 120, interrupt: bool = False, **env: str) -> Job:
         folder = tmp_path / f"launch{len(jobs)}"
         folder.mkdir()
         (folder / "train.py").write_text(textwrap.dedent(script))

@@ -17,6 +17,7 @@ import pytest
 from tests.support.mpi.bytes_cases import COUNTED, Sizes
 from tests.support.mpi.jobs import MPIEXEC, run_job
 from tests.support.mpi.namespaces import ENVIRONMENT, CannotMake, hosts
+from tests.support.pairs import long
 
 FLOAT = ID = 4
 #: What headers, acknowledgements and small talk may add to the payload, and the least payload that is held to it.
@@ -87,7 +88,7 @@ def check_handed(found: list[Any], sizes: Sizes) -> None:
         assert phases["reduce"]["sent"] == {**dict.fromkeys(sent, 0), "reduce": sizes.dim * sizes.width * FLOAT}
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [long(2), 4])
 def test_bytes_handed_to_mpi(count: int, tmp_path: Path) -> None:
     sizes = Sizes(rows=5_003, dim=12, width=8, examples=8, length=70)
     found = run(count, sizes, tmp_path)
@@ -95,6 +96,7 @@ def test_bytes_handed_to_mpi(count: int, tmp_path: Path) -> None:
     assert all(phases["step"]["sent"]["rows"] > 0 for phases in found)
 
 
+@pytest.mark.long
 def test_bytes_at_the_interfaces(tmp_path: Path) -> None:
     """Three hosts, one rank each, ring forced; payloads of over 16 MB."""
     count, sizes = 3, Sizes(rows=24_000, dim=1024, width=4096, examples=36, length=600)
@@ -157,6 +159,7 @@ def test_bytes_of_two_machines(tmp_path: Path) -> None:
     check_crossing(run(4, sizes, tmp_path, each=2), sizes, each=2)
 
 
+@pytest.mark.long
 def test_bytes_at_the_interfaces_of_two_machines(tmp_path: Path) -> None:
     """Two hosts with two ranks each, whose messages to each other don't leave them."""
     count, each, sizes = 4, 2, Sizes(rows=6_000, dim=2048, width=2048, examples=36, length=600)

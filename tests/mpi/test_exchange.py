@@ -11,11 +11,12 @@ import pytest
 from tests.support.mpi.exchange_ranks import BY_LEADERS, DIRECT
 from tests.support.mpi.leader_cases import MACHINES
 from tests.support.mpi.ranks import ROOT, run_ranks
+from tests.support.pairs import long
 
 MODULE = "tests.support.mpi.exchange_ranks"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [long(1), 2, 3, 4])
 def test_exchanges_are_exact(ranks: int, tmp_path: Path) -> None:
     text = run_ranks(ranks, MODULE, output=tmp_path / "output")
     ways = dict.fromkeys(("blocking", "polling"), DIRECT) | {

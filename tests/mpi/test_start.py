@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -51,21 +52,42 @@ def test_launchers(environment: dict[str, str], expected: tuple[int, int | None]
     assert found is None or isinstance(found, Launched)
 
 
+#: What ranks that don't do the same are told.
+THE_SAME = """
+from autopar.errors import LaunchError
+from autopar.launch.sameness import check_same
+
+def told(facts):
+    try:
+        check_same(here, facts)
+    except LaunchError as error:
+        return str(error)
+
+assert told({"plan": "a", "JAX version": "0.10"}) is None
+text = told({"plan": "b" if here.rank == 2 else "a", "batch size": "64"})
+assert text.startswith(f"rank {here.rank}: the ranks of this job don't do the same"), text
+assert "plan: b on rank 2, a on ranks 0, 1" in text and "batch size" not in text, text
+text = told({"code": str(here.rank)})
+assert "code: 1 on rank 1, 0 on rank 0" in text and "code: 2 on rank 2, 0 on rank 0" in text, text
+print("told")
+"""
+
+
 def test_ranks_are_jax_processes(run_ranks: Run) -> None:
     script = """
     import autopar, jax, sys, subprocess
     from autopar.mpi.world import world
     here = world()
-    assert world() is here and here.size == 2 and here.comm.Get_size() == 2
-    assert (jax.process_index(), jax.process_count()) == (here.rank, 2)
-    assert jax.local_device_count() == 3 and jax.device_count() == 6
+    assert world() is here and here.size == 3 and here.comm.Get_size() == 3
+    assert (jax.process_index(), jax.process_count()) == (here.rank, 3)
+    assert jax.local_device_count() == 2 and jax.device_count() == 6
     child = "import autopar, sys; from autopar.mpi.world import world; assert world().size == 1; "
     child += "assert 'mpi4py' not in sys.modules"
     subprocess.run([sys.executable, "-c", child], check=True)
     print("all right")
     """
-    job = run_ranks(2, script, devices=3)
-    assert job.code == 0 and job.output.count("all right") == 2, job.output
+    job = run_ranks(3, textwrap.dedent(script) + textwrap.dedent(THE_SAME), devices=2)
+    assert job.code == 0 and job.output.count("all right") == 3 == job.output.count("told"), job.output
 
 
 def test_one_rank(run_ranks: Run) -> None:
@@ -152,32 +174,6 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
     for what in "tables on hosts", "stages on several processes":
         message = rf"step: {what} need MPI, but these 2 processes .*`mpirun -n 2 \S+python\S* .*train.py`"
         assert all(re.search(message, text) for text in job.ranks), job.output
-
-
-def test_ranks_that_do_not_do_the_same(run_ranks: Run) -> None:
-    script = """
-    import autopar
-    from autopar.errors import LaunchError
-    from autopar.launch.sameness import check_same
-    from autopar.mpi.world import world
-    here = world()
-
-    def told(facts):
-        try:
-            check_same(here, facts)
-        except LaunchError as error:
-            return str(error)
-
-    assert told({"plan": "a", "JAX version": "0.10"}) is None
-    text = told({"plan": "b" if here.rank == 2 else "a", "batch size": "64"})
-    assert text.startswith(f"rank {here.rank}: the ranks of this job don't do the same"), text
-    assert "plan: b on rank 2, a on ranks 0, 1" in text and "batch size" not in text, text
-    text = told({"code": str(here.rank)})
-    assert "code: 1 on rank 1, 0 on rank 0" in text and "code: 2 on rank 2, 0 on rank 0" in text, text
-    print("all right")
-    """
-    job = run_ranks(3, script)
-    assert job.code == 0 and job.output.count("all right") == 3, job.output
 
 
 class _Told:

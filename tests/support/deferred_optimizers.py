@@ -19,8 +19,8 @@ DEFERRED = re.findall(r"^\| `([\w.]+)` \| deferred", PAGE, re.MULTILINE)
 _tested: dict[str, str] = {}
 
 
-def check(name: str) -> None:
-    """12 steps in float32, and 300 in float64."""
+def check(name: str, steps: int = 300) -> None:
+    """12 steps in float32, and more in float64."""
     case = optimizer_case(name)
     text = str(jax.make_jaxpr(case.step)(case.state, case.batches(0)))
     if _tested.setdefault(text, name) != name:
@@ -31,4 +31,4 @@ def check(name: str) -> None:
     found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(12)])
     assert found.ok, str(found)
     with jax_compat.enable_x64():
-        assert differ(optimizer_case(name, np.float64), steps=300, tables=()) == []
+        assert differ(optimizer_case(name, np.float64), steps=steps, tables=()) == []

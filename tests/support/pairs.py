@@ -39,3 +39,8 @@ def diagonal(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any]
         for i, (x, a) in enumerate(axes[0].items())
         for j, (y, b) in enumerate(axes[1].items())
     ]
+
+
+def long(*values: Any) -> Any:
+    """Parameters that take long beside others: `make test-all` has them, too."""
+    return pytest.param(*values, marks=pytest.mark.long)

@@ -231,6 +231,8 @@ def multi_hot(tx: optax.GradientTransformation, rows: int = 71) -> Case:
     return Case(step, state, batches, ("params/deep_emb", "params/wide_emb"))
 
 
+#: Models of which no table is lifted, with any optimizer: there are none, or they are mixed as a whole.
+WITHOUT_TABLES = ("mlp", "cnn_batchnorm", "transformer_tied")
 MODELS = {
     make.__name__: Model(make.__name__, make)
     for make in (
@@ -243,3 +245,4 @@ MODELS = {
         multi_hot,
     )
 }
+WITH_TABLES = tuple(name for name in MODELS if name not in WITHOUT_TABLES)
