@@ -79,7 +79,7 @@ class Notice:
     def show(self) -> None:
         """Write the line."""
         with self._lock:
-            if self._ended.is_set() or _open[-1] is not self or not LOG.isEnabledFor(logging.INFO):
+            if self._ended.is_set() or _open[-1:] != [self] or not LOG.isEnabledFor(logging.INFO):
                 return
             if _is_live():
                 self._write(self._line())
@@ -144,13 +144,16 @@ def noticing(
         return
     if at_once:
         LOG.info("autopar: %s", at_once)
-    _open.append(notice)
-    threading.Thread(target=notice.wait, args=(AFTER_S,), name="autopar notice", daemon=True).start()
-    try:
+    thread = threading.Thread(target=notice.wait, args=(AFTER_S,), name="autopar notice", daemon=True)
+    try:  # Ctrl-C may come at any line
+        _open.append(notice)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: nothing is said, and the work is done
+            thread.start()
         yield notice
     finally:
         notice.end()
-        _open.remove(notice)
+        if notice in _open:
+            _open.remove(notice)
 
 
 def tell(phase: str, *, parts: int | None = None, done: int = 0) -> None:

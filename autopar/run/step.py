@@ -102,18 +102,18 @@ class ParallelStep:
         ready = self._last
         if key is None or key != ready.key:
             ready = self._prepare(args, kwargs, leaves, key)
-        if ready.runner is None:  # traced: part of another program
+        runner, has_run = ready.runner, ready.has_run
+        if runner is None:  # traced: part of another program
             return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
-        if ready.runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
-            self._grow(ready.entry)
-            ready = self._prepare(args, kwargs, leaves, key)
+        if runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
+            runner, has_run = self._grow(ready.entry).runner, False
         mark(self._calls, self.name)
         self._calls += 1
         try:
-            if ready.has_run:
-                return ready.runner(leaves)
+            if has_run:
+                return runner(leaves)
             with noticing(self.name, "compiling"):
-                results = ready.runner(leaves)
+                results = runner(leaves)
             ready.has_run = True
             return results
         except (RuntimeError, ValueError) as error:  # without a context manager, which costs a microsecond

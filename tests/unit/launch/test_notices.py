@@ -189,6 +189,16 @@ def test_an_interrupt_ends_it(error: type[BaseException], caplog: pytest.LogCapt
     assert caplog.messages == [] and none_is_left()
 
 
+def test_a_process_that_can_start_no_thread_works_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with noticing("step", "compiling"):
+        done = True
+    assert done and not notices._open
+
+
 def test_a_closed_stderr_ends_it_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_terminal(monkeypatch)
     with noticing("step", "compiling") as notice:
