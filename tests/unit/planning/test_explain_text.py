@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,19 +16,19 @@ from autopar.measure.alpha import Alpha
 from autopar.planning.explanation import ExplainedLeaf, Explanation
 from autopar.planning.folding import fold_numbers, fold_paths
 
-METHODS = ("ps", "allgather", "allreduce_rows", "allreduce")
+METHODS: tuple[str, ...] = ("ps", "allgather", "allreduce_rows", "allreduce")
 LONG = "params/a_rather_long_name_of_a_module/another_long_name/item_embedding_of_the_catalogue/embedding"
 
 
-def dense(path: str, size: int = 4096, **plan: object) -> ExplainedLeaf:
-    leaf = DensePlan(path, (16, size // 64), "float32", size, **plan)  # type: ignore[arg-type]
+def dense(path: str, size: int = 4096, **plan: Any) -> ExplainedLeaf:
+    leaf = DensePlan(path, (16, size // 64), "float32", size, **plan)
     action = "in shards, ps" if leaf.sharded else "as it is"
     return ExplainedLeaf(leaf, size, 0, None, action, 2 * size, 2 * size, sent=leaf.sent)
 
 
-def table(path: str, action: str, **plan: object) -> ExplainedLeaf:
+def table(path: str, action: str, **plan: Any) -> ExplainedLeaf:
     fields = {"method": "ps", "where": "devices", "lifted": True, "line": f"/home/user/{path}/train.py:12"} | plan
-    told = TablePlan(path, (800_000, 256), "float32", 0, ("opt/0/mu",), 640, **fields)  # type: ignore[arg-type]
+    told = TablePlan(path, (800_000, 256), "float32", 0, ("opt/0/mu",), 640, **fields)
     sent = {method: 1 << 10 * k for k, method in enumerate(METHODS)}
     times = dict.fromkeys(METHODS, 0.12345)
     alpha = Alpha(600, 800_000, 640, measured=False, local_rows=200)
@@ -36,7 +37,7 @@ def table(path: str, action: str, **plan: object) -> ExplainedLeaf:
     )
 
 
-def layers(root: str, **plan: object) -> Iterator[ExplainedLeaf]:
+def layers(root: str, **plan: Any) -> Iterator[ExplainedLeaf]:
     for k in range(12):
         for name in ("attention/query/kernel", "attention/query/bias", "mlp/up/kernel", "mlp/up/bias"):
             yield dense(f"{root}/layer_{k}/{name}", **plan)
