@@ -64,8 +64,9 @@ def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
     taken = set(getattr(numbers, names.paired))
     pairs: dict[int, int] = {}
     for dim, axis in zip(getattr(numbers, names.mapped), counting.columns(indices), strict=False):
-        is_single = axis is not None and dim in getattr(numbers, names.gone) and axis not in taken
-        if is_single and operand.shape[dim] == indices.shape[axis] > 1:
+        if axis is None or dim not in getattr(numbers, names.gone) or axis in taken:
+            continue
+        if operand.shape[dim] == indices.shape[axis] > 1:
             pairs[int(dim)] = axis
             taken.add(axis)
     return pairs
