@@ -29,6 +29,8 @@ demo-mpi: $(VENV)/.installed-demo $(VENV)/.installed-mpi
 # The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there. A worker that has
 # no tests left takes some of the other's.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# Hundreds of processes are started: what Python compiles is kept, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-test
 	$(PYTEST) $(ARGS) || test $$? = 5
 	$(PYTEST) tests/devices $(ARGS) || test $$? = 5
@@ -60,9 +62,9 @@ test-versions:
 clean:
 	rm -rf docs/_build .venv .venv-3.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-# One stamp an extra, so that `make demo` fetches nothing that only the linters need. Python compiles what is imported.
+# One stamp an extra, so that `make demo` fetches nothing that only the linters need.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[$*]'
 	@touch $@
 
 $(VENV)/bin/python:

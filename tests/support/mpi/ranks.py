@@ -27,7 +27,7 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert launcher, "no mpiexec: pip install mpich"
     command = [launcher, "-n", str(count), sys.executable, "-W", "error", "-m", "mpi4py.run", "-m", module, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
