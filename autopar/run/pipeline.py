@@ -94,9 +94,9 @@ class PipelineRunner:
         with concurrent.futures.ThreadPoolExecutor() as threads:
             made = [[threads.submit(each.compile) for each in programs] for programs in lowered]
             count = sum(map(len, made))
-            tell("compiling programs of stages", parts=count)
+            tell("compiling stages", parts=count)
             for done, _ in enumerate(concurrent.futures.as_completed(itertools.chain(*made)), 1):
-                tell("compiling programs of stages", parts=count, done=done)
+                tell("compiling stages", parts=count, done=done)
             return {
                 key: CompiledProgram(*(future.result() for future in futures))
                 for key, futures in zip(own, made, strict=True)
