@@ -201,6 +201,7 @@ SAVING = """
 import signal, sys, time
 from pathlib import Path
 folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored by what a shell runs in the background
 try:
     (folder / "training").touch()
     time.sleep(60)
