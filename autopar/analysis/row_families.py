@@ -232,6 +232,11 @@ class Families:
         lookups = [a for a in space.accesses if a.is_lookup and a.equation.inputs[0] in self.flow.whole]
         return [a.equation for a in lookups if self._on_own_rows(space, a)]
 
+    def loops_to_read_whole(self, space: RowSpace) -> list[Equation]:
+        """Loops and checkpoints that stand in the way, and wouldn't if they read all rows; they look none up."""
+        loops = [loop for family, loop in self.flow.could_read_whole if self.flow.find(family) == space.family]
+        return [loop for loop in loops if not any(loop in access.path for access in space.accesses)]
+
     def _on_own_rows(self, space: RowSpace, access: Access) -> bool:
         return space.family in self._families_of_ids(access)
 

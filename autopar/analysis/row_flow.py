@@ -34,6 +34,10 @@ _NO_WHILE = (
     "rest by lax.cond"
 )
 
+#: Why an equation is to read all rows, and what to do.
+_LOOP = ("a loop or checkpoint of whose results all rows are needed",)
+_OWN_LOOKUP = ("a lookup whose ids depend on rows of the same table", "compute the ids first")
+
 #: What hands values on as they are, one by one.
 _HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
 
@@ -55,8 +59,11 @@ class RowFlow(Interpreter[Value]):
     path: tuple[Equation, ...] = ()
     #: Equations that make rows which turned out to be no table's.
     barred: set[Equation] = field(default_factory=set)
-    #: Lookups whose ids depend on the rows they look up: they read all rows.
+    #: Lookups whose ids depend on the rows they look up, and loops of whose results something needs all rows: they read
+    #: all rows.
     reading_whole: set[Equation] = field(default_factory=set)
+    #: (family, loop or checkpoint): refused for something that needs all rows of its results; it could have read them.
+    could_read_whole: list[tuple[int, Equation]] = field(default_factory=list)
     entries: dict[int, Equation] = field(default_factory=dict)
     #: Reductions and contractions over all rows at each turn of a loop, in order.
     reduced_in_loops: dict[Equation, None] = field(default_factory=dict)
@@ -146,6 +153,8 @@ class RowFlow(Interpreter[Value]):
         self.roles.pop(equation, None)
         self.accesses.pop(equation, None)
         try:
+            if equation in self.reading_whole and any(isinstance(v, Row) for v in operands):
+                raise Mixes(*(_LOOP if equation.bodies else _OWN_LOOKUP))
             results = self.nested(equation, operands) if equation.bodies else self.plain(equation, operands)
         except Mixes as mixes:
             results = [None] * len(equation.outputs)
@@ -160,8 +169,6 @@ class RowFlow(Interpreter[Value]):
 
     def plain(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         rule = RULES.get(equation.op)
-        if equation in self.reading_whole and any(isinstance(v, Row) for v in operands):
-            raise Mixes("a lookup whose ids depend on rows of the same table", "compute the ids first")
         if rule is not None:
             return rule(equation, operands, self)
         if any(isinstance(v, Row) for v in operands):
@@ -239,6 +246,23 @@ class RowFlow(Interpreter[Value]):
             (self.dense_reads if possible else self.refusals).append((row.family, refusal))
         if possible:
             self.roles[equation] = "dense"
+        else:
+            self._note_loops(rows)
+
+    def _note_loops(self, rows: Sequence[tuple[Atom, Row]]) -> None:
+        """Loops and checkpoints because of which values can't be had for all rows, though what they are made of can."""
+        made: dict[Atom, Equation] = {var: e for e in self._equations for var in e.outputs}
+        waiting = [(atom, row.family) for atom, row in rows]
+        while waiting:
+            atom, family = waiting.pop()
+            equation = made.get(atom)
+            if equation is None or atom in self.whole or self.roles.get(equation) != "rows":
+                continue
+            sources = [a for a in equation.inputs if isinstance(a, Var) and isinstance(self.values.get(a), Row)]
+            if can_be_run_again(equation):
+                waiting += ((a, family) for a in sources)
+            elif all(a in self.whole and not (self.path and self.whole[a]) for a in sources):
+                self.could_read_whole.append((family, equation))
 
     def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
         if mixes.kind != "sum" or equation not in _softmaxes(self._equations):

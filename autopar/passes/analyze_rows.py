@@ -61,7 +61,8 @@ class _Search:
     Attributes:
       axes: Leaves that may still be rows, with their row axes.
       barred: Equations that make rows which turned out to be no table's.
-      reading_whole: Lookups whose ids depend on the rows they look up: they read all rows.
+      reading_whole: Lookups whose ids depend on the rows they look up, and loops of whose results something needs all
+        rows: they read all rows.
       dropped: Leaves that keep their family from being lifted.
       refused: Families of tables that were dropped.
     """
@@ -95,6 +96,10 @@ class _Search:
             causes = {space: cause for space in spaces if (cause := families.causes(space))}
             if not causes:
                 return families, spaces
+            loops = {e for space in causes for e in families.loops_to_read_whole(space)} - self.reading_whole
+            if loops:
+                self.reading_whole |= loops
+                continue
             self._drop(causes, families)
 
     def _part(self, leaves: set[int], entries: set[Equation]) -> None:

@@ -272,6 +272,8 @@ STEPS: dict[str, Callable[[], Case]] = {
     "report_nothing": lambda: table_case(report=lambda u: {}),
     "report_old_norm": _reporting(lambda u: {"norm": optax.tree.norm(u.old)}),
     "report_new_norm": _reporting(lambda u: {"norm": optax.tree.norm(u.new)}),
+    # It scatters by what a loop makes of rows.
+    "report_old_histogram": _reporting(lambda u: {"histogram": jnp.histogram(u.old["emb"], 4)[0]}),
     "report_grad": _reporting(lambda u: {"grad": u.grads["emb"]}),
     "report_updates": _reporting(lambda u: {"updates": u.updates}),
     "report_update_norm": _reporting(lambda u: {"norm": optax.tree.norm(u.updates)}),
