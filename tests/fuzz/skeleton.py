@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # noqa: F401
 from jax import lax  # noqa: F401
+from jax.experimental.multihost_utils import process_allgather
 
 import autopar
 
@@ -129,6 +130,11 @@ def batch(k, size=IDS):
     return {"ids": ids, "y": y, "numbers": jnp.asarray([NUMBER if k == 1 else 1.0, *[1.0] * (PARTS - 1)], float)}
 
 
+def whole(x):
+    """An ordinary array; of ranks, a result with a value for each example is one over all of them."""
+    return np.asarray(x if getattr(x, "is_fully_addressable", True) else process_allgather(x, tiled=True))
+
+
 class Session:
     """A user's session: a state that steps and other things are done to, and what was seen."""
 
@@ -152,7 +158,7 @@ class Session:
         return autopar.parallelize(fun, batch_axis=AXES, **options)
 
     def see(self, tree):
-        self.seen.append(jax.tree.map(np.asarray, autopar.materialize(tree)))
+        self.seen.append(jax.tree.map(whole, autopar.materialize(tree)))
 
     def train(self, batch, step=None):
         self.older = [*self.older[-1:], self.state]
