@@ -18,7 +18,7 @@ from autopar.cost.rates import Curve
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
-from autopar.measure import calibrate
+from autopar.measure import calibrate, probe
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.rates import rates
@@ -163,8 +163,12 @@ def test_rates_survive_a_file() -> None:
 
 
 @pytest.mark.measures
-def test_measured_rates_make_sense() -> None:
-    """Each is a time, and a step by them agrees with the plain one."""
+def test_measured_rates_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a time, and a step by them agrees with the plain one. Small arrays, and few turns, will do."""
+    small = {"_BYTES": (1 << 10, 1 << 14), "_WALKED": (1 << 15, 1 << 17), "_GRADIENT": 1 << 16, "_TABLE": 1 << 16}
+    for name, value in small.items():
+        monkeypatch.setattr(calibrate, name, value)
+    monkeypatch.setattr(probe, "_ROUNDS", 4)
     planned = autopar.parallelize(step, mesh=mesh_of(4))
     same(planned(make_state(4000), ids_in(0, 4000)), jax.jit(step)(make_state(4000), ids_in(0, 4000)))
     found = calibrate._known[Devices.of(mesh_of(4))]
