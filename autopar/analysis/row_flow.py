@@ -34,8 +34,7 @@ _NO_WHILE = (
     "rest by lax.cond"
 )
 
-#: Why an equation is to read all rows, and what to do.
-_LOOP = ("a loop or checkpoint of whose results all rows are needed",)
+#: Why a lookup reads all rows, and what to do.
 _OWN_LOOKUP = ("a lookup whose ids depend on rows of the same table", "compute the ids first")
 
 #: What hands values on as they are, one by one.
@@ -154,7 +153,8 @@ class RowFlow(Interpreter[Value]):
         self.accesses.pop(equation, None)
         try:
             if equation in self.reading_whole and any(isinstance(v, Row) for v in operands):
-                raise Mixes(*(_LOOP if equation.bodies else _OWN_LOOKUP))
+                reason = "a loop or checkpoint of whose results all rows are needed"
+                raise Mixes(reason) if equation.bodies else Mixes(*_OWN_LOOKUP)
             results = self.nested(equation, operands) if equation.bodies else self.plain(equation, operands)
         except Mixes as mixes:
             results = [None] * len(equation.outputs)

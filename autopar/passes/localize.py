@@ -182,9 +182,11 @@ class Localizer(LoopForms):
         if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
             return False
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
-            if not top and self.shared.bound.emit == "pmap" and not self.shared.bound.on_hosts:
+            if top:
+                return False
+            if self.shared.bound.emit == "pmap" and not self.shared.bound.on_hosts:
                 self._scaled(equation, partial.index(True))
-            return not top
+                return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))

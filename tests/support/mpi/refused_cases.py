@@ -55,3 +55,20 @@ def check_what_cannot_be() -> None:
             assert told in str(error), str(error)
         else:
             raise AssertionError(f"{strategy} is taken")
+
+    def looped(state: Any, ids: jax.Array) -> Any:
+        def train(_: Any, state: Any) -> Any:
+            params, _ = state
+            grads = jax.grad(lambda p: (p["a"][ids] @ p["w"]).sum())(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads["w"] * params["w"]
+
+        return jax.lax.fori_loop(0, 2, train, state)
+
+    if RANKS > 1:
+        try:
+            params = {"a": jnp.ones((400, 3)), "w": jnp.ones((3, 2))}
+            autopar.parallelize(looped, strategy={"0/a": HOSTS})((params, params["w"]), ids)
+        except autopar.StrategyError as error:
+            assert "rows are exchanged within a loop or branch" in str(error), str(error)
+        else:
+            raise AssertionError("steps in a loop are taken")
