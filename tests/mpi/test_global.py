@@ -11,11 +11,11 @@ from tests.support.mpi.ranks import run_cases
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
     (2, 1): (),
-    (2, 2): ("check_methods", "check_tables", "check_a_mesh_with_two_axes"),
+    (2, 2): ("check_tables", "check_a_mesh_with_two_axes"),
     (3, 1): ("check_methods", "check_what_differs_between_processes"),
 }
 #: The rest of the product.
-MORE = {(2, 2): ("check_results_can_be_read", "check_growth"), (3, 1): ("check_growth",)}
+MORE = {(2, 2): ("check_methods", "check_results_can_be_read", "check_growth"), (3, 1): ("check_growth",)}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")

@@ -89,10 +89,10 @@ def make(model: str, optimizer: str) -> Case:
     return MODELS[model].make(tx)
 
 
-def check_contract(begin: int = 0, every: int = 1) -> None:
+def check_contract(every: int = 1) -> None:
     """Pairwise: ranks x devices x models x optimizers; of the rows for this world all, or every second one, ..."""
     once_per_row._MOVED = 0.0  # small models, too
-    for row in [r for r in ROWS if (r["ranks"], r["devices"]) == (str(RANKS), str(DEVICES))][begin::every]:
+    for row in [r for r in ROWS if (r["ranks"], r["devices"]) == (str(RANKS), str(DEVICES))][::every]:
         case = make(row["model"], row["optimizer"])
         step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
         entry = step.entry(case.state, case.batches(0))
@@ -106,8 +106,8 @@ def check_contract(begin: int = 0, every: int = 1) -> None:
 
 
 def check_some_of_the_contract() -> None:
-    """Each model and each optimizer, over the worlds of `make test`."""
-    check_contract(int(RANKS > 2), every=2)
+    """Each model, over the worlds of `make test`."""
+    check_contract(every=RANKS)
 
 
 def numbers_agree(entry: Any, case: Case, told: str, steps: int = 4) -> None:
