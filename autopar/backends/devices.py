@@ -116,7 +116,18 @@ class Devices:
         specs = tuple(self.spec(along, over) for along in axes)
         several = isinstance(returned, tuple)
         out = tuple(self.spec(along, over) for along in returned) if several else self.spec(returned, over)
-        return jax.shard_map(fun, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+        map_ = functools.partial(jax.shard_map, mesh=self.mesh, out_specs=out, check_vma=False)
+
+        def reading(some: Array, *operands: Array) -> Any:
+            return jax.lax.optimization_barrier((some, fun(*operands)))[1]
+
+        def run(*operands: Array) -> Any:
+            if not operands or any(x.size for x in operands):
+                return map_(fun, in_specs=specs)(*operands)
+            # XLA wants an operand that is read, and makes constants of those without elements.
+            return map_(reading, in_specs=(self.spec(None), *specs))(jnp.zeros(()), *operands)
+
+        return run
 
 
 class OwnPart(Devices, abc.ABC):

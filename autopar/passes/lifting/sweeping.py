@@ -245,7 +245,7 @@ class Exact:
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
         form = OffForm.of(scope, family, value.sources, product=value.product)
-        if is_deferred and form.leaves:
+        if is_deferred and (form.leaves or planned.layout is not None):  # a round is of one row, of one device
             if self._fate(value).may_differ:
                 raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
             return None, None

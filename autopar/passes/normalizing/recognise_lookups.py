@@ -227,8 +227,8 @@ def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
     axes = tuple(range(ids.ndim))
     bad = ~jnp.isfinite(updates)
     of_rows = jax.lax.broadcast_in_dim(jnp.where((ids >= 0) & (ids < extent), ids, extent), updates.shape, axes)
-    first = jnp.where(bad, of_rows, extent).min(axes)
-    last = jnp.where(bad, of_rows, -1).max(axes)
+    first = jnp.where(bad, of_rows, extent).min(axes, initial=extent)
+    last = jnp.where(bad, of_rows, -1).max(axes, initial=-1)
     total = jnp.where(bad, updates, 0).sum(axes)
     none, one_id = last < 0, (first == last) & (last < extent)
     # 0 times 1 or NaN: what lifts the table counts on 0, and watches that it is 0.
