@@ -54,12 +54,11 @@ def _write(summary: Summary, scripts: Path, shrink: bool) -> None:
 def main() -> int:
     given = _arguments()
     modes = [MODES[name] for name in given.mode or MODES]
-    first = given.seed if given.seed is not None else secrets.randbelow(10**9)
     count = given.programs or (10**6 if given.seed is None else 1)
     summaries = [Summary(mode) for mode in modes]
     for summary in summaries:
-        seconds = 60 * given.minutes / len(modes)
-        _run(summary, range(first, first + count), seconds)
+        first = given.seed if given.seed is not None else secrets.randbelow(10**9)
+        _run(summary, range(first, first + count), 60 * given.minutes / len(modes))
         _write(summary, given.scripts, not given.no_shrink)
     return 1 if any(summary.faults for summary in summaries) else 0
 
