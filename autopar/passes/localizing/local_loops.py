@@ -138,8 +138,7 @@ class LoopForms(Forms, abc.ABC):
 
     def exchanges(self) -> bool:
         """Whether a nested block needs values of other devices."""
-        bodies = [Block((), tuple(self.equations), ())]
-        return any(e.op in ("ap.reduce", "ap.replicate") for body in bodies for e in body.walk())
+        return any(e.op in ("ap.reduce", "ap.replicate") for e in Block((), tuple(self.equations), ()).walk())
 
     def _branches(self, equation: Equation) -> None:
         skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
