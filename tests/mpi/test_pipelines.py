@@ -11,9 +11,8 @@ from tests.support.mpi.ranks import run_cases
 
 #: Ranks and devices of each -> cases; all where none are named.
 WORLDS = {
-    (2, 1): ("check_bytes_are_those_of_the_plan", "check_tables_by_their_rows"),
+    (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan", "check_tables_by_their_rows"),
     (2, 2): (
-        "check_schedules",
         "check_the_bits_are_those_of_one_process",
         "check_products_divided_within_stages",
         "check_the_state_of_divided_products",
@@ -21,7 +20,7 @@ WORLDS = {
     (3, 1): ("check_schedules", "check_the_state_of_stacked_layers", "check_what_is_refused"),
 }
 #: The rest of the product.
-MORE = {(2, 1): ("check_schedules", "check_the_state"), (3, 1): ("check_the_state",)}
+MORE = {(2, 2): ("check_schedules",), (3, 1): ("check_the_state",)}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
