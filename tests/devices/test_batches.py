@@ -15,6 +15,7 @@ import pytest
 import autopar
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
 from tests.support.row_steps import same
 
 ROWS, WIDTH, LENGTH, BATCH = 41, 3, 5, 8
@@ -61,8 +62,10 @@ def batch_placements(planned: Any) -> dict[str, int | None]:
     return {given.path: axis for given, axis in pairs if given.role == "batch"}
 
 
-@pytest.mark.parametrize("axis", [1, {"batch/ids": -1, "**/negatives": None}], ids=["int", "mapping"])
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+AXES = {"mapping": {"batch/ids": -1, "**/negatives": None}, "int": 1}
+
+
+@pytest.mark.parametrize(("method", "axis"), diagonal(["ps", "allgather", "allreduce_rows"], AXES))
 def test_time_major_batches(method: str, axis: Any) -> None:
     planned = autopar.parallelize(recurrent, strategy=method, mesh=mesh_of(4), batch_axis=axis)
     plain = jax.jit(recurrent)

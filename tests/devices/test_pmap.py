@@ -14,7 +14,7 @@ from autopar.measure.collectives import read_collectives
 from autopar.planning.verify import compare_runs
 from tests.support.meshes import mesh_of
 from tests.support.own_examples import EACH, given, step_of
-from tests.support.pairs import pairwise
+from tests.support.pairs import diagonal, pairwise
 from tests.zoo import MODELS, OPTIMIZERS, WITH_TABLES, WITHOUT_TABLES
 
 AXES = {
@@ -156,8 +156,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
-@pytest.mark.parametrize("kind", COPIES)
+@pytest.mark.parametrize(("kind", "method"), diagonal(list(COPIES), ["ps", "allgather", "allreduce_rows"]))
 def test_a_table_that_is_copied_for_each_example(kind: str, method: str) -> None:
     """A branch over a table under `vmap`: rows of which each device has its examples' copies."""
     rng = np.random.default_rng(0)

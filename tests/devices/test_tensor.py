@@ -17,6 +17,7 @@ from autopar.cost.rates import StageRates
 from autopar.measure.collectives import read_collectives
 from autopar.planning import check as checking
 from tests.support.explained import explained
+from tests.support.pairs import long
 
 DIM, HEADS, WORDS, LENGTH, EXAMPLES = 16, 4, 32, 6, 8
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -116,7 +117,7 @@ def _difference(planned: Any, step: Any, make: Any, steps: int = 3) -> float:
 
 
 @pytest.mark.parametrize(
-    ("layers", "shape"), [("listed", (1, 4)), ("listed", (4, 2)), ("stacked", (2, 2)), ("tied", (2, 2))], ids=str
+    ("layers", "shape"), [long("listed", (1, 4)), ("listed", (4, 2)), ("stacked", (2, 2)), ("tied", (2, 2))], ids=str
 )
 def test_a_transformer(layers: str, shape: tuple[int, int]) -> None:
     step, make = transformer("listed" if layers == "tied" else layers, tied=layers == "tied")
@@ -323,7 +324,7 @@ def test_a_step_of_scans_and_dropout() -> None:
         ("listed", autopar.Pipeline(2, "1f1b", 4)),
         ("stacked", autopar.Pipeline(2, "zero-bubble", 2)),
         ("tied", autopar.Pipeline(2, "gpipe", 4, replicas=(1, 3))),
-        ("listed", autopar.Pipeline(4, "interleaved", 4, remat=True)),
+        long("listed", autopar.Pipeline(4, "interleaved", 4, remat=True)),
     ],
     ids=lambda x: x if isinstance(x, str) else x.schedule,
 )
