@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -53,6 +54,7 @@ def _write(summary: Summary, scripts: Path, shrink: bool) -> None:
 
 def main() -> int:
     given = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the worker is ended on the way
     modes = [MODES[name] for name in given.mode or MODES]
     count = given.programs or (10**6 if given.seed is None else 1)
     summaries = [Summary(mode) for mode in modes]
