@@ -114,7 +114,7 @@ class HostTable(TableLeaf):
         extent = self.layout.extent
         if wanted.size and (wanted.min() < -extent or wanted.max() >= extent):
             raise IndexError(f"row {wanted.flat[0]} of a table with {extent} rows")
-        rows = self.read_rows(wanted.reshape(-1) % extent).reshape(*wanted.shape, *self.shape[1:])
+        rows = self.read_rows(wanted.reshape(-1) % extent).reshape((*wanted.shape, *self.shape[1:]))
         rest = index[1:] if isinstance(index, tuple) else ()
         return rows[(*(slice(None),) * wanted.ndim, *rest)]
 

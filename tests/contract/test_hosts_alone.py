@@ -146,3 +146,16 @@ def test_tables_on_the_device_beside_tables_on_hosts(method: str) -> None:
         theirs, _ = jax.jit(step)(theirs, ids(i))
     assert isinstance(mine["t"], autopar.HostTable) and isinstance(mine["u"], jax.Array)
     agree(autopar.materialize(mine), theirs)
+
+
+@pytest.mark.parametrize("shape", [(V,), (V, D)])
+def test_rows_that_are_picked(shape: tuple[int, ...]) -> None:
+    """As of an array: of tables with one number a row, too."""
+
+    def step(t: jax.Array, some: jax.Array) -> jax.Array:
+        return t - 0.1 * jax.grad(lambda t: (t[some] ** 2).sum())(t)
+
+    theirs = np.asarray(jax.jit(step)(table(*shape), ids()))
+    mine = hosted(step)(table(*shape), ids())
+    for picked in (3, -1, np.array([4, 0]), np.array([[1], [2]]), (5, ...), slice(2, 4)):
+        np.testing.assert_allclose(mine[picked], theirs[picked], rtol=1e-5)
