@@ -33,6 +33,8 @@ EXCHANGES = (
 _ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.deliver", "ap.reduce"))
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.reduce_table"}
+#: They read the rows that a rank asked for, which its devices have.
+_LOOKUPS = frozenset({"ap.lookup", "ap.lookup_ids"})
 
 
 def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stages:
@@ -92,6 +94,8 @@ class _Split:
         owner = any(self.side.get(a) == "owner" or a in self.owned for a in (*equation.inputs, *equation.outputs))
         if exchanged:
             owner = equation.op in _TO_OWNER
+        elif owner and len(self.sides) > 1 and any(e.op in _LOOKUPS for body in equation.bodies for e in body.walk()):
+            raise NotLocal("rows are looked up and added to their owners' rows in one loop or branch", equation.source)
         self.stage[equation] = level
         for var in equation.outputs:
             self.level[var] = level + exchanged
