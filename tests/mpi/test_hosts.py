@@ -22,6 +22,7 @@ WORLDS = {
         "check_deferred_growth",
         "check_whole_reads",
         "check_what_cannot_be",
+        "check_loops_that_cannot_be",
     ),
     (3, 1): ("check_some_of_the_contract", "check_results", "check_init", "check_nonfinite"),
     (2, 2): ("check_some_of_the_contract", "check_batches_that_devices_do_not_divide"),

@@ -56,6 +56,11 @@ def check_what_cannot_be() -> None:
         else:
             raise AssertionError(f"{strategy} is taken")
 
+
+def check_loops_that_cannot_be() -> None:
+    """Loops and branches that exchange rows, or look them up and add to them: refused where there are other ranks."""
+    ids = np.arange(24, dtype=np.int32)
+
     def looped(state: Any, ids: jax.Array) -> Any:
         def train(_: Any, state: Any) -> Any:
             params, _ = state
@@ -81,7 +86,7 @@ def check_what_cannot_be() -> None:
         (added_up, "rows are looked up and added to their owners' rows in one loop or branch"),
     ):
         try:
-            autopar.parallelize(step, strategy={"0/a": HOSTS})((params, params["w"]), ids)
+            autopar.parallelize(step, strategy={"0/a": HOSTS}, donate=False)((params, params["w"]), ids)
         except autopar.StrategyError as error:
             assert RANKS > 1 and told in str(error), str(error)
         else:
