@@ -23,9 +23,14 @@ WORLDS = {
         "check_whole_reads",
         "check_what_cannot_be",
         "check_loops_that_cannot_be",
+        "check_ids_of_other_examples",
     ),
     (3, 1): ("check_some_of_the_contract", "check_results", "check_init", "check_nonfinite"),
-    (2, 2): ("check_some_of_the_contract", "check_batches_that_devices_do_not_divide"),
+    (2, 2): (
+        "check_some_of_the_contract",
+        "check_batches_that_devices_do_not_divide",
+        "check_ids_of_other_examples",
+    ),
 }
 #: The product: every pair of a world, a model and an optimizer.
 ALL = {

@@ -32,6 +32,9 @@ from autopar.mpi.exchange import Exchange, Requested
 Array = Any
 T = TypeVar("T")
 
+#: Where a program's result is: XLA decides.
+ANYHOW = -1
+
 
 class Ranks:
     """One rank's part.
@@ -89,12 +92,16 @@ class Ranks:
         return backends(bound, self.device_view) if self.is_global and side == "device" else {}
 
     def compile(
-        self, run: Callable[..., Sequence[Array]], side: Side, donated: Sequence[int], whole: Sequence[bool]
+        self, run: Callable[..., Sequence[Array]], side: Side, donated: Sequence[int], along: Sequence[int | None]
     ) -> Callable[..., Sequence[Array]]:
-        """A program of one side. `whole`: results that every device must have all of."""
+        """A program of one side. `along`: the axis by which a result is spread over the devices of a program of all
+        ranks; None for one of which every device must have all, or `ANYHOW`."""
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
-            options["out_shardings"] = tuple(self.sharding(None) if w else None for w in whole)
+            is_left = [a == ANYHOW or (a is not None and not self.is_global) for a in along]
+            options["out_shardings"] = tuple(
+                None if k else self.sharding(a) for a, k in zip(along, is_left, strict=True)
+            )
         program = jax.jit(lambda *xs: tuple(run(*xs)), **options)
         if side == "device":
             return watched(program) if self.is_global and self.exchange.size > 1 else program

@@ -8,7 +8,7 @@ that the step's rows don't fit, or fit a smaller bucket, before anything has cha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
-from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.ranks import ANYHOW, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
@@ -126,7 +126,7 @@ class StagedProgram:
         self._others: dict[Equation, OtherRows] = {}
         self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
-        self._whole = self._needed_whole(items)
+        self._whole, self._ids = self._needed_whole(items), self._ids_by_device(items)
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeStage) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
@@ -167,7 +167,14 @@ class StagedProgram:
                 atoms.update(item.block.inputs if item.side == "owner" else ())
             elif item.op in _READS_WHOLE:
                 atoms.update(a for e in item.equations for a in e.inputs)
+            elif item.op == "ap.route":
+                atoms.update(a for e in item.equations for a, batched in _ids_of(e) if not batched)
         return atoms
+
+    def _ids_by_device(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
+        """Ids of which each device looks up those of its own examples."""
+        routes = [e for i in items if isinstance(i, ExchangeStage) and i.op == "ap.route" for e in i.equations]
+        return {a for e in routes for a, batched in _ids_of(e) if batched}
 
     # --- compiled programs ---
 
@@ -185,7 +192,8 @@ class StagedProgram:
         block = dataclasses.replace(block, outputs=tuple(outputs))
         run = emit(block, {**self._ranks.backends(self._bound, segment.side), **host_backends(self._bound, view)}, view)
         donated = sorted(new)
-        compiled = self._ranks.compile(run, segment.side, donated, [v in self._whole for v in outputs])
+        along = [None if v in self._whole else 0 if v in self._ids else ANYHOW for v in outputs]
+        compiled = self._ranks.compile(run, segment.side, donated, along)
         read = self._ranks.for_owner if owner else self._ranks.for_device
 
         def act(step: RunningStep) -> None:
@@ -234,7 +242,7 @@ class StagedProgram:
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute) -> Sequence[Any]:
-        axis, count = equation.params["axis"], len(route.view.requested)
+        axis, count = equation.params["axis"], len(self._ranks.own_part(route.view.requested, 0))
         first = rows_first(np.asarray(rows), axis)[: route.count]
         shape = count, *first.shape[1:]
         is_awaited = equation in self._awaited
@@ -318,6 +326,12 @@ class StagedProgram:
 
     def _value(self, step: RunningStep, atom: Atom) -> Any:
         return atom.value if isinstance(atom, Literal) else step.values[atom]
+
+
+def _ids_of(route: Equation) -> Iterable[tuple[Atom, bool]]:
+    """The ids that a route is made of, each with whether devices look up those of their own examples."""
+    batched = route.params["batched"] or [False] * len(route.inputs)
+    return zip(route.inputs, batched, strict=True)
 
 
 def _family(route: Equation) -> int:
