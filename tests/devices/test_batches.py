@@ -310,6 +310,7 @@ CARRIED: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
     "other examples'": lambda s, x, c: (c + x, x @ c.T),
     "printed": lambda s, x, c: (c + x, jax.debug.print("{}", c) or 0.0),
     "its norm": lambda s, x, c: (c / jnp.linalg.norm(c) + x, jnp.sum(c**2)),
+    "a while": lambda s, x, c: (x, jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, c)),
     "only written": lambda s, x, c: x * 2,
 }
 REFUSED: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
@@ -327,7 +328,7 @@ REFUSED: dict[str, Callable[[Any, jax.Array, jax.Array], Any]] = {
     "sorted": lambda s, x, c: (x, jnp.sort(c, 0)),
     "summed up": lambda s, x, c: (x, jnp.cumsum(c, 0)),
     "followed by more": lambda s, x, c: (x, jnp.concatenate([c, x])),
-    "a while": lambda s, x, c: (x, jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, c)),
+    "a while that turns": lambda s, x, c: (x, jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c[::-1] + 1, c)),
     "no rule": lambda s, x, c: (x, jnp.linalg.qr(c)[0]),
     "a loop over examples": lambda s, x, c: (x, jax.lax.scan(lambda a, c: (a + c, a), jnp.zeros(H), c)[1]),
     "a loop that turns": lambda s, x, c: (x, jax.lax.scan(lambda a, _: (a[::-1], None), c, length=2)[0]),
