@@ -79,7 +79,7 @@ def call_body(eqn: Any) -> Any | None:
 
 
 def call_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Those operands of a call that its body takes: a linear solve's come with those of its transposes."""
+    """Returns the operands of a call that its body takes: a linear solve's come with those of its transposes."""
     lengths = eqn.params.get("const_lengths")
     if lengths is None:
         return operands

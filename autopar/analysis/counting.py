@@ -22,7 +22,7 @@ _SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What is known of a value.
+    """Holds what is known of a value.
 
     Attributes:
       axis: Each element is its own index along this axis; None if that isn't known.
@@ -35,7 +35,7 @@ class Counted:
     is_false: bool = False
 
     def moved(self, to: dict[int, int]) -> Counted:
-        """What is known once axes have gone elsewhere; those that are missing in `to` are lost."""
+        """Returns what is known once axes have gone elsewhere; those that are missing in `to` are lost."""
         axis = None if self.axis is None else to.get(self.axis)
         columns = tuple(None if c is None else to.get(c) for c in self.columns)
         return Counted(axis, columns if any(c is not None for c in columns) else ())
@@ -45,7 +45,7 @@ _NOTHING = Counted()
 
 
 class Counting(Interpreter[Counted]):
-    """What counts in a block, and in those nested in it."""
+    """Finds what counts in a block, and in those nested in it."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()

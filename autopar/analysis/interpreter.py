@@ -82,7 +82,7 @@ class Interpreter(abc.ABC, Generic[V]):
     # --- the engine ---
 
     def value(self, atom: Atom) -> V:
-        """What is known of a value."""
+        """Holds what is known of a value."""
         return self.values[atom] if isinstance(atom, Var) and atom in self.values else self.unknown(atom)
 
     def run(self, equations: Sequence[Equation]) -> None:

@@ -50,7 +50,7 @@ _open: list[Notice] = []
 
 
 class Notice:
-    """What a block of work says. `tell` says which part of it begins; the rest is `noticing`'s.
+    """Says what a block of work does. `tell` says which part of it begins; the rest is `noticing`'s.
 
     Args:
       what: Whose work it is: the step's name.

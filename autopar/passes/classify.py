@@ -59,7 +59,7 @@ def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> i
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What is known of a value.
+    """Holds what is known of a value.
 
     Attributes:
       traces: Where its rows come from.

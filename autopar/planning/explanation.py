@@ -1,4 +1,4 @@
-"""What `explain` returns: the plan, parameter by parameter, and its text.
+"""The result of `explain`: the plan, parameter by parameter, and its text.
 
 Text where it is printed, as wide as that is; colours under `rich.print`; HTML in a notebook.
 """
@@ -114,7 +114,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """What `explain` returns; `str()` is plain text, as wide as the terminal.
+    """The result of `explain`; `str()` is plain text, as wide as the terminal.
 
     Attributes:
       rows: The leaves of the state, tables first.

@@ -80,7 +80,7 @@ class _Part:
 
 
 def _parts(call: Call, states: States, batches: Sequence[int]) -> Iterator[_Part]:
-    """What arguments that aren't taken for state, nor said to be none, are made of."""
+    """Lists what arguments are made of that aren't taken for state, nor said to be none."""
     start = 0
     for k, argument in enumerate(call.arguments):
         if k not in states.outputs and argument.position not in batches:

@@ -87,7 +87,7 @@ def _is_literal(scope: Scope, atom: Atom) -> bool:
 
 
 def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
-    """What makes a divisor zero: factors that are no table's rows."""
+    """Lists the factors that make a divisor zero and are no table's rows."""
     if isinstance(atom, Literal):
         return [] if np.all(np.asarray(atom.value)) else [atom]
     value = scope.lifting.facts.value(atom)

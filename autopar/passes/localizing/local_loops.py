@@ -95,7 +95,7 @@ class LoopForms(Forms, abc.ABC):
             carries = wanted
 
     def _mark(self) -> tuple[int, NotLocal | None]:
-        """What has been noted so far."""
+        """Returns how much has been noted so far."""
         return len(self.shared.reductions), self.shared.inside
 
     def _restore(self, mark: tuple[int, NotLocal | None]) -> None:

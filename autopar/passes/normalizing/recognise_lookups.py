@@ -74,7 +74,7 @@ class OneHot:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What makes the values of a block, and which of them count along an axis."""
+    """Knows what makes the values of a block, and which of them count along an axis."""
 
     producers: Mapping[Atom, Equation]
     counting: Counting
