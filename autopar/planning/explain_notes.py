@@ -31,7 +31,7 @@ def is_undivided(entry: Entry) -> bool:
 
 
 def isolated_notes(entry: Entry, devices: int, verbose: bool) -> tuple[str, ...]:
-    """Tells what is kept from XLA's partitioner; `devices`: of each rank, with tables on hosts; `verbose`: all of it."""
+    """Tells what is kept from XLA's partitioner; `devices`: of each rank, with tables on hosts; `verbose`: all."""
     plan = entry.compiled.plan
     isolated = plan.isolated
     if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
