@@ -178,6 +178,9 @@ class Localizer(LoopForms):
             return False
         rest = [equation.inputs[k] for k in others]
         top = not self.nested
+        # What is broadcast is reduced before: ranks may have other numbers of the rows that it becomes.
+        if top and equation.op == "broadcast_in_dim" and equation.outputs[0].type.size > equation.inputs[0].type.size:
+            return False
         # Of gradient + decay the gradient is reduced.
         if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
             return False
