@@ -8,10 +8,12 @@ With one rank only tables are outside of compiled programs: fetching, delivering
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.analysis.local import NotLocal
 from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
+from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages
 
 #: Carried out between compiled programs, in this order where several belong to one stage.
@@ -33,8 +35,8 @@ EXCHANGES = (
 _ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.deliver", "ap.reduce"))
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.reduce_table"}
-#: They read the rows that a rank asked for, which its devices have.
-_LOOKUPS = frozenset({"ap.lookup", "ap.lookup_ids"})
+#: They are about the rows that a rank asked for, which its devices have.
+_OF_DEVICES = frozenset({"ap.lookup", "ap.lookup_ids", "ap.aggregate"})
 
 
 def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stages:
@@ -49,7 +51,32 @@ def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stage
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
-    return _Split(program.block, program.local.owned if ranks > 1 else None, hosted).run()
+    if ranks == 1:
+        return _Split(program.block, None, hosted).run()
+    owned = program.local.owned
+    equations = [part for equation in program.block.equations for part in _by_owner(equation, owned)]
+    return _Split(program.block.with_equations(equations), owned, hosted).run()
+
+
+def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
+    """A branch as two: of what is its owner's, and of what every rank has."""
+    count = sum(v in owned for v in equation.outputs)
+    if equation.op != "cond" or equation.effects or count in (0, len(equation.outputs)):
+        return [equation]
+    parts = []
+    for is_owned in (True, False):
+        live = [(v in owned) == is_owned for v in equation.outputs]
+        bodies, reads = zip(*(eliminate_dead(clone(body)[0], live) for body in equation.bodies), strict=True)
+        used = [k for k, read in enumerate(zip(*reads, strict=True)) if any(read)]
+        part = dataclasses.replace(
+            equation,
+            inputs=(equation.inputs[0], *(equation.inputs[k + 1] for k in used)),
+            outputs=tuple(v for v, is_live in zip(equation.outputs, live, strict=True) if is_live),
+            bodies=tuple(Block(tuple(b.inputs[k] for k in used), b.equations, b.outputs) for b in bodies),
+            original=None,
+        )
+        parts.append(part)
+    return parts
 
 
 class _Split:
@@ -94,7 +121,7 @@ class _Split:
         owner = any(self.side.get(a) == "owner" or a in self.owned for a in (*equation.inputs, *equation.outputs))
         if exchanged:
             owner = equation.op in _TO_OWNER
-        elif owner and len(self.sides) > 1 and any(e.op in _LOOKUPS for body in equation.bodies for e in body.walk()):
+        elif owner and len(self.sides) > 1 and any(e.op in _OF_DEVICES for e in Block((), (equation,), ()).walk()):
             raise NotLocal("rows are looked up and added to their owners' rows in one loop or branch", equation.source)
         self.stage[equation] = level
         for var in equation.outputs:
