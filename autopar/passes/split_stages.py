@@ -121,7 +121,9 @@ class _Split:
         owner = any(self.side.get(a) == "owner" or a in self.owned for a in (*equation.inputs, *equation.outputs))
         if exchanged:
             owner = equation.op in _TO_OWNER
-        elif owner and len(self.sides) > 1 and any(e.op in _OF_DEVICES for e in Block((), (equation,), ()).walk()):
+        elif (
+            owner and len(self.sides) > 1 and any(e.op in _OF_DEVICES for body in equation.bodies for e in body.walk())
+        ):
             raise NotLocal("rows are looked up and added to their owners' rows in one loop or branch", equation.source)
         self.stage[equation] = level
         for var in equation.outputs:
