@@ -230,7 +230,7 @@ class Planner:
 
     @property
     def choices(self) -> Mapping[str, str]:
-        """What the user chose, as text by the options' names: the same on all processes that run the step."""
+        """Returns what the user chose, as text by the options' names: the same on all processes that run the step."""
         chosen: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
         chosen |= {
             "donate": self.donate,

@@ -268,7 +268,7 @@ class ParallelStep:
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """What calls of one kind are run by; `runner` is None where they are traced. Its first run compiles."""
+    """Holds what runs calls of one kind; `runner` is None where they are traced. Its first run compiles."""
 
     key: Any
     entry: Any

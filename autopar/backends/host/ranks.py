@@ -159,7 +159,7 @@ class Ranks:
         return jax.make_array_from_callback(shape, sharding, lambda index: part)
 
     def own_part(self, value: Any, axis: int) -> np.ndarray:
-        """The same way back."""
+        """Returns this rank's part of a global array."""
         if isinstance(value, jax.Array) and self.is_global:
             return np.asarray(value.addressable_data(0))
         return np.asarray(value)
