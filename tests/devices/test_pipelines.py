@@ -20,7 +20,7 @@ from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support import nano_gpt
 from tests.support.explained import explained
-from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+from tests.support.microbatched import EXAMPLES, batch, difference, language_model, stages_of
 from tests.support.pairs import diagonal, long
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -112,7 +112,7 @@ def test_schedules_agree_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in (("sequence", "1f1b", "gpipe", "interleaved"), ("sequence W", "zero-bubble")):
         found = []
         for schedule in names:
-            planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4)), make()
+            planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(stages_of(4), schedule, 4)), make()
             for k in range(3):
                 state, metrics = planned(state, batch(k))
             found.append([np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))])

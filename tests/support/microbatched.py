@@ -86,6 +86,14 @@ def language_model(
     return step, make
 
 
+def stages_of(count: int) -> list[list[str]]:
+    """Patterns of as many stages of `language_model`, of equal numbers of layers. Stages cut by measured times may be
+    others each time, and round otherwise."""
+    layers = [f"params/layers/{k}" for k in range(LAYERS)]
+    each = [layers[k * LAYERS // count : (k + 1) * LAYERS // count] for k in range(count)]
+    return [["params/words", *each[0]], *each[1:-1], [*each[-1], "params/out"]]
+
+
 def difference(planned: Any, step: Step, make: Callable[[], Any], steps: int = 3) -> float:
     """The largest difference of all results of some steps from the plain step's, in float64."""
     ours, theirs = make(), make()

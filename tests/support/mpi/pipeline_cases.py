@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.mpi.world import world
-from tests.support.microbatched import batch, difference, language_model
+from tests.support.microbatched import batch, difference, language_model, stages_of
 
 jax.config.update("jax_enable_x64", True)
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
@@ -34,9 +34,9 @@ def check_schedules() -> None:
 
 
 def check_the_bits_are_those_of_one_process() -> None:
-    """Of as many devices of one's own."""
+    """Of as many devices of one's own, in the same stages."""
     step, make = language_model(CLIPPED)
-    pipeline = autopar.Pipeline(2, microbatches=4)
+    pipeline = autopar.Pipeline(stages_of(2), microbatches=4)
     own = jax.sharding.Mesh(jax.local_devices(), ("data",))
     states = []
     for planned in (
