@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from tests.fuzz import pieces
+from tests.fuzz import pieces, sessions, updates
 from tests.fuzz.check import outcome
 from tests.fuzz.modes import MODES
 from tests.fuzz.program import Program, draw, shrunk
@@ -52,8 +52,9 @@ def test_what_a_fault_needs_not_is_taken_back() -> None:
 
 def test_scripts_of_all_pieces_are_programs() -> None:
     mode = MODES["hosts"]
-    for name in ("CHAIN", "TRANSFORMS", "WRITES", "RESULTS", "KEPT", "EVENTS"):
-        everything = {name.lower(): tuple(getattr(pieces, name))}
+    several = {pieces: ("CHAIN", "TRANSFORMS"), updates: ("WRITES", "RESULTS", "KEPT"), sessions: ("EVENTS",)}
+    for module, name in ((module, name) for module, names in several.items() for name in names):
+        everything = {name.lower(): tuple(getattr(module, name))}
         compile(script_of(Program(**everything), mode, "nothing"), name, "exec")
     for seed in range(20):
         compile(script_of(draw(seed, mode), mode, "nothing"), "drawn", "exec")

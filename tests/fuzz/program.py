@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tests.fuzz import pieces
+from tests.fuzz import pieces, sessions, updates
 from tests.fuzz.modes import Mode
 
 T = TypeVar("T")
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Program:
-    """Names in the tables of `pieces`, and figures. The defaults are the plainest program."""
+    """Names in the tables of `pieces`, `updates` and `sessions`, and figures. The defaults are the plainest program."""
 
     seed: int = 0
     devices: int = 1
@@ -101,13 +101,13 @@ def draw(seed: int, mode: Mode) -> Program:
     """The program of this seed: a few of its fields are drawn, and the others as in the plainest program."""
     d = _Draws(seed)
     donate = d.one("donate", (False, True))
-    events = [name for name in pieces.EVENTS if not (donate and name in pieces.KEEPING)]
+    events = [name for name in sessions.EVENTS if not (donate and name in sessions.KEEPING)]
     more = d.some("events", events, (0.25, 0.25, 0.25, 0.25))
     where = d.one("where", list(pieces.WHERE)[1:])
-    optimizers = [name for name in pieces.OPTIMIZERS if name != "poisoned"]  # its infinities are its own
+    optimizers = [name for name in updates.OPTIMIZERS if name != "poisoned"]  # its infinities are its own
     fields = {
-        "writes": {"writes": d.some("writes", list(pieces.WRITES), (0.75, 0.25))},
-        "results": {"results": _distinct(d.some("results", list(pieces.RESULTS), (0.6, 0.3, 0.1)))},
+        "writes": {"writes": d.some("writes", list(updates.WRITES), (0.75, 0.25))},
+        "results": {"results": _distinct(d.some("results", list(updates.RESULTS), (0.6, 0.3, 0.1)))},
         "optimizer": {"optimizer": d.one("optimizer", optimizers)},
         "events": {"events": ("step", *(e for event in more for e in (event, "step")), "step")},
         "lookups": {
@@ -117,15 +117,15 @@ def draw(seed: int, mode: Mode) -> Program:
             )
         },
         "gradient": {"gradient": d.one("gradient", list(pieces.GRADIENTS))},
-        "kept": {"kept": _distinct(d.some("kept", list(pieces.KEPT), (0.7, 0.3)))},
+        "kept": {"kept": _distinct(d.some("kept", list(updates.KEPT), (0.7, 0.3)))},
         "chain": {"chain": d.some("chain", list(pieces.CHAIN), (0.7, 0.3))},
         "after": {"after": d.one("after", list(pieces.AFTER))},
         "loss": {"loss": d.one("loss", list(pieces.LOSSES))},
         "where": {"where": where, "number": d.one("number", (0.5, 0.0, float("nan"), float("inf")))},
         "transforms": {"transforms": d.some("transforms", list(pieces.TRANSFORMS), (0.7, 0.3))},
-        "guard": {"guard": d.one("guard", list(pieces.GUARDS))},
-        "around": {"around": d.one("around", list(pieces.AROUND))},
-        "call": {"call": d.one("call", list(pieces.CALLS))},
+        "guard": {"guard": d.one("guard", list(updates.GUARDS))},
+        "around": {"around": d.one("around", list(sessions.AROUND))},
+        "call": {"call": d.one("call", list(sessions.CALLS))},
         "sizes": {
             "tables": d.one("tables", (1, 2)),
             "rows": d.one("rows", (11, 40, 300, 7, 3, 1)),

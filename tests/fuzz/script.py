@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.fuzz import modes, pieces, skeleton
+from tests.fuzz import modes, pieces, sessions, skeleton, updates
 from tests.fuzz.program import Program
 from tests.support import bad_ingredients, ingredients
 from tests.support.ingredients import PARTS, WIDTH
@@ -67,7 +67,9 @@ def _source(path: str) -> _Source:
     return _Source(tables, definitions)
 
 
-_MODULES = {"ingredients": ingredients, "bad_ingredients": bad_ingredients, "pieces": pieces}
+#: Where pieces are.
+_OWN = (pieces, updates, sessions)
+_MODULES = {module.__name__.rpartition(".")[2]: module for module in (ingredients, bad_ingredients, *_OWN)}
 
 
 def _named(node: ast.expr) -> dict[str, ast.expr]:
@@ -95,7 +97,7 @@ def _needed(nodes: list[ast.AST], known: dict[str, list[ast.stmt]]) -> list[ast.
 
 def text_of(program: Program) -> str:
     """A script that runs by itself."""
-    own = _source(str(pieces.__file__))
+    tables = {name: table for module in _OWN for name, table in _source(str(module.__file__)).tables.items()}
     sources = [_source(str(module.__file__)) for module in _MODULES.values()]
     text = Path(str(skeleton.__file__)).read_text().replace("  # noqa: F401", "")
     given = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
@@ -103,7 +105,7 @@ def text_of(program: Program) -> str:
     assert len(known) == sum(len(set(s.definitions) - given) for s in sources), "two definitions of one name"
 
     def pick(table: str, *names: str) -> list[ast.expr]:
-        return [own.tables[table][name] for name in names]
+        return [tables[table][name] for name in names]
 
     def pairs(table: str, *names: str) -> list[ast.expr]:
         """Tuples that begin with the name."""
@@ -112,7 +114,7 @@ def text_of(program: Program) -> str:
             for name, e in zip(names, pick(table, *names), strict=True)
         ]
 
-    slot = program.optimizer if program.optimizer in pieces.SLOTS else ""
+    slot = program.optimizer if program.optimizer in updates.SLOTS else ""
     lookups = [ast.Tuple([*pick("LOOKUPS", a), *pick("ID_KINDS", b)], ast.Load()) for a, b in program.lookups]
     single = {
         "STORED": pick("STORED", program.stored),

@@ -25,6 +25,7 @@ WORLDS = {
         "check_loops_that_cannot_be",
         "check_ids_of_other_examples",
         "check_a_branch_between_two_steps",
+        "check_a_sum_over_examples_times_rows",
     ),
     (3, 1): ("check_some_of_the_contract", "check_results", "check_init", "check_nonfinite"),
     (2, 2): (

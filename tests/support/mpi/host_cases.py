@@ -24,6 +24,7 @@ from autopar.tables.host import HostTable, exchange
 from tests.support import entry_steps as by_rows
 from tests.support import host_reads
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
+from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
 from tests.support.mpi.refused_cases import check_loops_that_cannot_be as check_loops_that_cannot_be  # one of the cases
 from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # another one

@@ -1,4 +1,4 @@
-"""Lookups by ids of other examples, with tables on hosts, in a program of all ranks; run with `host_cases.py`."""
+"""Where rows and weights meet with tables on hosts; run with `host_cases.py`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,31 @@ from tests.support.host_reads import HOSTS
 ROWS, IDS = 11, 8
 
 
+def _agrees(step: Any, wrap: Any, steps: int, first: int = 0) -> Any:
+    """The planned step, whose results were the plain one's.
+
+    Args:
+      step: (State, batch) -> new state, results.
+      wrap: A table `t` and weights `w` and `b` -> the state.
+      steps: How many.
+      first: The lowest id.
+    """
+    rng = np.random.default_rng(0)
+    shapes = {"t": (ROWS, 3), "w": (3, 2), "b": (3,)}
+    theirs = mine = wrap({name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()})
+    planned, plain = autopar.parallelize(step, strategy={"**t": HOSTS}, donate=False), jax.jit(step)
+    for _ in range(steps):
+        batch = {"ids": rng.integers(first, ROWS - first // 3, IDS), "y": rng.normal(size=(IDS, 2))}
+        (mine, told), (theirs, wanted) = planned(mine, batch), plain(theirs, batch)
+        for a, b in zip(jax.tree.leaves((mine, told)), jax.tree.leaves((theirs, wanted)), strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-6)
+    return planned
+
+
+def _loss(params: Any, rows: jax.Array, batch: Any) -> jax.Array:
+    return jnp.mean(((rows + params["b"]) @ params["w"] - batch["y"]) ** 2)
+
+
 def check_ids_of_other_examples() -> None:
     """Every rank looks up the ids of all examples, some of them out of range: in several batches."""
 
@@ -23,20 +48,12 @@ def check_ids_of_other_examples() -> None:
         ids = jnp.pad(batch["ids"][:-1], (1, 0))
 
         def loss(params: Any) -> jax.Array:
-            rows = params["t"].at[ids].get(mode="fill", fill_value=0.5)
-            return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
+            return _loss(params, params["t"].at[ids].get(mode="fill", fill_value=0.5), batch)
 
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    rng = np.random.default_rng(0)
-    params = {"t": jnp.asarray(rng.normal(size=(ROWS, 3))), "w": jnp.asarray(rng.normal(size=(3, 2)))}
-    planned, plain, mine = autopar.parallelize(step, strategy={"t": HOSTS}, donate=False), jax.jit(step), params
-    for _ in range(4):
-        batch = {"ids": rng.integers(-ROWS, ROWS + 4, IDS), "y": rng.normal(size=(IDS, 2))}
-        (mine, value), (params, wanted) = planned(mine, batch), plain(params, batch)
-        np.testing.assert_allclose(value, wanted, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6), mine, params)
+    planned = _agrees(step, lambda params: params, steps=4, first=-ROWS)
     assert planned.plan is not None and planned.plan.reduction_backend == "xla"
 
 
@@ -45,11 +62,7 @@ def check_a_branch_between_two_steps() -> None:
 
     def train(state: Any, batch: Any) -> Any:
         params, count = state
-
-        def loss(params: Any) -> jax.Array:
-            return jnp.mean((params["t"][batch["ids"]] @ params["w"] - batch["y"]) ** 2)
-
-        grads = jax.grad(loss)(params)
+        grads = jax.grad(lambda params: _loss(params, params["t"][batch["ids"]], batch))(params)
         new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
         kept = jax.lax.cond(count % 3 < 2, lambda: new, lambda: params)
         return (kept, count + 1), sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
@@ -59,12 +72,15 @@ def check_a_branch_between_two_steps() -> None:
         state, second = train(state, batch)
         return state, (first, second)
 
-    rng = np.random.default_rng(0)
-    params = {"t": jnp.asarray(rng.normal(size=(ROWS, 3))), "w": jnp.asarray(rng.normal(size=(3, 2)))}
-    planned, plain = autopar.parallelize(step, strategy={"0/t": HOSTS}, donate=False), jax.jit(step)
-    mine = theirs = (params, jnp.int32(0))
-    for _ in range(3):
-        batch = {"ids": rng.integers(0, ROWS, IDS), "y": rng.normal(size=(IDS, 2))}
-        (mine, norms), (theirs, wanted) = planned(mine, batch), plain(theirs, batch)
-        np.testing.assert_allclose(norms, wanted, rtol=1e-4)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6), mine, theirs)
+    _agrees(step, lambda params: (params, jnp.int32(0)), steps=3)
+
+
+def check_a_sum_over_examples_times_rows() -> None:
+    """Of whose gradients each rank has other numbers: what is broadcast to them is summed over the ranks before."""
+
+    def step(params: Any, batch: Any) -> Any:
+        grads = jax.grad(lambda params: _loss(params, params["t"][batch["ids"]], batch))(params)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return {**new, "t": new["t"] - grads["t"] * grads["b"]}, grads["b"]
+
+    _agrees(step, lambda params: params, steps=4)
