@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import re
 from typing import Any
 
 import jax
@@ -15,9 +13,6 @@ import pytest
 
 import autopar
 from autopar.ir import schedule as schedules
-from autopar.passes.staging import search
-from autopar.passes.staging.loads import StageLoad
-from autopar.planning.check import compare_sends
 from tests.support import nano_gpt
 from tests.support.explained import explained
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model, stages_of
@@ -146,147 +141,6 @@ def test_replicas_hold_the_same_weights_and_donate_them() -> None:
         planned(old, batch(1))
 
 
-def test_a_plan_has_the_stages(tmp_path: Any) -> None:
-    step, make = language_model(CLIPPED, tied=True)
-    pipeline = autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1))
-    plan = autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
-    assert [len(stage.devices) for stage in plan.pipeline.stages] == [1, 2, 1]
-    assert plan.pipeline.tied_bytes and plan.pipeline.seconds > 0
-    plan.save(tmp_path / "plan.json")
-    loaded = autopar.Plan.load(tmp_path / "plan.json")
-    assert loaded == plan and not plan.diff(loaded)
-    report = autopar.report(plan)
-    assert list(report.figures) == ["schedule", "devices"] and len(report.tables["stages"]) == 3
-    assert len(report.figures["schedule"].axes[0].patches) == 3 * 3 * 4  # stages, kinds, microbatches
-    planned = autopar.parallelize(step, plan=loaded)
-    assert difference(planned, step, make) < 1e-12
-    assert planned.plan.pipeline.stages == plan.pipeline.stages
-    other = autopar.plan(autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4)), make(), batch(0))
-    assert "pipeline" in str(plan.diff(other))
-    with pytest.raises(autopar.ArgumentsError, match="pipeline= given together with plan="):
-        autopar.parallelize(step, plan=loaded, pipeline=pipeline)
-
-
-def test_stages_that_autopar_chooses() -> None:
-    step, make = language_model(CLIPPED, dropout=0.2)
-    planned = autopar.parallelize(
-        step, pipeline=autopar.Pipeline("auto", microbatches=4), mesh=jax.make_mesh((4,), ("data",))
-    )
-    assert difference(planned, step, make) < 1e-12
-    plan = planned.plan.pipeline
-    assert len(plan.candidates) == 4 and sum(len(stage.devices) for stage in plan.stages) == 4
-    assert "ms: 1 stage of 4 devices, 1f1b" in explained(planned)
-
-
-def test_all_that_autopar_chooses() -> None:
-    step, make = language_model(CLIPPED, dropout=0.2)
-    pipeline = autopar.Pipeline(3, "auto", "auto", remat="auto")
-    planned = autopar.parallelize(step, pipeline=pipeline)
-    assert difference(planned, step, make) < 1e-12
-    plan = planned.plan.pipeline
-    assert len(plan.stages) == 3 and plan.schedule in ("1f1b", "zero-bubble") and EXAMPLES % plan.microbatches == 0
-    given = autopar.Pipeline(4, "interleaved", "auto")
-    stages = autopar.plan(autopar.parallelize(step, pipeline=given), make(), batch(0)).pipeline
-    assert (stages.schedule, stages.devices, stages.microbatches % 2) == ("interleaved", 2, 0)
-    whole = autopar.Pipeline("auto", "interleaved", "auto")
-    chosen = autopar.plan(autopar.parallelize(step, pipeline=whole, mesh=jax.make_mesh((2,), ("a",))), make(), batch(0))
-    assert chosen.pipeline.schedule == "interleaved" and len(chosen.pipeline.stages) == 4
-    with pytest.raises(autopar.ArgumentsError, match="patterns say the stages"):
-        autopar.Pipeline([["params/**"]], "auto")
-
-
-def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Whether a device has room for it decides, without an option. (No table can be elsewhere.)"""
-    step, make = language_model(CLIPPED, tied=True)
-    size = sum(x.nbytes for x in jax.tree.leaves(make()))
-    memory = int(1.3 * size)
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: memory)
-    planned = autopar.parallelize(step)
-    assert difference(planned, step, make) < 1e-12
-    plan = planned.plan.pipeline
-    assert max(plan.memory_bytes) < memory and len(plan.stages) > 1
-    assert "so it is run in stages" in explained(planned, make(), batch(0))
-    state, _ = planned(autopar.init(make, step=planned, batch=batch(0)), batch(0))
-    autopar.save(tmp_path, state)
-    again = autopar.restore(tmp_path, jax.eval_shape(make), step=planned, batch=batch(0)).state
-    for a, b in zip(jax.tree.leaves(again["params"]), jax.tree.leaves(state["params"]), strict=True):
-        assert np.array_equal(a, b) and a.sharding == b.sharding
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: size // 40)
-    planned = autopar.parallelize(step)
-    shown = explained(planned, make(), batch(0))
-    assert "in stages it doesn't run" in shown and "at least" in shown
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: 2 * size)
-    assert autopar.plan(autopar.parallelize(step), make(), batch(0)).pipeline is None
-
-
-def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of 2 and 8 say what those of 4 are."""
-    step, make = language_model(CLIPPED, dropout=0.2)
-    found: list[list[StageLoad]] = []
-    unit_loads = search.unit_loads
-
-    def noted(*args: Any, **options: Any) -> list[StageLoad]:
-        found.append(unit_loads(*args, **options))
-        return found[-1]
-
-    monkeypatch.setattr(search, "unit_loads", noted)
-    for count in ("auto", 4):
-        pipeline = autopar.Pipeline("auto", microbatches=count)
-        autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
-    twos, eights, fours = found
-    for load, expected in zip(search._loads_of(4, {2: twos, 8: eights}), fours, strict=True):
-        for name in ("flops", "moved", "sent", "ahead", "back", "activation", "gradient", "state", "tied"):
-            assert getattr(load, name) == pytest.approx(getattr(expected, name)), name
-    assert any(load.moved != eight.scaled(2).moved for load, eight in zip(fours, eights, strict=True))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
-def test_rematerialization(schedule: str) -> None:
-    """A stage holds what it was sent, and computes its forward once more."""
-    step, make = language_model(CLIPPED, dropout=0.2)
-    plans = []
-    for remat in (False, True):
-        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4, remat=remat))
-        assert difference(planned, step, make) < 1e-12
-        plans.append(planned.plan.pipeline)
-        assert autopar.check(planned, make(), batch(0))
-    for plain, again in list(zip(plans[0].stages, plans[1].stages, strict=True))[:-1]:
-        assert again.activation_bytes < plain.activation_bytes / 2 and again.flops > plain.flops
-    assert plans[1].stages[-1].flops == plans[0].stages[-1].flops
-
-
-def test_a_profiled_plan() -> None:
-    """Each stage takes as long as its part of the gradient program takes here."""
-    step, make = language_model(CLIPPED, dropout=0.2)
-    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, profile=True))
-    assert difference(planned, step, make) < 1e-12
-    assert all(second > 0 for stage in planned.plan.pipeline.stages for second in stage.seconds.values())
-
-
-@pytest.mark.parametrize(
-    "pipeline",
-    [
-        autopar.Pipeline(3, "1f1b", 4),
-        autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1)),
-        autopar.Pipeline(4, "interleaved", 4),
-    ],
-    ids=lambda p: p.schedule,
-)
-def test_check_finds_what_the_plan_says(pipeline: autopar.Pipeline) -> None:
-    step, make = language_model(optax.sgd(0.1), tied=True, dropout=0.2)
-    planned = autopar.parallelize(step, pipeline=pipeline)
-    found = autopar.check(planned, make(), batch(0))
-    assert found.ok, str(found)
-    sent = {row.what: row.compiled for row in found.rows}
-    assert sent["device 1" if pipeline.schedule == "interleaved" else "stage 2 to earlier stages"]
-    assert "not in the plan" in str(found)
-    entry = planned.entry(make(), batch(0))
-    plan = entry.compiled.plan.pipeline
-    stages = (dataclasses.replace(plan.stages[0], ahead_bytes=plan.stages[0].ahead_bytes + 8), *plan.stages[1:])
-    wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.actions)
-    assert [row.ok for row in wrong.rows].count(False) == 1
-
-
 def test_a_shared_mask_is_drawn_once_by_each_stage() -> None:
     step, make = language_model(CLIPPED, dropout=0.2)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=3))
@@ -402,101 +256,6 @@ def test_nothing_is_sent_but_activations_their_gradients_and_sums(tied: bool) ->
             elif source.phase != "before":
                 assert var.shape[0] == EXAMPLES // 3, f"{var.type} is no microbatch's, and crosses stages"
     assert max(p.level for p in staged.programs if p.phase == "update") == 2
-
-
-OF_LAYERS = {
-    "1f1b": autopar.Pipeline(4, "1f1b", 4),
-    "interleaved": autopar.Pipeline(6, "interleaved", 6),
-    "zero-bubble": autopar.Pipeline(3, "zero-bubble", 4),
-}
-
-
-@pytest.mark.parametrize(("pipeline", "options"), diagonal(OF_LAYERS, [{"remat": True}, {"dropout": 0.2}]))
-def test_layers_of_a_scan(pipeline: autopar.Pipeline, options: dict[str, Any]) -> None:
-    step, make = language_model(CLIPPED, stacked=True, **options)
-    planned = autopar.parallelize(step, pipeline=pipeline)
-    assert difference(planned, step, make) < 1e-12
-    homes = [stage.weights for stage in planned.plan.pipeline.stages]
-    parts = {re.sub(r".*/\w+", "", path) for weights in homes for path in weights if "layers" in path}
-    assert len(parts) >= pipeline.count - 2, homes
-
-
-def test_a_stack_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any) -> None:
-    step, make = language_model(CLIPPED, stacked=True)
-    patterns = [["params/words", "params/layers/*[0:1]"], ["params/layers/**[1:4]", "params/out"]]
-    by_patterns, three, plain = (
-        autopar.parallelize(step, pipeline=autopar.Pipeline(patterns, microbatches=4)),
-        autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)),
-        autopar.parallelize(step),
-    )
-    old = autopar.init(lambda key: make(), jax.random.key(0), step=by_patterns, batch=batch(0))
-    first = old["params"]["layers"]["w"]
-    assert [(p.start, p.stop) for p in first.places] == [(0, 1), (1, 4)]
-    assert [x.devices() for x in first.values] == [{jax.devices()[0]}, {jax.devices()[1]}]
-    assert np.array_equal(first, jax.jit(make)()["params"]["layers"]["w"])
-    assert first[2].shape == first.shape[1:] and "on 2 devices" in repr(first)
-    arrays = first.values
-    state, _ = by_patterns(old, batch(0))
-    assert first.is_deleted() and all(x.is_deleted() for x in arrays)
-    autopar.save(tmp_path / "state", state)
-    results = []
-    for planned, like, where in (
-        (by_patterns, state, {}),
-        (three, jax.eval_shape(make), {"step": three, "batch": batch(1)}),
-        (plain, make(), {}),
-        (three, state, {}),  # the parts are those of the patterns
-    ):
-        restored = autopar.restore(tmp_path / "state", like, **where).state
-        new, metrics = planned(restored, batch(1))
-        results.append(jax.tree.leaves((autopar.materialize(new["params"]), metrics)))
-    new, metrics = plain(autopar.materialize(state), batch(1))
-    for found in results:
-        for a, b in zip(found, jax.tree.leaves((new["params"], metrics)), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-12)
-
-
-def test_a_plan_of_layers_is_written_and_read(tmp_path: Any) -> None:
-    step, make = language_model(CLIPPED, stacked=True)
-    plan = autopar.plan(autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=4)), make(), batch(0))
-    plan.save(tmp_path / "plan.json")
-    planned = autopar.parallelize(step, plan=autopar.Plan.load(tmp_path / "plan.json"))
-    assert difference(planned, step, make) < 1e-12
-    assert planned.plan.pipeline.stages == plan.pipeline.stages
-
-
-def test_layers_that_no_stage_has() -> None:
-    step, make = language_model(CLIPPED, stacked=True)
-    patterns = [["params/words", "params/layers/**[0:1]"], ["params/layers/**[2:4]", "params/out"]]
-    with pytest.raises(autopar.StrategyError, match=r"params/layers/\w\[1:2\] belongs to no stage"):
-        autopar.parallelize(step, pipeline=autopar.Pipeline(patterns))(make(), batch(0))
-    with pytest.raises(autopar.StrategyError, match="6 weights and layers to cut between"):
-        autopar.parallelize(step, pipeline=autopar.Pipeline(7))(make(), batch(0))
-
-
-def test_layers_that_a_leaf_does_not_have() -> None:
-    step, make = language_model(CLIPPED, stacked=True)
-
-    def refused(first: str, second: str, step: Any = step) -> str:
-        pipeline = autopar.Pipeline([["params/words", first], [second, "params/out"]])
-        with pytest.raises(autopar.StrategyError) as error:
-            autopar.parallelize(step, pipeline=pipeline)(make(), batch(0))
-        return str(error.value)
-
-    said = refused("params/layers/**[0:2]", "params/layers/**[2:9]")
-    assert said.endswith("'params/layers/**[2:9]': params/layers/b has the layers [0:4]")
-    assert "has the layers [0:4]" in refused("params/layers/**[0:4]", "params/layers/**[4:4]")
-
-    def normed(state: Any, given: Any) -> Any:
-        """A loss with the weights' last layer in it, which no scan reads."""
-        layers = state["params"]["layers"]["w"]
-        norm, grad = jax.value_and_grad(lambda w: jnp.sum(w[-1] ** 2) * given["mask"].sum())(layers)
-        new, metrics = step(state, given)
-        new["params"]["layers"]["w"] -= grad
-        return new, {**metrics, "last": norm}
-
-    said = refused("params/layers/**[0:2]", "params/layers/**[2:4]", normed)
-    assert "params/layers/w belongs to no stage" in said and "otherwise than a scan" in said
-    assert "test_pipelines.py:" in said
 
 
 def test_stages_by_patterns() -> None:

@@ -1,0 +1,167 @@
+"""Plans of pipelines: the stages that are chosen, in files, and beside what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.passes.staging import search
+from autopar.passes.staging.loads import StageLoad
+from autopar.planning.check import compare_sends
+from tests.support.explained import explained
+from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+def test_a_plan_has_the_stages(tmp_path: Any) -> None:
+    step, make = language_model(CLIPPED, tied=True)
+    pipeline = autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1))
+    plan = autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
+    assert [len(stage.devices) for stage in plan.pipeline.stages] == [1, 2, 1]
+    assert plan.pipeline.tied_bytes and plan.pipeline.seconds > 0
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and not plan.diff(loaded)
+    report = autopar.report(plan)
+    assert list(report.figures) == ["schedule", "devices"] and len(report.tables["stages"]) == 3
+    assert len(report.figures["schedule"].axes[0].patches) == 3 * 3 * 4  # stages, kinds, microbatches
+    planned = autopar.parallelize(step, plan=loaded)
+    assert difference(planned, step, make) < 1e-12
+    assert planned.plan.pipeline.stages == plan.pipeline.stages
+    other = autopar.plan(autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4)), make(), batch(0))
+    assert "pipeline" in str(plan.diff(other))
+    with pytest.raises(autopar.ArgumentsError, match="pipeline= given together with plan="):
+        autopar.parallelize(step, plan=loaded, pipeline=pipeline)
+
+
+def test_stages_that_autopar_chooses() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(
+        step, pipeline=autopar.Pipeline("auto", microbatches=4), mesh=jax.make_mesh((4,), ("data",))
+    )
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert len(plan.candidates) == 4 and sum(len(stage.devices) for stage in plan.stages) == 4
+    assert "ms: 1 stage of 4 devices, 1f1b" in explained(planned)
+
+
+def test_all_that_autopar_chooses() -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    pipeline = autopar.Pipeline(3, "auto", "auto", remat="auto")
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert len(plan.stages) == 3 and plan.schedule in ("1f1b", "zero-bubble") and EXAMPLES % plan.microbatches == 0
+    given = autopar.Pipeline(4, "interleaved", "auto")
+    stages = autopar.plan(autopar.parallelize(step, pipeline=given), make(), batch(0)).pipeline
+    assert (stages.schedule, stages.devices, stages.microbatches % 2) == ("interleaved", 2, 0)
+    whole = autopar.Pipeline("auto", "interleaved", "auto")
+    chosen = autopar.plan(autopar.parallelize(step, pipeline=whole, mesh=jax.make_mesh((2,), ("a",))), make(), batch(0))
+    assert chosen.pipeline.schedule == "interleaved" and len(chosen.pipeline.stages) == 4
+    with pytest.raises(autopar.ArgumentsError, match="patterns say the stages"):
+        autopar.Pipeline([["params/**"]], "auto")
+
+
+def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Whether a device has room for it decides, without an option. (No table can be elsewhere.)"""
+    step, make = language_model(CLIPPED, tied=True)
+    size = sum(x.nbytes for x in jax.tree.leaves(make()))
+    memory = int(1.3 * size)
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: memory)
+    planned = autopar.parallelize(step)
+    assert difference(planned, step, make) < 1e-12
+    plan = planned.plan.pipeline
+    assert max(plan.memory_bytes) < memory and len(plan.stages) > 1
+    assert "so it is run in stages" in explained(planned, make(), batch(0))
+    state, _ = planned(autopar.init(make, step=planned, batch=batch(0)), batch(0))
+    autopar.save(tmp_path, state)
+    again = autopar.restore(tmp_path, jax.eval_shape(make), step=planned, batch=batch(0)).state
+    for a, b in zip(jax.tree.leaves(again["params"]), jax.tree.leaves(state["params"]), strict=True):
+        assert np.array_equal(a, b) and a.sharding == b.sharding
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: size // 40)
+    planned = autopar.parallelize(step)
+    shown = explained(planned, make(), batch(0))
+    assert "in stages it doesn't run" in shown and "at least" in shown
+    monkeypatch.setattr("autopar.api.memory_of", lambda devices: 2 * size)
+    assert autopar.plan(autopar.parallelize(step), make(), batch(0)).pipeline is None
+
+
+def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 2 and 8 say what those of 4 are."""
+    step, make = language_model(CLIPPED, dropout=0.2)
+    found: list[list[StageLoad]] = []
+    unit_loads = search.unit_loads
+
+    def noted(*args: Any, **options: Any) -> list[StageLoad]:
+        found.append(unit_loads(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(search, "unit_loads", noted)
+    for count in ("auto", 4):
+        pipeline = autopar.Pipeline("auto", microbatches=count)
+        autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
+    twos, eights, fours = found
+    for load, expected in zip(search._loads_of(4, {2: twos, 8: eights}), fours, strict=True):
+        for name in ("flops", "moved", "sent", "ahead", "back", "activation", "gradient", "state", "tied"):
+            assert getattr(load, name) == pytest.approx(getattr(expected, name)), name
+    assert any(load.moved != eight.scaled(2).moved for load, eight in zip(fours, eights, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
+def test_rematerialization(schedule: str) -> None:
+    """A stage holds what it was sent, and computes its forward once more."""
+    step, make = language_model(CLIPPED, dropout=0.2)
+    plans = []
+    for remat in (False, True):
+        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4, remat=remat))
+        assert difference(planned, step, make) < 1e-12
+        plans.append(planned.plan.pipeline)
+        assert autopar.check(planned, make(), batch(0))
+    for plain, again in list(zip(plans[0].stages, plans[1].stages, strict=True))[:-1]:
+        assert again.activation_bytes < plain.activation_bytes / 2 and again.flops > plain.flops
+    assert plans[1].stages[-1].flops == plans[0].stages[-1].flops
+
+
+def test_a_profiled_plan() -> None:
+    """Each stage takes as long as its part of the gradient program takes here."""
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, profile=True))
+    assert difference(planned, step, make) < 1e-12
+    assert all(second > 0 for stage in planned.plan.pipeline.stages for second in stage.seconds.values())
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        autopar.Pipeline(3, "1f1b", 4),
+        autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1)),
+        autopar.Pipeline(4, "interleaved", 4),
+    ],
+    ids=lambda p: p.schedule,
+)
+def test_check_finds_what_the_plan_says(pipeline: autopar.Pipeline) -> None:
+    step, make = language_model(optax.sgd(0.1), tied=True, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    found = autopar.check(planned, make(), batch(0))
+    assert found.ok, str(found)
+    sent = {row.what: row.compiled for row in found.rows}
+    assert sent["device 1" if pipeline.schedule == "interleaved" else "stage 2 to earlier stages"]
+    assert "not in the plan" in str(found)
+    entry = planned.entry(make(), batch(0))
+    plan = entry.compiled.plan.pipeline
+    stages = (dataclasses.replace(plan.stages[0], ahead_bytes=plan.stages[0].ahead_bytes + 8), *plan.stages[1:])
+    wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.actions)
+    assert [row.ok for row in wrong.rows].count(False) == 1
