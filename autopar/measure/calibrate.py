@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,7 @@ def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
             what, why = f"what exchanges cost on {devices.count} devices", "to choose each table's method"
             shown = devices.processes.rank == 0
             # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
-            with measuring(what, why, PARTS, str(file), shown=shown) as advance, ThreadPoolExecutor(1) as thread:
+            with measuring(what, why, PARTS, file, shown=shown) as advance, ThreadPoolExecutor(1) as thread:
                 measured = thread.submit(calibrate_rates, devices, plan, advance).result()
             kept = _first_rates(devices, measured)
             assert kept is not None, "the first process has measured, too"
@@ -118,13 +119,14 @@ def write_cache(file: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def measuring(what: str, why: str, parts: int, kept: str, *, shown: bool = True) -> Iterator[Advance]:
+def measuring(what: str, why: str, parts: int, kept: Path, *, shown: bool = True) -> Iterator[Advance]:
     """A line that says what is being measured, why, and that it is kept; with a bar on a terminal.
 
-    The block calls what it is given `parts` times. `kept`: where the figures are kept; empty: nowhere. `shown`: whether
-    this process is the one that says so.
+    The block calls what it is given `parts` times. `kept`: where the figures are kept, told from the user's home folder
+    on. `shown`: whether this process is the one that says so.
     """
-    line = f"measuring {what}, {why}" + (f"; kept in {kept}" if kept else "")
+    home = re.escape(os.path.expanduser("~") + os.sep)
+    line = f"measuring {what}, {why}; kept in {re.sub(f'^{home}', '~/', str(kept))}"
     with noticing(f"measuring {what}", parts=parts, at_once=line, shown=shown) as notice:
         done = itertools.count()
         yield lambda part: notice.tell(part, done=next(done))

@@ -167,7 +167,7 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
     grid = devices.mesh.devices.reshape(cluster.machines, cluster.devices)
     file = cache_file(devices, "cluster-{}.toml")
     shown = devices.processes.rank == 0
-    with measuring("the links between devices", "for plans", 2, str(file), shown=shown) as advance:
+    with measuring("the links between devices", "for plans", 2, file, shown=shown) as advance:
         advance("between devices")
         measured = measure_links(grid)
         advance("between ranks")

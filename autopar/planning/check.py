@@ -116,6 +116,8 @@ class Check:
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         return "\n".join([first, *(f"  {line}" for line in lines)])
 
+    __repr__ = __str__
+
 
 def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
     """Compile a planned step, and compare its collectives with what the plan says. Nothing is run.

@@ -56,6 +56,8 @@ class Simulation:
             lines.append(f"{t.devices:>8}{1e3 * t.seconds:>12.2f}{speedup:>10.1f}  {t.limit:<17}{methods}{fits}")
         return "\n".join([*lines, *self.crossovers])
 
+    __repr__ = __str__
+
 
 def simulate(
     plan: Plan,

@@ -74,6 +74,8 @@ class Verification:
         head = f"{len(self.leaves)} leaves compared over {self.steps} steps: "
         return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
 
+    __repr__ = __str__
+
 
 def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
     """Run the plain and the planned step on copies of the arguments and compare.

@@ -79,6 +79,8 @@ class Why:
             lines.append(f"{ways[1].name} {what.format(f'{self.ratio:.3g}')}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 def why(plan: Plan, path: str, method: Method) -> Why:
     """Why a table isn't trained by another method: what that would take, beside what was chosen.

@@ -140,7 +140,7 @@ def test_compiled_programs_send_what_plans_say(method: str, shapes: bool) -> Non
 
 def test_nothing_travels_on_one_device() -> None:
     found = autopar.check(by("ps", 1), make_state(), BATCH)
-    assert found.ok and not found.rows and "the compiled program has no collective" in str(found)
+    assert found.ok and not found.rows and "the compiled program has no collective" in repr(found)
 
 
 def test_a_program_that_sends_more_or_less_differs() -> None:

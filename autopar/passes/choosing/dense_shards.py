@@ -49,7 +49,7 @@ def shard_dense(
         shards = _with_slots(program, leaf) & dense
         named = min(shards, key=lambda k: (len(program.inputs[k].path), k))  # the parameter rather than a slot
         axes.update(dict.fromkeys(shards, axis))
-        slots = f", {len(shards) - 1} slots with it" if len(shards) > 1 else ""
+        slots = f", {len(shards) - 1} slot{'s' * (len(shards) > 2)} with it" if len(shards) > 1 else ""
         use = "looked up at its owners" if shards & tables else "gathered for use"
         reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
         once = (devices - 1) * type_.nbytes // devices

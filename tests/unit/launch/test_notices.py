@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -142,8 +143,8 @@ def test_what_is_known_to_take_long_is_said_at_once(
 ) -> None:
     terminal = on_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", "100")
-    with measuring("links", "for plans", 2, "a file") as advance:
-        assert caplog.messages == ["autopar: measuring links, for plans; kept in a file"]
+    with measuring("links", "for plans", 2, Path.home() / "a file") as advance:
+        assert caplog.messages == ["autopar: measuring links, for plans; kept in ~/a file"]
         advance("between devices")
         notices._open[-1].show()
         assert "measuring links: between devices [....................] 0 of 2" in terminal.shown

@@ -300,7 +300,7 @@ def test_the_road_not_taken_has_all_its_terms() -> None:
     assert (found.chosen.terms, found.other.terms) == (table.terms[table.method], table.terms["allreduce"])
     assert found.ratio == pytest.approx(table.seconds["allreduce"] / table.seconds[table.method])
     assert found.other.sent == 2 * 7 * ROWS * 16 // 8
-    told = str(found)
+    told = repr(found)
     assert f"{table.method} was chosen, not allreduce" in told and "reduce the gradient" in told
     assert told.endswith(f"allreduce takes {found.ratio:.3g} times as long")
     assert f"{table.seconds['allreduce'] * 1e3:.3f} ms" in told

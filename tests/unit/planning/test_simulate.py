@@ -318,7 +318,7 @@ def test_simulate_prints_what_a_user_asks() -> None:
     args = jnp.zeros((50_000, 16)), {"ids": jnp.arange(256).reshape(32, 8)}
     made = planned(4, step, *args)
     found = autopar.simulate(made, devices=(1, 4, 1000), variation=0.05)
-    text = str(found)
+    text = repr(found)
     assert "step on chalk (chalk), simulated" in text and "speed-up" in text
     assert found.speedups[0] == 1.0 and found.speedups[1] == pytest.approx(
         4 * found.times[0].seconds / found.times[1].seconds

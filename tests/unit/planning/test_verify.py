@@ -53,7 +53,7 @@ def test_verify_returns_a_report_and_donates_nothing() -> None:
     planned = autopar.parallelize(step, strategy="ps")
     state, batch = example()
     report = autopar.verify(planned, state, batch, steps=3)
-    assert report.ok and "all agree" in str(report) and "table" in str(report)
+    assert report.ok and "all agree" in repr(report) and "table" in str(report)
     assert not state["table"].is_deleted()
 
 
