@@ -116,4 +116,4 @@ def test_layers_that_a_leaf_does_not_have() -> None:
 
     said = refused("params/layers/**[0:2]", "params/layers/**[2:4]", normed)
     assert "params/layers/w belongs to no stage" in said and "otherwise than a scan" in said
-    assert "test_pipelines.py:" in said
+    assert "test_pipeline_layers.py:" in said
