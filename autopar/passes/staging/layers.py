@@ -9,7 +9,6 @@ What has no rule (`analysis.local.place_spread`) reads the parts put together, a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +77,8 @@ def find_stacks(program: Program) -> list[Stack]:
         cutter.run(program)
         kept = {v for scanned in cutter.scans for v in scanned} - cutter.spoiled.keys()
         if kept == leaves:
-            return [_with_slots(program, cutter, group, set(weights)) for group in _connected(cutter.scans)]
+            groups = (sorted(group, key=weights.index) for group in _connected(cutter.scans))  # for all ranks alike
+            return [_with_slots(program, cutter, group, set(weights)) for group in groups]
         leaves = kept
     return []
 
@@ -93,14 +93,13 @@ def why_whole(program: Program, leaf: Var) -> str:
     return "the step reads it otherwise than a scan does, a layer at a time" + (f" ({source})" if source else "")
 
 
-def _connected(groups: Iterable[frozenset[Var]]) -> list[list[Var]]:
+def _connected(groups: Iterable[frozenset[Var]]) -> list[frozenset[Var]]:
     """Leaves of one scan together, and those of scans that share one."""
-    joined: list[dict[Var, None]] = []
+    joined: list[frozenset[Var]] = []
     for group in groups:
         met = [other for other in joined if not group.isdisjoint(other)]
-        new = dict.fromkeys(itertools.chain(*met, group))
-        joined = [other for other in joined if other not in met] + [new]
-    return [list(group) for group in joined]
+        joined = [other for other in joined if other not in met] + [group.union(*met)]
+    return joined
 
 
 def _with_slots(program: Program, cutter: _Cutter, weights: Sequence[Var], read: Collection[Var]) -> Stack:
