@@ -16,7 +16,7 @@ import autopar
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred, Entries
 from tests.support.deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
-from tests.support.pairs import diagonal
+from tests.support.pairs import diagonal, every
 from tests.zoo.case import Case, zipf_ids
 from tests.zoo.every_optimizer import lookup_case
 
@@ -203,7 +203,7 @@ COMBINED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize("name", every(2, COMBINED))
 def test_combined(name: str) -> None:
     assert differ(lookup_case(COMBINED[name](), np.float64), steps=80) == []
 

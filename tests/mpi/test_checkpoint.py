@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.support.mpi.jobs import Run
+from tests.support.pairs import long
 
 TRAINING = "from tests.support.mpi.checkpoint_training import main\n\nmain()\n"
 STEPS = 8
@@ -32,17 +33,27 @@ def train(run_ranks: Run, tmp_path: Path) -> Any:
     return run
 
 
-def test_a_killed_training_goes_on_with_the_same_numbers(train: Any, tmp_path: Path) -> None:
-    """On as many ranks bit for bit; on others up to the order of sums."""
+@pytest.mark.parametrize(
+    ("kills", "others"),
+    [
+        # While it writes its rows, and what it saves is lost; 6 is the checkpoint, but 4 is still there, too.
+        ({"rows:1:3": 0, "clean:0:5": 2}, (3,)),
+        # Between saves; while it writes; all is written for 6, but not yet the checkpoint; the next to go.
+        long({"step:1:3": 0, "rows:1:3": 2, "commit:0:5": 2, "clean:0:5": 4}, (3, 1)),
+    ],
+    ids=len,
+)
+def test_a_killed_training_goes_on_with_the_same_numbers(
+    train: Any, tmp_path: Path, kills: dict[str, int], others: tuple[int, ...]
+) -> None:
+    """On as many ranks bit for bit; on others up to the order of sums. `kills`: when -> the step that it began with."""
     began, expected = train(2, tmp_path / "undisturbed")
     assert began == 0
     folder = tmp_path / "checkpoint"
-    assert train(2, folder, "step:1:3")[0] == 0  # killed between saves
-    assert train(2, folder, "rows:1:3")[0] == 2  # while it writes its rows; step 4 is lost
-    assert train(2, folder, "commit:0:5")[0] == 2  # saved 4; all is written for 6, but not yet the checkpoint
-    assert train(2, folder, "clean:0:5")[0] == 4  # 6 is the checkpoint; 4 is still there, too
+    for kill, expected_start in kills.items():
+        assert train(2, folder, kill)[0] == expected_start
     assert len(list(folder.glob("version-*"))) == 2
-    copies = {count: shutil.copytree(folder, tmp_path / f"copy{count}") for count in (3, 1)}
+    copies = {count: shutil.copytree(folder, tmp_path / f"copy{count}") for count in others}
     began, found = train(2, folder)
     assert began == 6
     for a, b in zip(found, expected, strict=True):

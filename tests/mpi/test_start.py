@@ -157,7 +157,7 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
 
     ids = next(iter(autopar.shard([jnp.full(2, rank)], per_process=True)))
-    _, total = autopar.parallelize(step)(jnp.ones((64, 2)), ids)
+    _, total = autopar.parallelize(step, strategy="ps")(jnp.ones((64, 2)), ids)
     assert total == 2 and jax.process_count() == 2
     stages = autopar.Pipeline(stages=2, microbatches=1)
     for options in {"strategy": ("ps", "hosts")}, {"pipeline": stages}:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -39,6 +39,11 @@ def diagonal(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any]
         for i, (x, a) in enumerate(axes[0].items())
         for j, (y, b) in enumerate(axes[1].items())
     ]
+
+
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Parameters of which only each `step`-th one isn't `long`."""
+    return [pytest.param(value, marks=pytest.mark.long if k % step else ()) for k, value in enumerate(values)]
 
 
 def long(*values: Any) -> Any:
