@@ -27,8 +27,8 @@ demo-mpi: $(VENV)/.installed-demo $(VENV)/.installed-mpi
 	$(BIN)/python -m autopar launch -n $(RANKS) examples/language_model_mpi.py $(ARGS)
 
 # The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there. A worker that has
-# no tests left takes some of the other's.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# no tests left takes some of another's. Three of them, for some tests wait, for processes and for what these must notice.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
 # Hundreds of processes are started: what Python compiles is kept, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-test

@@ -19,7 +19,6 @@ WORLDS = {
         "check_growth",
         "check_once_per_row",
         "check_shape_buckets",
-        "check_deferred_growth",
         "check_whole_reads",
         "check_what_cannot_be",
         "check_loops_that_cannot_be",

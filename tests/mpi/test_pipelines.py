@@ -15,12 +15,14 @@ WORLDS = {
     (2, 2): (
         "check_the_bits_are_those_of_one_process",
         "check_products_divided_within_stages",
-        "check_the_state_of_divided_products",
     ),
     (3, 1): ("check_the_state_of_stacked_layers", "check_what_is_refused"),
 }
 #: The rest of the product.
-MORE = {(2, 2): ("check_schedules",), (3, 1): ("check_schedules", "check_the_state")}
+MORE = {
+    (2, 2): ("check_schedules", "check_the_state_of_divided_products"),
+    (3, 1): ("check_schedules", "check_the_state"),
+}
 
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
