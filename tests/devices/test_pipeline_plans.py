@@ -15,7 +15,7 @@ from autopar.passes.staging import search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support.explained import explained
-from tests.support.microbatched import EXAMPLES, batch, difference, language_model
+from tests.support.microbatched import EXAMPLES, batch, difference, language_model, stages_of
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
@@ -126,7 +126,7 @@ def test_rematerialization(schedule: str) -> None:
     step, make = language_model(CLIPPED, dropout=0.2)
     plans = []
     for remat in (False, True):
-        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(4, schedule, 4, remat=remat))
+        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(stages_of(4), schedule, 4, remat=remat))
         assert difference(planned, step, make) < 1e-12
         plans.append(planned.plan.pipeline)
         assert autopar.check(planned, make(), batch(0))
