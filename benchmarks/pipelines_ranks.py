@@ -44,16 +44,18 @@ class Rank:
             self.models[name] = MODELS[name](**sizes)
         return self.models[name]
 
-    def _begin(self, name: str, system: str, step: Any, make: Any) -> Any:
+    def _begin(self, name: str, system: str, step: Any, make: Any) -> tuple[Any, float | None]:
+        """The plan of a pipeline, and the seconds that it predicts."""
         import jax
 
+        from autopar.cost.stage_time import pipeline_seconds
         from benchmarks.pipeline_models import TX
 
         params = make(jax.random.key(0))
         self.steps[name, system], self.states[name, system] = step, (params, TX.init(params))
         self.turn(name, system, 2)
-        plan = getattr(step, "plan", None)
-        return None if plan is None else plan.pipeline
+        plan = getattr(getattr(step, "plan", None), "pipeline", None)
+        return plan, None if plan is None else pipeline_seconds(plan)
 
     def prepare(
         self, name: str, system: str, microbatches: int, schedule: str = "", stages: Any = None, **sizes: int
@@ -76,18 +78,17 @@ class Rank:
             count = jax.process_count() if stages is None else stages
             pipeline = autopar.Pipeline(count, schedule or system, microbatches, profile=stages is None)
             step = autopar.parallelize(step_of(loss), pipeline=pipeline)
-        plan = self._begin(name, system, step, make)
-        return None if plan is None else plan.seconds
+        return self._begin(name, system, step, make)[1]
 
-    def pipeline(self, name: str, system: str, sizes: Mapping[str, int], **options: Any) -> tuple[str, float]:
+    def pipeline(self, name: str, system: str, sizes: Mapping[str, int], **options: Any) -> tuple[str, float | None]:
         """Makes a step with `autopar.Pipeline(**options)`; what its plan is, and the seconds that it predicts."""
         import autopar
         from benchmarks.pipeline_models import step_of
 
         loss, make, _ = self._model(name, sizes)
         step = autopar.parallelize(step_of(loss), pipeline=autopar.Pipeline(**options))
-        plan = self._begin(name, system, step, make)
-        return f"{plan.pipeline}, {plan.schedule}, M = {plan.microbatches}{', remat' * plan.remat}", plan.seconds
+        plan, seconds = self._begin(name, system, step, make)
+        return f"{plan.pipeline}, {plan.schedule}, M = {plan.microbatches}{', remat' * plan.remat}", seconds
 
     def forget(self) -> None:
         """All of them."""

@@ -12,7 +12,7 @@ from typing import Literal as Choice
 
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Atom, Block, Var
-from autopar.ir.schedule import SCHEDULES, Places, Schedule
+from autopar.ir.schedule import SCHEDULES, Places, Rule, Schedule
 
 #: "before": once, ahead of the microbatches. "F", "B", "W": for each microbatch. "update": once, behind them.
 Phase = Choice["before", "F", "B", "W", "update"]
@@ -80,30 +80,17 @@ class Pipeline:
             raise ArgumentsError(f"profile={self.profile!r}: give True or False")
         if self.statistics not in ("batch", "microbatch"):
             raise ArgumentsError(f"statistics={self.statistics!r}: there are 'batch' and 'microbatch'")
-        for count in _counts(self.replicas, self.count):
+        for count in self.replica_counts:
             _check_count("replicas", count)
         if not isinstance(self.replicas, int) and len(self.replicas) != self.count:
             raise ArgumentsError(f"replicas={self.replicas!r}: {len(self.replicas)} numbers for {self.count} stages")
         if self.stages_per_device is not None:
             _check_count("stages_per_device", self.stages_per_device)
-        if self.schedule == "interleaved" and not self.is_open:
-            self._check_interleaved()
-        elif self.stages_per_device not in (None, 1):
-            raise ArgumentsError(
-                f"stages_per_device={self.stages_per_device} with schedule={self.schedule!r}: several stages on a "
-                "device take schedule='interleaved'"
-            )
-
-    def _check_interleaved(self) -> None:
-        if any(count != 1 for count in _counts(self.replicas, self.count)):
-            raise ArgumentsError(f"replicas={self.replicas!r} with schedule='interleaved', whose stages have none")
-        if self.count % self.chunks:
-            raise ArgumentsError(f"{self.count} stages can't be {self.chunks} on each device (stages_per_device)")
-        if self.microbatch_count % self.devices:
-            raise ArgumentsError(
-                f"microbatches={self.microbatches} with schedule='interleaved' on {self.devices} devices: give a "
-                "multiple of their number"
-            )
+        if self.is_open and self.chunks > 1 == self.rule.stages_per_device:
+            raise ArgumentsError(self.rule.problem([], self.chunks, 0))
+        problem = "" if self.is_open else self.rule.problem(self.replica_counts, self.chunks, self.microbatch_count)
+        if problem:
+            raise ArgumentsError(problem)
 
     @property
     def is_open(self) -> bool:
@@ -125,7 +112,7 @@ class Pipeline:
     @property
     def chunks(self) -> int:
         """Stages on each device."""
-        return self.stages_per_device or (2 if self.schedule == "interleaved" else 1)
+        return self.stages_per_device or self.rule.stages_per_device
 
     @property
     def devices(self) -> int:
@@ -135,24 +122,26 @@ class Pipeline:
     @property
     def places(self) -> Places:
         """The devices of each stage, by number."""
-        if self.schedule == "interleaved":
-            return tuple((k % (self.count // self.chunks),) for k in range(self.count))
-        counts = _counts(self.replicas, self.count)
-        return tuple(tuple(range(sum(counts[:k]), sum(counts[: k + 1]))) for k in range(self.count))
+        return self.rule.places(self.replica_counts, self.chunks)
+
+    @property
+    def rule(self) -> Rule:
+        """The schedule's; 1F1B's as long as it isn't chosen."""
+        return SCHEDULES["1f1b" if self.schedule == AUTO else self.schedule]
+
+    @property
+    def replica_counts(self) -> Sequence[int]:
+        """How many devices each stage has."""
+        return [self.replicas] * self.count if isinstance(self.replicas, int) else self.replicas
 
     def __str__(self) -> str:
-        counts = _counts(self.replicas, self.count)
+        counts = self.replica_counts
         stages = f"{self.count} stage{'s' * (self.count > 1)}"
         return f"{stages} of {', '.join(map(str, counts))} device{'s' * (max(counts) > 1 or self.count > 1)}"
 
     def scheduled(self, microbatches: int) -> Schedule:
         """The schedule of so many microbatches."""
-        return SCHEDULES[self.schedule](self.places, microbatches)
-
-
-def _counts(replicas: int | Sequence[int], stages: int) -> Sequence[int]:
-    """The number of each stage."""
-    return [replicas] * stages if isinstance(replicas, int) else replicas
+        return self.rule.make(self.places, microbatches)
 
 
 def _check_count(name: str, count: object) -> None:

@@ -6,8 +6,9 @@ interleaved stages (Narayanan et al., 2021), section 2.2; zero-bubble H1 (Qi et 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal as Choice
 
 #: Forward; backward: the gradients of a stage's inputs and weights; where a schedule has "W", those of the inputs in
@@ -182,80 +183,71 @@ def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: i
     return (*tasks, *(Task("W", stage, m) for m in range(microbatches - late, microbatches)))
 
 
-SCHEDULES: Mapping[str, Callable[[Places, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
-}
-
-
 @dataclass(frozen=True, slots=True)
-class StageTimes:
-    """What the tasks of each stage take.
+class Rule:
+    """How a schedule is made, and what it asks of a pipeline: here that each stage has devices of its own.
 
     Attributes:
-      seconds: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
-      ahead, back: Seconds of what each stage sends to the next one, and to the one before.
-      activations: What each stage holds of a microbatch from F to B or W, in any unit: 1 each by default.
+      name: What users call it.
+      make: Places and a number of microbatches -> the schedule.
+      stages_per_device: On each device, where the user doesn't say it; 1: never more.
     """
 
-    seconds: Mapping[str, Sequence[float]]
-    ahead: Sequence[float] = ()
-    back: Sequence[float] = ()
-    activations: Sequence[float] = ()
-
-    def of(self, task: Task, splits_backward: bool) -> float:
-        """Seconds of a task."""
-        seconds = self.seconds[task.kind][task.stage]
-        whole = task.kind == "B" and not splits_backward and "W" in self.seconds
-        return seconds + self.seconds["W"][task.stage] if whole else seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Simulated:
-    """A schedule in time.
-
-    Attributes:
-      seconds: From the first task's start to the last one's end.
-      busy: Seconds that each device computes.
-      held: Activations that each device holds at most, from the start of F to the end of B or W.
-      starts: When each task starts.
-    """
-
-    seconds: float
-    busy: tuple[float, ...]
-    held: tuple[float, ...]
-    starts: Mapping[Task, float] = field(default_factory=dict)
+    name: str
+    make: Callable[[Places, int], Schedule]
+    stages_per_device: int = 1
 
     @property
-    def bubble(self) -> float:
-        """The share of the devices' time in which they wait."""
-        return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
+    def has_replicas(self) -> bool:
+        """Whether a stage may have several devices (and its memory be a limit when stages are cut)."""
+        return True
+
+    def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
+        """The devices of stages of which each has so many."""
+        ends = tuple(itertools.accumulate(counts))
+        return tuple(tuple(range(start, end)) for start, end in zip((0, *ends), ends, strict=False))
+
+    def numbers(self, devices: int, stages_per_device: int) -> Iterable[int]:
+        """The numbers of stages that so many devices can have."""
+        return range(1, devices + 1)
+
+    def problem(self, counts: Sequence[int], stages_per_device: int, microbatches: int) -> str:
+        """Why these can't be stages, in words; empty if they can."""
+        several = "several stages on a device take schedule='interleaved'"
+        return f"stages_per_device={stages_per_device} with {self}: {several}" if stages_per_device > 1 else ""
+
+    def __str__(self) -> str:
+        return f"schedule={self.name!r}"
 
 
-def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
-    """The schedule in time. Sends overlap with tasks; those from one device to another follow one another."""
-    starts: dict[Task, float] = {}
-    ends: dict[Task, float] = {}
-    links: dict[tuple[int, int], float] = {}
-    free, busy = [0.0] * schedule.devices, [0.0] * schedule.devices
-    held, most = [0.0] * schedule.devices, [0.0] * schedule.devices
-    last = "W" if schedule.splits_backward else "B"
-    for task in schedule.issue_order():
-        device = schedule.device_of(task.stage, task.microbatch)
-        needed, ready = schedule.needed(task), 0.0
-        if needed is not None:
-            ready, link = ends[needed], (schedule.device_of(needed.stage, needed.microbatch), device)
-            sends = times.ahead if needed.stage < task.stage else times.back
-            if sends and link[0] != device:
-                ready = max(ready, links.get(link, 0.0)) + sends[needed.stage]
-                links[link] = ready
-        seconds = times.of(task, schedule.splits_backward)
-        starts[task] = max(free[device], ready)
-        free[device] = ends[task] = starts[task] + seconds
-        busy[device] += seconds
-        size = times.activations[task.stage] if times.activations else 1.0
-        held[device] += size if task.kind == "F" else -size if task.kind == last else 0.0
-        most[device] = max(most[device], held[device])
-    return Simulated(max(ends.values()), tuple(busy), tuple(most), starts)
+class CyclicRule(Rule):
+    """Of D devices each has V stages, d, D + d, 2 D + d, ..., and no replicas; microbatches come in groups of D."""
+
+    @property
+    def has_replicas(self) -> bool:
+        return False
+
+    def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
+        return tuple((k % (len(counts) // stages_per_device),) for k in range(len(counts)))
+
+    def numbers(self, devices: int, stages_per_device: int) -> Iterable[int]:
+        return (devices * stages_per_device,) if devices > 1 else ()
+
+    def problem(self, counts: Sequence[int], stages_per_device: int, microbatches: int) -> str:
+        devices, rest = divmod(len(counts), stages_per_device)
+        if any(count != 1 for count in counts):
+            return f"replicas={counts!r} with {self}, whose stages have none"
+        if rest:
+            return f"{len(counts)} stages can't be {stages_per_device} on each device (stages_per_device)"
+        if microbatches % devices:
+            return f"microbatches={microbatches} with {self} on {devices} devices: give a multiple of their number"
+        return ""
+
+
+RULES = (
+    Rule("gpipe", gpipe),
+    Rule("1f1b", one_f_one_b),
+    CyclicRule("interleaved", interleaved, stages_per_device=2),
+    Rule("zero-bubble", zero_bubble),
+)
+SCHEDULES: Mapping[str, Rule] = {rule.name: rule for rule in RULES}

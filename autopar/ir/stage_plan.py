@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.schedule import Places, Simulated, StageTimes, simulate_schedule
+from autopar.ir.schedule import Places, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,38 +96,11 @@ class PipelinePlan:
         )
 
     @property
-    def times(self) -> StageTimes:
-        """Of tasks and sends, for a microbatch; where rates aren't known, in floating-point operations."""
-        ahead = [self.send_byte_s * stage.ahead_bytes for stage in self.stages]
-        back = [self.send_byte_s * stage.back_bytes for stage in self.stages]
-        activations = [float(stage.activation_bytes) for stage in self.stages]
-        kinds = {kind: [s.seconds.get(kind, 0.0) for s in self.stages] for kind in ("F", "B", "W")}
-        if not all(stage.seconds for stage in self.stages):
-            kinds = {kind: [part * s.flops for s in self.stages] for kind, part in (("F", 1 / 3), ("B", 2 / 3))}
-            kinds["W"] = [0.0] * len(self.stages)
-        return StageTimes(kinds, ahead, back, activations)
+    def scheduled(self) -> Schedule:
+        """Its tasks."""
+        return self.pipeline.scheduled(self.microbatches)
 
     @property
-    def simulated(self) -> Simulated:
-        """The microbatches in time."""
-        return simulate_schedule(self.pipeline.scheduled(self.microbatches), self.times)
-
-    @property
-    def seconds(self) -> float:
-        """What the microbatches and the slowest update are predicted to take; 0 where rates aren't known."""
-        if not all(stage.seconds for stage in self.stages):
-            return 0.0
-        updates = dict.fromkeys(range(self.devices), 0.0)
-        for stage in self.stages:
-            updates |= {device: updates[device] + stage.update_s for device in stage.devices}
-        return self.simulated.seconds + max(updates.values())
-
-    @property
-    def memory_bytes(self) -> tuple[int, ...]:
-        """Of each device: state, sums of gradients, activations."""
-        held = self.simulated.held
-        sizes = [round(activations) for activations in held]
-        for stage in self.stages:
-            for device in stage.devices:
-                sizes[device] += stage.state_bytes + stage.gradient_bytes
-        return tuple(sizes)
+    def is_timed(self) -> bool:
+        """Whether the devices' rates are known, and so the seconds of tasks."""
+        return all(stage.seconds for stage in self.stages)

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.measurements import Measurements
+from autopar.cost.stage_time import pipeline_memory
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.pipeline import Pipeline, StagedStep
@@ -104,7 +105,7 @@ def _plan(
 
 def _check_memory(plan: PipelinePlan, measured: Measurements) -> None:
     """Raises StrategyError for a device that can't hold its stages."""
-    for device, size in enumerate(plan.memory_bytes):
+    for device, size in enumerate(pipeline_memory(plan)):
         if measured.memory is not None and size > measured.memory:
             stage = next(k for k, stage in enumerate(plan.stages) if device in stage.devices)
             own = plan.stages[stage]

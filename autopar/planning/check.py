@@ -30,9 +30,9 @@ from autopar.cost.rates import NO_TIME
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
-from autopar.ir.stage_actions import Actions, Send
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.tensor_plan import TensorPlan
+from autopar.ir.timeline import Microbatch, Send, Timeline
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
@@ -143,7 +143,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
             "it with the tables on devices; autopar.explain tells what ranks send"
         )
     if isinstance(runner, PipelineRunner) and entry.compiled.plan.pipeline is not None:
-        return compare_sends(step.name, entry.compiled.plan.pipeline, runner.actions)
+        return compare_sends(step.name, entry.compiled.plan.pipeline, runner.timeline)
     untimed = dataclasses.replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
     collectives = read_collectives(runner.lower().compile().as_text())
@@ -176,11 +176,11 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
     return rows
 
 
-def compare_sends(step: str, plan: PipelinePlan, actions: Actions) -> Check:
+def compare_sends(step: str, plan: PipelinePlan, timeline: Timeline) -> Check:
     """A pipeline's plan and what its devices send: for microbatches, by stage (by device, if it has several stages);
     the rest is sums, norms, results and weights of several stages."""
-    rows, sent, count = [], list(actions.sends()), plan.microbatches
-    parts = [send for send in sent if send.value[1] >= 0]
+    rows, sent, count = [], list(timeline.sends()), plan.microbatches
+    parts = [send for send in sent if isinstance(send.value.part, Microbatch)]
     stage_of = {device: k for k, stage in enumerate(plan.stages) for device in stage.devices}
     if plan.stages_per_device > 1:
         for device in range(plan.devices):
@@ -196,13 +196,13 @@ def compare_sends(step: str, plan: PipelinePlan, actions: Actions) -> Check:
                 rows.append(
                     CheckRow(SEND, f"stage {k} to {what} stages", planned * count, _sent_bytes(made), len(made))
                 )
-    rest = [send for send in sent if send.value[1] < 0]
+    rest = [send for send in sent if not isinstance(send.value.part, Microbatch)]
     rows.append(CheckRow(SEND, "sums, norms, results, weights of several stages", None, _sent_bytes(rest), len(rest)))
     return Check(step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
 
 
 def _sent_bytes(sends: Sequence[Send]) -> int:
-    return sum(int(getattr(send.value[0].type, "nbytes", 0)) for send in sends)
+    return sum(int(getattr(send.value.var.type, "nbytes", 0)) for send in sends)
 
 
 def compare_collectives(plan: Plan, collectives: Sequence[Collective]) -> Check:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
+from autopar.cost.stage_time import pipeline_memory, pipeline_seconds, simulate_pipeline
 from autopar.cost.units import format_bytes
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.planning.folding import fold_paths
@@ -61,9 +62,9 @@ def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
 
 def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     """What follows from the schedule."""
-    simulated = plan.simulated
-    time = f"{plan.seconds * 1e3:.2f} ms, " if plan.seconds else ""
-    held = ", ".join(format_bytes(size) for size in plan.memory_bytes)
+    simulated, seconds = simulate_pipeline(plan), pipeline_seconds(plan)
+    time = f"{seconds * 1e3:.2f} ms, " if seconds else ""
+    held = ", ".join(format_bytes(size) for size in pipeline_memory(plan))
     count = plan.microbatches
     what = f"{plan.schedule}, {count} microbatch{'es' * (count > 1)}{', remat' * plan.remat}"
     notes = [

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from autopar.cost.planned_rates import planned_stage_rates
 from autopar.cost.rates import StageRates
 from autopar.cost.simulate import BACKWARD, StepTime, expected_maximum
+from autopar.cost.stage_time import pipeline_memory, simulate_pipeline
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
@@ -45,7 +46,7 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
         stages=tuple(_at(stage, rates) for stage in plan.stages),
         send_byte_s=planned_stage_rates(there).send_byte_s,
     )
-    model = own.simulated.seconds
+    model = simulate_pipeline(own).seconds
     sums, sent = _sums(plan, cluster, copies)
     parts = {
         "model": (Term("microbatches through the stages", model),),
@@ -53,7 +54,7 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
         "dense updates": (Term("the slowest stage's update", max(stage.update_s for stage in own.stages)),),
     }
     waiting, hidden = variation * model * expected_maximum(count), min(overlap * sums, BACKWARD * model)
-    return StepTime(count, parts, {}, waiting, hidden, max(own.memory_bytes) <= cluster.device.memory_bytes)
+    return StepTime(count, parts, {}, waiting, hidden, max(pipeline_memory(own)) <= cluster.device.memory_bytes)
 
 
 def _at(stage: StagePlan, rates: StageRates) -> StagePlan:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from autopar.cost.simulate import StepTime
+from autopar.cost.stage_time import simulate_pipeline
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
@@ -115,7 +116,7 @@ def report(
 def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: Sequence[Timing]) -> Report:
     from autopar.report import stages  # draws
 
-    simulated, where = pipeline.simulated, f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
+    simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
     made.tables["parameters"] = parameter_rows(plan)
     made.tables["stages"] = stages.stage_rows(pipeline)
     made.draw(
@@ -129,7 +130,7 @@ def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: S
         "What each device does while the microbatches are in the pipeline: it computes (blue) or waits (grey).",
         stages.device_figure(pipeline),
     )
-    if not pipeline.seconds:
+    if not pipeline.is_timed:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
     if measured:
         _add_measured(made, require_figures(), measured)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Rectangle
 
-from autopar.ir.schedule import Task
+from autopar.cost.stage_time import simulate_pipeline
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.report.data import TableRow
 from autopar.report.style import (
@@ -36,24 +36,21 @@ _NARROW = 0.015
 
 def schedule_figure(plan: PipelinePlan) -> ReportFigure:
     """Each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
-    simulated, known = plan.simulated, all(stage.seconds for stage in plan.stages)
+    simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
-    ends = _ends(plan)
     for task, start in simulated.starts.items():
         replicas = plan.stages[task.stage].devices
         device = replicas[task.microbatch % len(replicas)]
-        axes.add_patch(
-            Rectangle(
-                (start, device - 0.4), ends[task] - start, 0.8, facecolor=_COLOURS[task.kind], edgecolor="white", lw=0.5
-            )
-        )
-        if 2 * plan.microbatches <= _NUMBERED and ends[task] - start > _NARROW * simulated.seconds:
-            middle = (start + ends[task]) / 2
+        length = simulated.ends[task] - start
+        colour = _COLOURS[task.kind]
+        axes.add_patch(Rectangle((start, device - 0.4), length, 0.8, facecolor=colour, edgecolor="white", lw=0.5))
+        if 2 * plan.microbatches <= _NUMBERED and length > _NARROW * simulated.seconds:
+            middle = start + length / 2
             axes.text(middle, device, str(task.microbatch), fontsize=FONT - 2, color="white", ha="center", va="center")
     axes.set_xlim(0, simulated.seconds)
     axes.set_ylim(plan.devices - 0.4, -0.6)
     axes.set_yticks(range(plan.devices))
-    if known:
+    if plan.is_timed:
         axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0")
     else:
         axes.set_xticks([])
@@ -67,18 +64,13 @@ def schedule_figure(plan: PipelinePlan) -> ReportFigure:
         loc="lower right",
         bbox_to_anchor=(1, 1),
     )
-    name_axes(axes, "time" if known else "time (rates of the devices aren't known)", "device")
+    name_axes(axes, "time" if plan.is_timed else "time (rates of the devices aren't known)", "device")
     return fit_size(figure)
-
-
-def _ends(plan: PipelinePlan) -> Mapping[Task, float]:
-    times, splits = plan.times, plan.schedule == "zero-bubble"
-    return {task: start + times.of(task, splits) for task, start in plan.simulated.starts.items()}
 
 
 def device_figure(plan: PipelinePlan) -> ReportFigure:
     """What each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
-    simulated = plan.simulated
+    simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
     for device, busy in enumerate(simulated.busy):
         axes.barh(device, busy, color=BLUE, height=0.7)

@@ -24,7 +24,7 @@ from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.sizes import HEADROOM
-from autopar.ir.stage_actions import list_actions
+from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.arguments import Call, States, read_layout
@@ -173,7 +173,7 @@ class Entry:
             arguments = {v for leaf in staged.inputs for v in (leaf if isinstance(leaf, tuple) else (leaf,))}
             wanted = dict.fromkeys((v for v in staged.results if v not in arguments), range(schedule.devices))
             wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
-        return PipelineRunner(staged, list_actions(staged, schedule, wanted), devices, self.out_tree, self.donate)
+        return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), devices, self.out_tree, self.donate)
 
     @functools.cached_property
     def table_runner(self) -> Runner:

@@ -11,28 +11,24 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.devices import Devices
-from autopar.backends.emit import emit
-from autopar.backends.microbatches import Microbatch, wide
 from autopar.backends.stage_device import StageDevice, array_over
 from autopar.errors import StepError
-from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Atom, Literal, Var
-from autopar.ir.reductions import REDUCERS, neutral
-from autopar.ir.stage_actions import WHOLE, Action, Actions, Join, Run, Send, Value
+from autopar.ir.timeline import Action, Join, Run, Send, Timeline, Value, Whole
 from autopar.launch.notices import tell
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import point_to_point
 from autopar.run.buffers import with_own_buffers
-from autopar.run.stage_values import Arriving, Values, message_of, placed_types
+from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
+from autopar.run.stage_values import Arriving, Values, message_of
 from autopar.tables.kinds import copied
 from autopar.tables.staged import StageArray, StagePlace
 
@@ -44,46 +40,32 @@ class PipelineRunner:
 
     Args:
       step: The programs.
-      actions: What all devices do.
+      timeline: What all devices do.
       devices: All of them, by number; this process runs the programs of its own.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
     """
 
     def __init__(
-        self, step: StagedStep, actions: Actions, devices: Sequence[StageDevice], out_tree: Any, donate: bool
+        self, step: StagedStep, timeline: Timeline, devices: Sequence[StageDevice], out_tree: Any, donate: bool
     ) -> None:
         self._step, self._out_tree, self._donate = step, out_tree, donate
-        self.actions = actions
+        self.timeline = timeline
         self._all, self._ranks = tuple(devices), [device.process_index for device in devices]
         self._devices = {k: d for k, d in enumerate(devices) if d.process_index == jax.process_index()}
         self.messages = point_to_point() if len(set(self._ranks)) > 1 else None
         self._actions = [
             (action, drops)
-            for action, drops in zip(actions.actions, actions.drops, strict=True)
+            for action, drops in zip(timeline.actions, timeline.drops, strict=True)
             if not self._devices.keys().isdisjoint(_ends(action))
         ]
-        self._leaves, self._homes = actions.leaves, actions.homes
+        self._leaves = {value.var: devices for value, devices in timeline.given.items()}
+        self._homes = {value.var: devices for value, devices in timeline.results.items()}
+        self._named = {value.var: value for value in (*timeline.given, *timeline.results)}
         self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
         self._states = {k for k, (var, *_) in enumerate(self._inputs) if var in step.homes}
         self._is_new = True
-        self._programs = self._executables(_last_readers(step) if donate else {})
-
-    def _executables(self, donated: Mapping[int, tuple[int, ...]]) -> dict[int, StageExecutable]:
-        """The programs that this process runs, by their ids."""
-        runs = {id(a.program): a for a, _ in self._actions if isinstance(a, Run)}
-        read = {v for a, _ in self._actions for v, part in _reads(a) if part >= WHOLE}
-        return {
-            name: StageExecutable(
-                program=run.program,
-                count=self._step.microbatches,
-                joins={v: str(self._step.joins[v][1]) for v in run.sums},
-                values=tuple(v for v in run.program.outputs if v in read or v in self._homes),
-                donated=donated.get(name, ()),
-                divided=self._step.divided,
-            )
-            for name, run in runs.items()
-        }
+        self._programs = stage_executables(step, timeline, _last_readers(step) if donate else {})
 
     @functools.cached_property
     def _compiled(self) -> Mapping[tuple[int, int], CompiledProgram]:
@@ -97,10 +79,7 @@ class PipelineRunner:
             tell("compiling stages", parts=count)
             for done, _ in enumerate(concurrent.futures.as_completed(itertools.chain(*made)), 1):
                 tell("compiling stages", parts=count, done=done)
-            return {
-                key: CompiledProgram(*(future.result() for future in futures))
-                for key, futures in zip(own, made, strict=True)
-            }
+            return {key: CompiledProgram(*(f.result() for f in each)) for key, each in zip(own, made, strict=True)}
 
     def lower(self) -> Any:
         """A pipeline is several programs."""
@@ -137,10 +116,10 @@ class PipelineRunner:
         for parts, leaf in zip(self._inputs, leaves, strict=True):
             arrays |= zip(parts, self._parts(parts, leaf), strict=True)
         values = Values(self._devices, arrays, step)
-        for var, devices in self._leaves.items():
+        for value, devices in self.timeline.given.items():
             for device in devices:
                 if device in self._devices:
-                    values.at((var, WHOLE), device)
+                    values.at(value, device)
         for leaf in leaves if self._donate else ():
             if isinstance(leaf, StageArray):
                 leaf.hand_on()
@@ -177,11 +156,11 @@ class PipelineRunner:
             sums = compiled.start()
         else:
             sums = [values.at(name, device) for name in names]
-        sums, results = compiled.run(np.int32(max(action.microbatch, 0)), sums, *operands)
+        sums, results = compiled.run(np.int32(action.microbatch or 0), sums, *operands)
         for name, total in zip(names, sums, strict=True):
             values.put(name, device, total)
-        for var, value in zip(program.values, results, strict=True):
-            values.put((var, action.microbatch), device, value)
+        for k, result in zip(program.read, results, strict=True):
+            values.put(action.writes[k], device, result)
         if self.messages is not None and self._devices[device].platform == "cpu":
             jax.block_until_ready((sums, results))  # what comes next would take cores from it
 
@@ -193,29 +172,30 @@ class PipelineRunner:
             return
         value = values.at(action.value, action.source)
         if action.target in self._devices:
-            var, _ = action.value
-            placed = self._devices[action.target].put(value, self._step.divided.get(var))
+            placed = self._devices[action.target].put(value, self._step.divided.get(action.value.var))
             values.put(action.value, action.target, placed)
             return
         assert self.messages is not None, "there are several ranks"
         for array in message_of(value):  # a copy where the update may give its buffer away
-            self.messages.send(array.copy() if action.value[1] == WHOLE else array, self._ranks[action.target])
+            self.messages.send(
+                array.copy() if isinstance(action.value.part, Whole) else array, self._ranks[action.target]
+            )
 
     def _join(self, action: Join, values: Values) -> None:
-        sums: dict[Var, tuple[str, list[Array]]] = {}
-        for var, (names, join) in action.made.items():
+        sums: dict[Value, tuple[str, list[Array]]] = {}
+        for whole, (names, join) in action.made.items():
             parts = [values.at(name, action.device) for name in names]
             if isinstance(join, str):
-                sums[var] = join, parts
+                sums[whole] = join, parts
             else:
-                self._put_whole(var, action.device, jnp.concatenate(parts, axis=join), values)
-        joins, dtypes = tuple(join for join, _ in sums.values()), tuple(var.dtype for var in sums)
-        totals = _joined(joins, dtypes, [parts for _, parts in sums.values()]) if sums else []
-        for var, total in zip(sums, totals, strict=True):
-            self._put_whole(var, action.device, total, values)
+                self._put(whole, action.device, jnp.concatenate(parts, axis=join), values)
+        joins, dtypes = tuple(join for join, _ in sums.values()), tuple(value.var.dtype for value in sums)
+        totals = joined(joins, dtypes, [parts for _, parts in sums.values()]) if sums else []
+        for whole, total in zip(sums, totals, strict=True):
+            self._put(whole, action.device, total, values)
 
-    def _put_whole(self, var: Var, device: int, value: Array, values: Values) -> None:
-        values.put((var, WHOLE), device, self._devices[device].put(value, self._step.divided.get(var)))
+    def _put(self, value: Value, device: int, array: Array, values: Values) -> None:
+        values.put(value, device, self._devices[device].put(array, self._step.divided.get(value.var)))
 
     def _result(self, out: Atom | tuple[Atom, ...], values: Values, seen: set[int]) -> Any:
         """A result where it is; a leaf of the state that stages on several ranks have, or several stages, part by part.
@@ -240,7 +220,7 @@ class PipelineRunner:
     def _array(self, var: Var, values: Values, seen: set[int]) -> Array | None:
         """One array on all devices of its stage that this process has."""
         places = [k for k in self._devices_of(var) if k in self._devices]
-        shards = [_own(values.at((var, WHOLE), k), seen) for k in places]
+        shards = [_own(values.at(self._named[var], k), seen) for k in places]
         return array_over(shards, [self._devices[k] for k in places], self._step.divided.get(var)) if shards else None
 
 
@@ -254,80 +234,6 @@ def _own(array: Any, seen: set[int]) -> Any:
 def _ends(action: Action) -> tuple[int, ...]:
     """The devices that take part."""
     return (action.source, action.target) if isinstance(action, Send) else (action.device,)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompiledProgram:
-    """A stage's program on a device.
-
-    Attributes:
-      run: A microbatch's number, the sums so far and the inputs -> new sums, values. Sums are updated in place.
-      start: Makes what is summed, before the first microbatch; nothing where nothing is.
-    """
-
-    run: Callable[..., tuple[Sequence[Array], Sequence[Array]]]
-    start: Callable[[], Sequence[Array]] = tuple
-
-
-@dataclass(frozen=True, eq=False)
-class StageExecutable:
-    """A stage's program, compiled by itself for each device that runs it.
-
-    Attributes:
-      program, count: What it computes, and M.
-      joins: Its outputs that are summed over microbatches -> the name of a reduction.
-      values: Its outputs that others read.
-      donated: Positions of its inputs whose buffers its results take.
-      divided: Values that are divided over the devices of a stage -> the axis.
-    """
-
-    program: StageProgram
-    count: int
-    joins: Mapping[Var, str]
-    values: tuple[Var, ...]
-    donated: tuple[int, ...]
-    divided: Mapping[Var, int]
-
-    def lower(self, device: StageDevice) -> list[jax.stages.Lowered]:
-        """The programs of `CompiledProgram` for a device, to be compiled."""
-
-        def places(values: Iterable[Var]) -> list[Any]:
-            return [device.sharding(self.divided.get(v)) for v in values]
-
-        def types(values: Sequence[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
-            pairs = zip(values, places(values), strict=True)
-            return [placed_types(v, there, dtype) for v, there in pairs]
-
-        donated = (1, *(k + 2 for k in self.donated))
-        run = jax.jit(
-            self._run(device.mesh), donate_argnums=donated, out_shardings=(places(self.joins), places(self.values))
-        )
-        number, sums = jax.ShapeDtypeStruct((), np.int32), types(list(self.joins), wide)
-        programs = [run.lower(number, sums, *types(self.program.block.inputs))]
-        return programs + ([jax.jit(self._start, out_shardings=places(self.joins)).lower()] if sums else [])
-
-    def _start(self) -> Sequence[Array]:
-        return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
-
-    def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
-        def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
-            results = emit(self.program.block, {}, Microbatch(number, self.count, devices))(*inputs)
-            made = dict(zip(self.program.outputs, jax.tree.map(jnp.asarray, results), strict=True))
-            pairs = zip(self.joins.items(), sums, strict=True)
-            joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]
-            return joined, [made[v] for v in self.values]
-
-        run.__name__ = f"{self.program.phase}_{self.program.stage}"
-        return run
-
-
-def _reads(action: Action) -> Sequence[Value]:
-    """What an action needs."""
-    if isinstance(action, Run):
-        return action.reads
-    if isinstance(action, Send):
-        return (action.value,)
-    return [part for parts, _ in action.made.values() for part in parts]
 
 
 def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
@@ -346,10 +252,3 @@ def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
         if name in updates:
             positions.setdefault(name, []).append(k)
     return {name: tuple(numbers) for name, numbers in positions.items()}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _joined(joins: tuple[str, ...], dtypes: tuple[Any, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
-    """The sums of all replicas, in their order."""
-    pairs = zip(joins, dtypes, parts, strict=True)
-    return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]

@@ -11,12 +11,13 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.microbatches import Microbatch, wide
+from autopar.backends.microbatches import Microbatch as MicrobatchOf
+from autopar.backends.microbatches import wide
 from autopar.backends.single import route_types
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import RouteType, Var
-from autopar.ir.stage_actions import WHOLE, Value
+from autopar.ir.timeline import Microbatch, SumOf, Value
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import Incoming, PointToPoint
 
@@ -54,14 +55,18 @@ class Values:
         """The value on a device, an argument being put there when it is first read."""
         held = self._held[device]
         if value not in held:
-            var, part = value
-            source = self._slices[self._parts[var][0]][part] if var in self._parts else self._arguments[var]
-            held[value] = self._devices[device].put(source, self._divided.get(var))
+            held[value] = self._devices[device].put(self._argument(value), self._divided.get(value.var))
         array = held[value]
         if isinstance(array, Arriving):
             with PROGRESS.during("waiting for another stage", "waits"):
-                array = held[value] = self._devices[device].put(array.wait(), self._divided.get(value[0]))
+                array = held[value] = self._devices[device].put(array.wait(), self._divided.get(value.var))
         return array
+
+    def _argument(self, value: Value) -> Any:
+        if value.var not in self._parts:
+            return self._arguments[value.var]
+        assert isinstance(value.part, Microbatch), "parts are of microbatches"
+        return self._slices[self._parts[value.var][0]][value.part.number]
 
     def drop(self, value: Value, device: int) -> None:
         """Let a value go."""
@@ -96,8 +101,7 @@ class Arriving:
     @staticmethod
     def of(value: Value, messages: PointToPoint, source: int) -> Arriving:
         """Begin to receive it; sums are in a wider dtype."""
-        var, part = value
-        types = _types(var, wide if part < WHOLE else lambda dtype: dtype)
+        types = _types(value.var, wide if isinstance(value.part, SumOf) else lambda dtype: dtype)
         data = jax.tree.leaves(jax.eval_shape(_data, types))
         return Arriving(types, [messages.receive(x.shape, x.dtype, source) for x in data])
 
@@ -125,4 +129,4 @@ def _slices(value: Any, axis: int, count: int) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _part(value: Array, number: Array, axis: int, count: int) -> Array:
-    return Microbatch(number, count, None).share(value, axis)
+    return MicrobatchOf(number, count, None).share(value, axis)

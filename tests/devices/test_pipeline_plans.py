@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.cost.stage_time import pipeline_memory
 from autopar.passes.staging import search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
@@ -31,7 +32,7 @@ def test_a_plan_has_the_stages(tmp_path: Any) -> None:
     pipeline = autopar.Pipeline(3, "zero-bubble", 4, replicas=(1, 2, 1))
     plan = autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
     assert [len(stage.devices) for stage in plan.pipeline.stages] == [1, 2, 1]
-    assert plan.pipeline.tied_bytes and plan.pipeline.seconds > 0
+    assert plan.pipeline.tied_bytes and plan.pipeline.is_timed
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and not plan.diff(loaded)
@@ -84,7 +85,7 @@ def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_
     planned = autopar.parallelize(step)
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
-    assert max(plan.memory_bytes) < memory and len(plan.stages) > 1
+    assert max(pipeline_memory(plan)) < memory and len(plan.stages) > 1
     assert "so it is run in stages" in explained(planned, make(), batch(0))
     state, _ = planned(autopar.init(make, step=planned, batch=batch(0)), batch(0))
     autopar.save(tmp_path, state)
@@ -163,5 +164,5 @@ def test_check_finds_what_the_plan_says(pipeline: autopar.Pipeline) -> None:
     entry = planned.entry(make(), batch(0))
     plan = entry.compiled.plan.pipeline
     stages = (dataclasses.replace(plan.stages[0], ahead_bytes=plan.stages[0].ahead_bytes + 8), *plan.stages[1:])
-    wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.actions)
+    wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.timeline)
     assert [row.ok for row in wrong.rows].count(False) == 1

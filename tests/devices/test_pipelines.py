@@ -13,9 +13,10 @@ import pytest
 
 import autopar
 from autopar.ir import schedule as schedules
+from autopar.planning.replay import replay
 from tests.support import nano_gpt
 from tests.support.explained import explained
-from tests.support.microbatched import EXAMPLES, batch, difference, language_model, stages_of
+from tests.support.microbatched import EXAMPLES, batch, difference, language_model, numbers, stages_of
 from tests.support.pairs import diagonal, long
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -102,7 +103,7 @@ def test_schedules_agree_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     known = {"sequence": in_sequence, "sequence W": functools.partial(in_sequence, kinds="FBW")}
     for name, schedule in known.items():
-        monkeypatch.setitem(schedules.SCHEDULES, name, schedule)
+        monkeypatch.setitem(schedules.SCHEDULES, name, schedules.Rule(name, schedule))
     # The interleaved one is on two devices.
     for names in (("sequence", "1f1b", "gpipe", "interleaved"), ("sequence W", "zero-bubble")):
         found = []
@@ -113,6 +114,30 @@ def test_schedules_agree_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
             found.append([np.asarray(x) for x in jax.tree.leaves((state["params"], metrics))])
         for first, *others in zip(*found, strict=True):
             assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        autopar.Pipeline(4, microbatches=4),
+        autopar.Pipeline(2, "zero-bubble", 4, replicas=(1, 3)),
+        autopar.Pipeline(4, "interleaved", 4),
+        autopar.Pipeline(2, "gpipe", 2, remat=True),
+    ],
+    ids=lambda p: p.schedule,
+)
+def test_a_replay_has_the_same_bits(pipeline: autopar.Pipeline) -> None:
+    """One action after the other on one device: clipping by a norm of all stages, a weight of two of them, dropout."""
+    step, make = language_model(CLIPPED, dropout=0.2, tied=True)
+    planned, given = autopar.parallelize(step, pipeline=pipeline, donate=False), (make(), batch(0))
+    results = jax.tree.leaves(planned(*given))
+    assert planned.latest is not None
+    staged = planned.latest.compiled.program.staged
+    found = replay(
+        staged, planned.latest.runner.timeline, dict(zip(staged.inputs, jax.tree.leaves(given), strict=True))
+    )
+    for var, result in zip(staged.outputs, results, strict=True):
+        np.testing.assert_array_equal(numbers(found[var]), numbers(result))
 
 
 def test_each_stage_keeps_its_weights() -> None:

@@ -103,11 +103,12 @@ def difference(planned: Any, step: Step, make: Callable[[], Any], steps: int = 3
         theirs, expected = jax.jit(step)(theirs, batch(k))
         pairs = zip(jax.tree.leaves((ours, metrics)), jax.tree.leaves((theirs, expected)), strict=True)
         for a, b in pairs:
-            worst = max(worst, float(np.max(np.abs(_numbers(a) - _numbers(b)))))
+            worst = max(worst, float(np.max(np.abs(numbers(a) - numbers(b)))))
     return worst
 
 
-def _numbers(leaf: Any) -> np.ndarray:
+def numbers(leaf: Any) -> np.ndarray:
+    """A leaf in float64; of a random key its data."""
     leaf = autopar.materialize(leaf)
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf).astype(np.float64)

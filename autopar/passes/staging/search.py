@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from autopar.cost.partition import Chain, Partition, partition
 from autopar.cost.rates import NOMINAL, StageRates
+from autopar.cost.stage_time import StageTimes, simulate_schedule
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
-from autopar.ir.schedule import StageTimes, simulate_schedule
+from autopar.ir.schedule import SCHEDULES, Rule
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.loads import StageLoad
 from autopar.passes.staging.stages import check_units, find_units, unit_loads
@@ -167,30 +168,34 @@ def _partitions(
     within the memory."""
     layers = [load.as_layer(rates, count) for load in loads]
     for schedule in map(str, _choices(asked.schedule, _SCHEDULES)):
-        chooses_replicas = asked.stages == AUTO and schedule != "interleaved"
-        for stages, chunks in _numbers(asked, schedule, count, len(layers), devices):
+        rule = SCHEDULES[schedule]
+        chooses_replicas = asked.stages == AUTO and rule.has_replicas
+        for stages, chunks in _numbers(asked, rule, count, len(layers), devices):
             fields = {"stages": stages, "schedule": schedule, "microbatches": count, "stages_per_device": chunks}
             made = dataclasses.replace(asked, remat=remat, **fields)
             own = None if chooses_replicas else [len(replicas) for replicas in made.places]
-            for limit in dict.fromkeys((None, None if schedule == "interleaved" else memory)):
+            for limit in dict.fromkeys((None, memory if rule.has_replicas else None)):
                 chain = Chain(layers, devices if own is None else sum(own), count, rates.send_byte_s, limit)
                 cut = partition(chain, stages, own)
                 if cut is not None:
                     yield dataclasses.replace(made, replicas=cut.replicas) if chooses_replicas else made, cut
 
 
-def _numbers(asked: Pipeline, schedule: str, count: int, layers: int, devices: int) -> Iterator[tuple[int, int | None]]:
+def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int) -> Iterator[tuple[int, int]]:
     """The numbers of stages that a schedule of so many microbatches can have, and how many are on each device."""
-    if schedule != "interleaved":
-        chunks = None if asked.schedule == AUTO else asked.stages_per_device
-        numbers = range(1, min(devices, layers) + 1) if asked.stages == AUTO else [asked.count]
-        yield from ((number, chunks) for number in numbers)
-    elif asked.stages == AUTO or asked.schedule != AUTO:  # a given number of stages has its devices
-        chunks = asked.stages_per_device or 2
-        stages = chunks * devices if asked.stages == AUTO else asked.count
-        own, rest = divmod(stages, chunks)
-        if own > 1 and not rest and stages <= layers and count % own == 0:
-            yield stages, chunks
+    chunks = rule.stages_per_device
+    if (asked.stages_per_device is not None and chunks > 1) or asked.schedule != AUTO:
+        chunks = asked.chunks
+    if asked.stages == AUTO:
+        numbers = rule.numbers(devices, chunks)
+    elif chunks > 1 and asked.schedule == AUTO:  # a given number of stages has its devices
+        return
+    else:
+        numbers = (asked.count,)
+    for number in numbers:
+        counts = [1] * number if asked.stages == AUTO else asked.replica_counts
+        if number <= layers and not rule.problem(counts, chunks, count):
+            yield number, chunks
 
 
 def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> tuple[float, float]:

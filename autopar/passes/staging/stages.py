@@ -123,7 +123,7 @@ def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[V
     splits = pipeline.scheduled(microbatches).splits_backward
     loads = unit_loads(fine, splits_backward=splits, remat=bool(pipeline.remat))
     layers = [load.as_layer(rates, microbatches) for load in loads]
-    memory = None if pipeline.schedule == "interleaved" else measured.memory
+    memory = measured.memory if pipeline.rule.has_replicas else None
     counts = [len(replicas) for replicas in pipeline.places]
     chain = Chain(layers, sum(counts), microbatches, rates.send_byte_s, memory)
     cut = partition(chain, pipeline.count, counts)

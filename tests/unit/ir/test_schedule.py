@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from autopar.cost.stage_time import StageTimes, simulate_schedule
 from autopar.ir.pipeline import Pipeline
-from autopar.ir.schedule import Schedule, StageTimes, Task, simulate_schedule
+from autopar.ir.schedule import Schedule, Task
 
 SIZES = tuple(itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 8, 32)))
 CHAINS = ("gpipe", "1f1b", "zero-bubble")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from autopar.backends.emit import emit
-from autopar.backends.microbatches import Microbatch
 from autopar.compile import PIPELINE, Request, analyze_program, choose_pipeline
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.rates import StageRates
@@ -19,10 +18,12 @@ from autopar.errors import StrategyError
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
-from autopar.ir.stage_actions import WHOLE, Action, Actions, Run, Send, list_actions
 from autopar.ir.stage_plan import PipelinePlan
+from autopar.ir.stage_timeline import stage_timeline
+from autopar.ir.timeline import Action, Join, Run, Send, Timeline, verify_timeline
 from autopar.passes.staging import search
 from autopar.passes.staging.search import microbatch_counts, reference_counts
+from autopar.planning.replay import replay
 from tests.support.programs import IDS, WIDTH, microbatches
 
 COUNT = 3
@@ -58,49 +59,19 @@ def _values() -> list[np.ndarray]:
     return [random.integers(-3, 4, shape).astype(np.float32) for shape in shapes]
 
 
-def _run(step: StagedStep, actions: Actions) -> list[np.ndarray]:
-    """The results of a step, each device having what it made or was sent, and what wasn't dropped yet."""
-    given = dict(zip(step.inputs, _values(), strict=True))
-    held: dict[tuple[int, tuple[Var, int]], np.ndarray] = {}
-    for var, devices in actions.leaves.items():
-        held |= {(device, (var, WHOLE)): given[var] for device in devices}
-
-    def read(device: int, value: tuple[Var, int]) -> np.ndarray:
-        var, part = value
-        if var in step.parts:
-            whole, axis = step.parts[var]
-            return np.split(given[whole], step.microbatches, axis)[part]
-        return held[device, value]
-
-    for action, drops in zip(actions.actions, actions.drops, strict=True):
-        if isinstance(action, Run):
-            number = jnp.int32(max(action.microbatch, 0))
-            run = emit(action.program.block, {}, Microbatch(number, step.microbatches, None))
-            results = run(*(jnp.asarray(read(action.device, v)) for v in action.reads))
-            for var, result in zip(action.program.outputs, map(np.asarray, results), strict=True):
-                held[action.device, (var, action.microbatch)] = result
-                if var in action.sums:
-                    at = action.device, action.sums[var]
-                    held[at] = held[at] + result if at in held else result
-        elif isinstance(action, Send):
-            held[action.target, action.value] = read(action.source, action.value)
-        else:
-            for var, (parts, join) in action.made.items():
-                found = [read(action.device, part) for part in parts]
-                total = sum(found) if isinstance(join, str) else np.concatenate(found, join)
-                held[action.device, (var, WHOLE)] = np.asarray(total)
-        for at in drops:
-            held.pop(at, None)
-    return [held[actions.homes[v][0], (v, WHOLE)] for v in step.outputs if isinstance(v, Var)]
+def _run(step: StagedStep, timeline: Timeline) -> list[np.ndarray]:
+    """The results of a step."""
+    found = replay(step, timeline, dict(zip(step.inputs, _values(), strict=True)))
+    return [np.asarray(found[v]) for v in step.outputs if isinstance(v, Var)]
 
 
 def _expected(program: Program) -> list[np.ndarray]:
     return [np.asarray(x) for x in emit(program.block)(*map(jnp.asarray, _values()))]
 
 
-def _listed(pipeline: Pipeline) -> tuple[list[np.ndarray], StagedStep, Actions]:
+def _listed(pipeline: Pipeline) -> tuple[list[np.ndarray], StagedStep, Timeline]:
     program, step = _staged(pipeline)
-    return _expected(program), step, list_actions(step, pipeline.scheduled(pipeline.microbatches))
+    return _expected(program), step, stage_timeline(step, pipeline.scheduled(pipeline.microbatches))
 
 
 def _agree(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
@@ -134,22 +105,22 @@ def test_which_equation_is_where() -> None:
     ],
     ids=lambda p: f"{p.count} {p.schedule} {p.replicas}",
 )
-def test_the_actions_make_the_step(pipeline: Pipeline) -> None:
+def test_the_timeline_makes_the_step(pipeline: Pipeline) -> None:
     """Small integers: no sum rounds."""
-    expected, step, actions = _listed(pipeline)
-    assert _agree(_run(step, actions), expected)
+    expected, step, timeline = _listed(pipeline)
+    assert _agree(_run(step, timeline), expected)
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("1f1b", 1), ("gpipe", COUNT), ("zero-bubble", 2)])
 def test_a_stage_holds_the_activations_that_its_schedule_says(schedule: str, most: int) -> None:
     """From the forward that has read them to the last task that reads them."""
-    _, step, actions = _listed(Pipeline(2, schedule, COUNT))
+    _, step, timeline = _listed(Pipeline(2, schedule, COUNT))
     hidden = _hidden(step)
     held = highest = 0
-    for action, drops in zip(actions.actions, actions.drops, strict=True):
+    for action, drops in zip(timeline.actions, timeline.drops, strict=True):
         held += isinstance(action, Run) and (action.program.phase, action.device) == ("F", 1)
         highest = max(highest, held)
-        held -= sum(device == 1 and value[0] is hidden for device, value in drops)
+        held -= sum(device == 1 and value.var is hidden for device, value in drops)
     assert (held, highest) == (0, most)
 
 
@@ -157,29 +128,55 @@ def _hidden(step: StagedStep) -> Var:
     return next(p.outputs[0] for p in step.programs if (p.phase, p.stage) == ("F", 0))
 
 
-@pytest.mark.parametrize("wrong", ["a sum lost", "freed early", "sent late", "a replica's sum lost"])
-def test_mistakes_are_found(wrong: str) -> None:
-    """The check of the tests above can fail."""
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("a sum lost", r"is summed over the microbatches \[1, 2\]"),
+        (
+            "a replica's sum lost",
+            r"the send from device 1 to 0 reads f32.* of SumOf\(replica=1\), which device 1 doesn't",
+        ),
+        ("summed twice", r"is summed over the microbatches \[1, 1, 2\]"),
+        ("freed early", r"B1\(1\) on device 1 reads f32.* of Microbatch\(number=1\), which was dropped before"),
+        ("sent late", r"F1\(0\) on device 1 reads f32.*, which device 1 doesn't have"),
+        ("sent twice", r"the send from device 0 to 1 makes f32.* once more"),
+        ("sent to itself", "the send from device 0 to 0 makes f32.* once more"),
+        ("a part lost", "has 2 parts of 3"),
+        ("no result", r"devices \[.*\] don't have the result f32"),
+        ("dropped by another", "device 0 drops f32.*, which it doesn't have"),
+    ],
+)
+def test_mistakes_are_found(wrong: str, told: str) -> None:
     replicas = (2, 1) if wrong == "a replica's sum lost" else 1
-    expected, step, actions = _listed(Pipeline(2, "1f1b", COUNT, replicas=replicas))
-    listed, drops = list(actions.actions), list(actions.drops)
+    _, _, timeline = _listed(Pipeline(2, "1f1b", COUNT, replicas=replicas))
+    listed, drops = list(timeline.actions), list(timeline.drops)
+    sent = next(k for k, action in enumerate(listed) if isinstance(action, Send))
     if wrong == "freed early":  # with the forward, though the backward reads it
-        early, late = (_task(listed, phase, 1) for phase in ("F", "B"))
-        assert (1, (_hidden(step), 0)) in drops[late]
-        drops[early] = (*drops[early], (1, (_hidden(step), 0)))
+        early, late = (_task(listed, phase, 1, microbatch=1) for phase in ("F", "B"))
+        drops[early], drops[late] = (*drops[early], *(d for d in drops[late] if d[1] in listed[early].reads)), ()
     elif wrong == "sent late":
-        k = next(k for k, action in enumerate(listed) if isinstance(action, Send))
-        listed.append(listed.pop(k))
-        drops.append(drops.pop(k))
+        listed.append(listed.pop(sent))
+        drops.append(drops.pop(sent))
+    elif wrong == "sent twice":
+        listed.insert(sent, listed[sent])
+        drops.insert(sent, ())
+    elif wrong == "sent to itself":
+        listed[sent] = dataclasses.replace(listed[sent], target=listed[sent].source)
+    elif wrong == "summed twice":
+        listed[_task(listed, "B", 0)] = dataclasses.replace(listed[_task(listed, "B", 0)], microbatch=1)
+    elif wrong == "a part lost":
+        k = next(k for k, action in enumerate(listed) if isinstance(action, Join))
+        made = {v: ((*parts, *parts), 0) for v, (parts, _) in listed[k].made.items()}
+        listed[k] = dataclasses.replace(listed[k], made=made)
+    elif wrong == "no result":
+        del listed[-1], drops[-1]
+    elif wrong == "dropped by another":
+        drops[sent] = ((0, listed[_task(listed, "B", 1)].writes[0]), *drops[sent])
     else:
-        k = _task(listed, "B", 0) if wrong == "a sum lost" else _task(listed, "B", 0, microbatch=1)
+        k = _task(listed, "B", 0, microbatch=int(wrong != "a sum lost"))
         listed[k] = dataclasses.replace(listed[k], sums={})
-    changed = dataclasses.replace(actions, actions=tuple(listed), drops=tuple(drops))
-    if wrong == "a sum lost":
-        assert not _agree(_run(step, changed), expected)
-    else:
-        with pytest.raises(KeyError):
-            _run(step, changed)
+    with pytest.raises(AssertionError, match=told):
+        verify_timeline(dataclasses.replace(timeline, actions=tuple(listed), drops=tuple(drops)))
 
 
 def _task(actions: Sequence[Action], phase: str, stage: int, microbatch: int = 0) -> int:

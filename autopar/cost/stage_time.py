@@ -1,0 +1,118 @@
+"""A pipeline in time: its schedule simulated task by task, and from that a step's seconds and each device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.schedule import Schedule, Task
+from autopar.ir.stage_plan import PipelinePlan
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """What the tasks of each stage take.
+
+    Attributes:
+      seconds: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
+      ahead, back: Seconds of what each stage sends to the next one, and to the one before.
+      activations: What each stage holds of a microbatch from F to B or W, in any unit: 1 each by default.
+    """
+
+    seconds: Mapping[str, Sequence[float]]
+    ahead: Sequence[float] = ()
+    back: Sequence[float] = ()
+    activations: Sequence[float] = ()
+
+    def of(self, task: Task, splits_backward: bool) -> float:
+        """Seconds of a task."""
+        seconds = self.seconds[task.kind][task.stage]
+        whole = task.kind == "B" and not splits_backward and "W" in self.seconds
+        return seconds + self.seconds["W"][task.stage] if whole else seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A schedule in time.
+
+    Attributes:
+      seconds: From the first task's start to the last one's end.
+      busy: Seconds that each device computes.
+      held: Activations that each device holds at most, from the start of F to the end of B or W.
+      starts, ends: When each task starts, and ends.
+    """
+
+    seconds: float
+    busy: tuple[float, ...]
+    held: tuple[float, ...]
+    starts: Mapping[Task, float]
+    ends: Mapping[Task, float]
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time in which they wait."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
+
+
+def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
+    """The schedule in time. Sends overlap with tasks; those from one device to another follow one another."""
+    starts: dict[Task, float] = {}
+    ends: dict[Task, float] = {}
+    links: dict[tuple[int, int], float] = {}
+    free, busy = [0.0] * schedule.devices, [0.0] * schedule.devices
+    held, most = [0.0] * schedule.devices, [0.0] * schedule.devices
+    last = "W" if schedule.splits_backward else "B"
+    for task in schedule.issue_order():
+        device = schedule.device_of(task.stage, task.microbatch)
+        needed, ready = schedule.needed(task), 0.0
+        if needed is not None:
+            ready, link = ends[needed], (schedule.device_of(needed.stage, needed.microbatch), device)
+            sends = times.ahead if needed.stage < task.stage else times.back
+            if sends and link[0] != device:
+                ready = max(ready, links.get(link, 0.0)) + sends[needed.stage]
+                links[link] = ready
+        seconds = times.of(task, schedule.splits_backward)
+        starts[task] = max(free[device], ready)
+        free[device] = ends[task] = starts[task] + seconds
+        busy[device] += seconds
+        size = times.activations[task.stage] if times.activations else 1.0
+        held[device] += size if task.kind == "F" else -size if task.kind == last else 0.0
+        most[device] = max(most[device], held[device])
+    return Simulated(max(ends.values()), tuple(busy), tuple(most), starts, ends)
+
+
+def stage_times(plan: PipelinePlan) -> StageTimes:
+    """Of tasks and sends, for a microbatch; where rates aren't known, in floating-point operations."""
+    stages = plan.stages
+    ahead = [plan.send_byte_s * stage.ahead_bytes for stage in stages]
+    back = [plan.send_byte_s * stage.back_bytes for stage in stages]
+    activations = [float(stage.activation_bytes) for stage in stages]
+    kinds = {kind: [s.seconds.get(kind, 0.0) for s in stages] for kind in ("F", "B", "W")}
+    if not plan.is_timed:
+        kinds = {kind: [part * s.flops for s in stages] for kind, part in (("F", 1 / 3), ("B", 2 / 3))}
+        kinds["W"] = [0.0] * len(stages)
+    return StageTimes(kinds, ahead, back, activations)
+
+
+def simulate_pipeline(plan: PipelinePlan) -> Simulated:
+    """The microbatches in time."""
+    return simulate_schedule(plan.scheduled, stage_times(plan))
+
+
+def pipeline_seconds(plan: PipelinePlan) -> float:
+    """What the microbatches and the slowest update are predicted to take; 0 where rates aren't known."""
+    if not plan.is_timed:
+        return 0.0
+    updates = dict.fromkeys(range(plan.devices), 0.0)
+    for stage in plan.stages:
+        updates |= {device: updates[device] + stage.update_s for device in stage.devices}
+    return simulate_pipeline(plan).seconds + max(updates.values())
+
+
+def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:
+    """Bytes of each device: state, sums of gradients, activations."""
+    sizes = [round(activations) for activations in simulate_pipeline(plan).held]
+    for stage in plan.stages:
+        for device in stage.devices:
+            sizes[device] += stage.state_bytes + stage.gradient_bytes
+    return tuple(sizes)

@@ -1,0 +1,211 @@
+"""A timeline: what devices do in a step, as one list of actions on named values: programs, sends, sums. Data only.
+
+Each device runs its part of the list from the first action to the last; a send is an action of both its ends. So two
+devices see their common sends in the same order, and no message needs a name. A pure function makes a pipeline's list
+(`ir.stage_timeline`), whoever runs it: the devices of one process, or ranks. `verify_timeline` checks it before.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.ir.pipeline import StageProgram
+from autopar.ir.program import Var
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Of the whole step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Of a microbatch, numbered from 0."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumOf:
+    """What a replica, numbered from 0 within its stage, has summed over its microbatches."""
+
+    replica: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A value at one time. A timeline has one object for each (`Names`), so that a runtime finds it by identity.
+
+    Attributes:
+      var: What the programs call it.
+      part: What it is of.
+      version: Updates that it has behind it; 0 of all but leaves of the state whose timeline is of several steps.
+    """
+
+    var: Var
+    part: Whole | Microbatch | SumOf = field(default_factory=Whole)
+    version: int = 0
+
+
+class Names:
+    """The values of a timeline."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[object, ...], Value] = {}
+
+    def __call__(self, var: Var, part: Whole | Microbatch | SumOf = Whole(), version: int = 0) -> Value:
+        """The value that is named so."""
+        key = var, part, version
+        if key not in self._values:
+            self._values[key] = Value(*key)
+        return self._values[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A program runs on a device.
+
+    Attributes:
+      program, device: Which, and where.
+      microbatch: Which one; None of what runs once.
+      reads: What its block's inputs are.
+      writes: What its outputs are.
+      sums: Outputs of it that are added to the sums of its device -> those.
+    """
+
+    program: StageProgram
+    device: int
+    microbatch: int | None
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    sums: Mapping[Var, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A value goes from a device to another, as soon as it is made."""
+
+    value: Value
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join:
+    """A device adds up the sums of a stage's replicas, or puts the results of all microbatches together.
+
+    Attributes:
+      device: Where.
+      made: What becomes of them -> its parts, and the name of a reduction or the axis of the examples.
+    """
+
+    device: int
+    made: Mapping[Value, tuple[tuple[Value, ...], str | int]]
+
+
+Action = Run | Send | Join
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """A step's list.
+
+    Attributes:
+      actions: In order.
+      drops: For each action what no device reads after it: device and value.
+      given: What devices have before the first action: leaves of the state -> the devices of their stages.
+      arguments: What the call is given besides; any device may read it.
+      results: What is asked for in the end -> the devices that have it then.
+      microbatches: M.
+    """
+
+    actions: tuple[Action, ...]
+    drops: tuple[tuple[tuple[int, Value], ...], ...]
+    given: Mapping[Value, tuple[int, ...]]
+    arguments: frozenset[Value]
+    results: Mapping[Value, tuple[int, ...]]
+    microbatches: int
+
+    def sends(self) -> Iterator[Send]:
+        """All of them."""
+        return (action for action in self.actions if isinstance(action, Send))
+
+
+def reads_of(action: Action) -> Sequence[Value]:
+    """What an action needs where it runs; a send, at its source."""
+    if isinstance(action, Run):
+        return action.reads
+    if isinstance(action, Send):
+        return (action.value,)
+    return [part for parts, _ in action.made.values() for part in parts]
+
+
+def writes_of(action: Action) -> Sequence[Value]:
+    """What an action makes where it runs, with the sums that it adds to; a send, at its target."""
+    if isinstance(action, Run):
+        return (*action.writes, *action.sums.values())
+    return (action.value,) if isinstance(action, Send) else tuple(action.made)
+
+
+def verify_timeline(timeline: Timeline) -> None:
+    """Raise AssertionError, naming the action, unless devices can run the list, and lose nothing.
+
+    Each read has a writer before it on its device, whose value wasn't dropped; each send leaves a device that has the
+    value for another that hasn't; values are made once; each sum has each microbatch of its replicas once; results are
+    where they are asked for. As the list is one, in which whatever is read was written before, no device waits for
+    itself.
+    """
+    assert len(timeline.actions) == len(timeline.drops), "every action has its drops"
+    held = {(device, value) for value, devices in timeline.given.items() for device in devices}
+    dropped: set[tuple[int, Value]] = set()
+    summed: dict[Value, list[int | None]] = collections.defaultdict(list)
+    for action, drops in zip(timeline.actions, timeline.drops, strict=True):
+        where = action.source if isinstance(action, Send) else action.device
+        for value in reads_of(action):
+            if value in timeline.arguments and (where, value) not in dropped:
+                held.add((where, value))
+            assert (where, value) not in dropped, f"{_told(action)} reads {_named(value)}, which was dropped before"
+            assert (where, value) in held, f"{_told(action)} reads {_named(value)}, which device {where} doesn't have"
+        at = action.target if isinstance(action, Send) else action.device
+        sums = set(action.sums.values()) if isinstance(action, Run) else set()
+        once_more = isinstance(action, Run) and action.microbatch is None  # stages of a device may share it
+        for value in writes_of(action):
+            assert once_more or value in sums or (at, value) not in held, (
+                f"{_told(action)} makes {_named(value)} once more"
+            )
+            held.add((at, value))
+        for value in sums:
+            summed[value].append(action.microbatch)  # type: ignore[union-attr]
+        if isinstance(action, Join):
+            _verify_sums(action, summed, timeline.microbatches)
+        for each in drops:
+            assert each in held, f"device {each[0]} drops {_named(each[1])}, which it doesn't have"
+            held.remove(each)
+            dropped.add(each)
+    for value, devices in timeline.results.items():
+        missing = [device for device in devices if (device, value) not in held]
+        assert not missing, f"devices {missing} don't have the result {_named(value)}"
+
+
+def _verify_sums(action: Join, summed: Mapping[Value, Sequence[int | None]], microbatches: int) -> None:
+    for whole, (parts, join) in action.made.items():
+        if isinstance(join, str):
+            found = sorted(number for part in parts for number in summed[part] if number is not None)
+            assert found == [*range(microbatches)], f"{_named(whole)} is summed over the microbatches {found}"
+        else:
+            assert len(parts) == microbatches, f"{_named(whole)} has {len(parts)} parts of {microbatches}"
+
+
+def _named(value: Value) -> str:
+    version = f", version {value.version}" if value.version else ""
+    return f"{value.var.type} of {value.part}{version}"
+
+
+def _told(action: Action) -> str:
+    if isinstance(action, Run):
+        return f"{action.program.phase}{action.program.stage}({action.microbatch}) on device {action.device}"
+    if isinstance(action, Send):
+        return f"the send from device {action.source} to {action.target}"
+    return f"the join on device {action.device}"
