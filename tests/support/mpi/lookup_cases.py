@@ -54,7 +54,7 @@ def check_ids_of_other_examples() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     planned = _agrees(step, lambda params: params, steps=4, first=-ROWS)
-    assert planned.plan is not None and planned.plan.reduction_backend == "xla"
+    assert planned.plan is not None and planned.plan.reduction_backend == ("xla" if jax.process_count() > 1 else "")
 
 
 def check_a_branch_between_two_steps() -> None:
