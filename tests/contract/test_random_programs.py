@@ -24,7 +24,7 @@ from tests.support.recipes import PLAIN, RECIPES, Recipe, make_batch, make_state
 
 
 @settings(
-    max_examples=16,
+    max_examples=10,
     derandomize=True,
     deadline=None,
     database=None,
