@@ -86,9 +86,8 @@ class Pipeline:
             raise ArgumentsError(f"replicas={self.replicas!r}: {len(self.replicas)} numbers for {self.count} stages")
         if self.stages_per_device is not None:
             _check_count("stages_per_device", self.stages_per_device)
-        if self.is_open and self.chunks > 1 == self.rule.stages_per_device:
-            raise ArgumentsError(self.rule.problem([], self.chunks, 0))
-        problem = "" if self.is_open else self.rule.problem(self.replica_counts, self.chunks, self.microbatch_count)
+        counts = [1] * self.chunks if self.stages == AUTO else self.replica_counts
+        problem = self.rule.problem(counts, self.chunks, 0 if self.microbatches == AUTO else self.microbatch_count)
         if problem:
             raise ArgumentsError(problem)
 

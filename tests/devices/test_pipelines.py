@@ -316,6 +316,8 @@ def test_stages_by_patterns() -> None:
         ({"stages": 5, "schedule": "interleaved"}, {}, "5 stages can't be 2 on each device"),
         ({"stages": 4, "schedule": "interleaved", "microbatches": 3}, {}, "a multiple of their number"),
         ({"stages": 4, "schedule": "interleaved", "replicas": 2}, {}, "whose stages have none"),
+        ({"stages": 4, "schedule": "interleaved", "replicas": 2, "remat": "auto"}, {}, "whose stages have none"),
+        ({"stages": "auto", "stages_per_device": 2}, {}, "several stages on a device take schedule='interleaved'"),
     ],
 )
 def test_bad_pipelines(pipeline: dict[str, Any], options: dict[str, Any], said: str) -> None:
