@@ -44,11 +44,11 @@ def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array])
     def read(k: int, value: Value) -> Array:
         if (k, value) in held or value not in timeline.arguments:
             return held[k, value]
-        whole, axis = step.parts.get(value.var, (value.var, None))
-        given = arguments[whole]
-        if isinstance(value.part, Microbatch):
-            given = jnp.split(jnp.asarray(given), step.microbatches, axis)[value.part.number]
-        return device.put(given)
+        if not isinstance(value.part, Microbatch):
+            return device.put(arguments[value.var])
+        whole, axis = step.parts[value.var]
+        parts = jnp.split(jnp.asarray(arguments[whole]), step.microbatches, axis)
+        return device.put(parts[value.part.number])
 
     for action, drops in zip(timeline.actions, timeline.drops, strict=True):
         if isinstance(action, Run):
