@@ -33,8 +33,10 @@ for stages in layers, [["params/words", "params/layers/0"], [*(f"params/layers/{
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(stages, microbatches=4))
     for each in planned.entry(make(), batch(0)).compiled.program.staged.programs:
         print(each.phase, each.stage, *format_block(each.block), sep="\\n")
+step, make = language_model(optax.adam(0.1), stacked=True)
+beyond = [["params/words", "params/layers/**[0:2]"], ["params/layers/**[2:9]", "params/out"]]
 try:
-    autopar.parallelize(step, pipeline=autopar.Pipeline([["params/words"], ["params/out"]]))(make(), batch(0))
+    autopar.parallelize(step, pipeline=autopar.Pipeline(beyond))(make(), batch(0))
 except autopar.StrategyError as error:
     print(error)
 """
