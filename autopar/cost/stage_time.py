@@ -11,7 +11,7 @@ from autopar.ir.stage_plan import PipelinePlan
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What the tasks of each stage take.
+    """Says how long the tasks of each stage take.
 
     Attributes:
       seconds: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
@@ -82,7 +82,7 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
 
 
 def stage_times(plan: PipelinePlan) -> StageTimes:
-    """Of tasks and sends, for a microbatch; where rates aren't known, in floating-point operations."""
+    """Returns the times of tasks and sends of a microbatch; where rates aren't known, in floating-point operations."""
     stages = plan.stages
     ahead = [plan.send_byte_s * stage.ahead_bytes for stage in stages]
     back = [plan.send_byte_s * stage.back_bytes for stage in stages]
@@ -95,12 +95,12 @@ def stage_times(plan: PipelinePlan) -> StageTimes:
 
 
 def simulate_pipeline(plan: PipelinePlan) -> Simulated:
-    """The microbatches in time."""
+    """Simulates the microbatches of a plan."""
     return simulate_schedule(plan.scheduled, stage_times(plan))
 
 
 def pipeline_seconds(plan: PipelinePlan) -> float:
-    """What the microbatches and the slowest update are predicted to take; 0 where rates aren't known."""
+    """Predicts the seconds of the microbatches and the slowest update; 0 where rates aren't known."""
     if not plan.is_timed:
         return 0.0
     updates = dict.fromkeys(range(plan.devices), 0.0)
@@ -110,7 +110,7 @@ def pipeline_seconds(plan: PipelinePlan) -> float:
 
 
 def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:
-    """Bytes of each device: state, sums of gradients, activations."""
+    """Returns the bytes that each device holds: state, sums of gradients, activations."""
     sizes = [round(activations) for activations in simulate_pipeline(plan).held]
     for stage in plan.stages:
         for device in stage.devices:

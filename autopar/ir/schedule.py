@@ -221,7 +221,7 @@ class Rule:
 
 
 class CyclicRule(Rule):
-    """Of D devices each has V stages, d, D + d, 2 D + d, ..., and no replicas; microbatches come in groups of D."""
+    """Gives each of D devices V stages, d, D + d, 2 D + d, ..., without replicas; microbatches come in groups of D."""
 
     @property
     def has_replicas(self) -> bool:

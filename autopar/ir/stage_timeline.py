@@ -73,7 +73,7 @@ class _Lister:
         return Timeline(tuple(actions), drops, given, arguments, results, self._step.microbatches)
 
     def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
-        """Of all that made it the devices of the first one's stage, if all of these did."""
+        """Returns the devices of the first maker's stage if all of these made it, else the first maker."""
         replicas = next(replicas for replicas in self._schedule.places if makers[0] in replicas)
         return replicas if set(replicas) <= set(makers) else (makers[0],)
 
@@ -133,7 +133,7 @@ class _Lister:
         return [Send(value, makers[value][0], target) for target in targets.get(value, ())]
 
     def _drops(self, actions: Sequence[Action], kept: Iterable[Value]) -> list[tuple[tuple[int, Value], ...]]:
-        """What is read for the last time. Leaves of the state and results are the caller's."""
+        """Finds what is read for the last time. Leaves of the state and results are the caller's."""
         seen = {(device, value) for value in kept for device in range(self._schedule.devices)}
         drops: list[tuple[tuple[int, Value], ...]] = []
         for action in reversed(actions):
@@ -147,7 +147,7 @@ class _Lister:
 
 
 def _touched(action: Action) -> list[tuple[int, Value]]:
-    """What an action reads or makes, and where."""
+    """Lists what an action reads or makes, and where."""
     if isinstance(action, Send):
         return [(action.source, action.value)]
     return [(action.device, value) for value in (*reads_of(action), *writes_of(action))]

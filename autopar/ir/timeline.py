@@ -17,19 +17,19 @@ from autopar.ir.program import Var
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Of the whole step."""
+    """Marks a value of the whole step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Of a microbatch, numbered from 0."""
+    """Marks a value of a microbatch, numbered from 0."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class SumOf:
-    """What a replica, numbered from 0 within its stage, has summed over its microbatches."""
+    """Marks the sum of a replica, numbered from 0 within its stage, over its microbatches."""
 
     replica: int
 
@@ -134,7 +134,7 @@ class Timeline:
 
 
 def reads_of(action: Action) -> Sequence[Value]:
-    """What an action needs where it runs; a send, at its source."""
+    """Returns the values that an action needs where it runs; a send, at its source."""
     if isinstance(action, Run):
         return action.reads
     if isinstance(action, Send):
@@ -143,7 +143,7 @@ def reads_of(action: Action) -> Sequence[Value]:
 
 
 def writes_of(action: Action) -> Sequence[Value]:
-    """What an action makes where it runs, with the sums that it adds to; a send, at its target."""
+    """Returns the values that an action makes where it runs, with the sums that it adds to; a send, at its target."""
     if isinstance(action, Run):
         return (*action.writes, *action.sums.values())
     return (action.value,) if isinstance(action, Send) else tuple(action.made)

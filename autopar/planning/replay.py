@@ -19,7 +19,7 @@ Array = Any
 
 
 def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array]) -> dict[Var, Array]:
-    """The results of a timeline, by their variables.
+    """Returns the results of a timeline, by their variables.
 
     The programs are those of the devices, compiled for one; nothing else is theirs: values are moved at the moment in
     which the list says so, and forgotten where it says so.
@@ -34,8 +34,8 @@ def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array])
     """
     device, executables = StageDevice((jax.devices()[0],)), stage_executables(step, timeline)
     programs = {
-        name: CompiledProgram(*(lowered.compile() for lowered in each.lower(device)))
-        for name, each in executables.items()
+        program: CompiledProgram(*(lowered.compile() for lowered in each.lower(device)))
+        for program, each in executables.items()
     }
     held: dict[tuple[int, Value], Array] = {}
     for value, devices in timeline.given.items():
@@ -52,7 +52,7 @@ def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array])
 
     for action, drops in zip(timeline.actions, timeline.drops, strict=True):
         if isinstance(action, Run):
-            program, executable, at = programs[id(action.program)], executables[id(action.program)], action.device
+            program, executable, at = programs[action.program], executables[action.program], action.device
             names = [action.sums[v] for v in executable.joins]
             sums = [held[at, name] for name in names if (at, name) in held] or [*program.start()]
             operands = [read(at, value) for value in action.reads]

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.backends.stage_device import StageDevice, array_over
 from autopar.errors import StepError
-from autopar.ir.pipeline import StagedStep
+from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.timeline import Action, Join, Run, Send, Timeline, Value, Whole
 from autopar.launch.notices import tell
@@ -68,11 +68,11 @@ class PipelineRunner:
         self._programs = stage_executables(step, timeline, _last_readers(step) if donate else {})
 
     @functools.cached_property
-    def _compiled(self) -> Mapping[tuple[int, int], CompiledProgram]:
+    def _compiled(self) -> Mapping[tuple[StageProgram, int], CompiledProgram]:
         """(Program, device) -> what runs there. All are compiled before the first step, at the same time."""
-        places = dict.fromkeys((id(a.program), a.device) for a, _ in self._actions if isinstance(a, Run))
+        places = dict.fromkeys((a.program, a.device) for a, _ in self._actions if isinstance(a, Run))
         own = [key for key in places if key[1] in self._devices]
-        lowered = [self._programs[name].lower(self._devices[device]) for name, device in own]
+        lowered = [self._programs[program].lower(self._devices[device]) for program, device in own]
         with concurrent.futures.ThreadPoolExecutor() as threads:
             made = [[threads.submit(each.compile) for each in programs] for programs in lowered]
             count = sum(map(len, made))
@@ -96,7 +96,7 @@ class PipelineRunner:
         compiled, values = self._compiled, self._given(leaves)
         for action, drops in self._actions:
             if isinstance(action, Run):
-                self._run(action, compiled[id(action.program), action.device], values)
+                self._run(action, compiled[action.program, action.device], values)
             elif isinstance(action, Send):
                 self._send(action, values)
             else:
@@ -149,7 +149,7 @@ class PipelineRunner:
         return value
 
     def _run(self, action: Run, compiled: CompiledProgram, values: Values) -> None:
-        program, device = self._programs[id(action.program)], action.device
+        program, device = self._programs[action.program], action.device
         operands = [values.at(value, device) for value in action.reads]
         names = [action.sums[v] for v in program.joins]
         if names and not values.has(names[0], device):
@@ -236,19 +236,18 @@ def _ends(action: Action) -> tuple[int, ...]:
     return (action.source, action.target) if isinstance(action, Send) else (action.device,)
 
 
-def _last_readers(step: StagedStep) -> dict[int, tuple[int, ...]]:
+def _last_readers(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
     """Of each program the positions of the state's leaves that no later one reads: their buffers take the new ones."""
-    readers: dict[Var, tuple[int, int]] = {}
+    readers: dict[Var, tuple[StageProgram, int]] = {}
     outputs = set(step.results)
     for program in step.programs:
         for k, var in enumerate(program.block.inputs):
             if var in step.homes and step.homes[var] == program.stage and var not in outputs:
-                readers[var] = id(program), k
+                readers[var] = program, k
             else:
                 readers.pop(var, None)  # read where it was sent to
-    positions: dict[int, list[int]] = {}
-    updates = {id(p) for p in step.programs if p.phase == "update"}
-    for name, k in readers.values():
-        if name in updates:
-            positions.setdefault(name, []).append(k)
-    return {name: tuple(numbers) for name, numbers in positions.items()}
+    positions: dict[StageProgram, list[int]] = {}
+    for program, k in readers.values():
+        if program.phase == "update":
+            positions.setdefault(program, []).append(k)
+    return {program: tuple(numbers) for program, numbers in positions.items()}

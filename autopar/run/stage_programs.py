@@ -95,27 +95,27 @@ class StageExecutable:
 
 
 def stage_executables(
-    step: StagedStep, timeline: Timeline, donated: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-) -> dict[int, StageExecutable]:
-    """The programs of a timeline, by their ids; `donated`: of each the positions of inputs that it may overwrite."""
-    runs = {id(action.program): action for action in timeline.actions if isinstance(action, Run)}
+    step: StagedStep, timeline: Timeline, donated: Mapping[StageProgram, tuple[int, ...]] = MappingProxyType({})
+) -> dict[StageProgram, StageExecutable]:
+    """Returns the executables of a timeline's programs; `donated`: the positions of inputs that each may overwrite."""
+    runs = {action.program: action for action in timeline.actions if isinstance(action, Run)}
     values = (value for action in timeline.actions for value in reads_of(action))
     read = {value.var for value in values if not isinstance(value.part, SumOf)} | {v.var for v in timeline.results}
     return {
-        name: StageExecutable(
-            program=run.program,
+        program: StageExecutable(
+            program=program,
             count=step.microbatches,
             joins={v: str(step.joins[v][1]) for v in run.sums},
-            read=tuple(k for k, v in enumerate(run.program.outputs) if v in read),
-            donated=donated.get(name, ()),
+            read=tuple(k for k, v in enumerate(program.outputs) if v in read),
+            donated=donated.get(program, ()),
             divided=step.divided,
         )
-        for name, run in runs.items()
+        for program, run in runs.items()
     }
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def joined(joins: tuple[str, ...], dtypes: tuple[Any, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
-    """The sums of all replicas, in their order."""
+    """Adds up the sums of all replicas, in their order."""
     pairs = zip(joins, dtypes, parts, strict=True)
     return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]
