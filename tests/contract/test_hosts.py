@@ -1,4 +1,4 @@
-"""Tables in host memory in one process: no MPI, two programs a step. Several ranks: tests/mpi/test_hosts.py."""
+"""Tables in host memory in one process: no MPI, two programs a step. Several ranks: tests/mpi/test_worlds.py."""
 
 from __future__ import annotations
 

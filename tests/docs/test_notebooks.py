@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import nbclient
 import nbformat
@@ -13,13 +12,10 @@ import pytest
 
 from notebooks.execute import NOTEBOOKS, code_cells, differences, digest, execute, kinds, read, texts
 
-#: Those that measure, or compile for several devices.
-SLOW = ("04_calibrate", "05_pipelines")
 AGAIN = "run `make notebooks`"
 
 
-def cases(slow: tuple[str, ...] = ()) -> list[Any]:
-    return [pytest.param(p, id=p.stem, marks=[pytest.mark.long] * (p.stem in slow)) for p in NOTEBOOKS]
+each = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
 def image_sizes(path: Path) -> list[int]:
@@ -31,7 +27,7 @@ def test_there_are_notebooks() -> None:
     assert {"01_first_plan.ipynb", "02_cost_model.ipynb"} <= {path.name for path in NOTEBOOKS}
 
 
-@pytest.mark.parametrize("path", cases())
+@each
 def test_a_notebook_is_stored_with_what_it_shows(path: Path) -> None:
     stored = read(path)
     nbformat.validate(stored)
@@ -46,7 +42,8 @@ def test_a_notebook_is_stored_with_what_it_shows(path: Path) -> None:
     assert not re.search(r"(^|[\s(\"'])(/\w+/|[A-Z]:\\)", shown), "paths of the machine that ran it"
 
 
-@pytest.mark.parametrize("path", cases(SLOW))
+@pytest.mark.long
+@each
 def test_a_notebook_shows_what_is_stored(path: Path) -> None:
     stored = read(path)
     assert differences(stored, execute(copy.deepcopy(stored))) == [], AGAIN

@@ -17,7 +17,6 @@ import pytest
 from tests.support.mpi.bytes_cases import COUNTED, Sizes
 from tests.support.mpi.jobs import MPIEXEC, run_job
 from tests.support.mpi.namespaces import ENVIRONMENT, CannotMake, hosts
-from tests.support.pairs import long
 
 FLOAT = ID = 4
 #: What headers, acknowledgements and small talk may add to the payload, and the least payload that is held to it.
@@ -88,7 +87,8 @@ def check_handed(found: list[Any], sizes: Sizes) -> None:
         assert phases["reduce"]["sent"] == {**dict.fromkeys(sent, 0), "reduce": sizes.dim * sizes.width * FLOAT}
 
 
-@pytest.mark.parametrize("count", [long(2), 4])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
 def test_bytes_handed_to_mpi(count: int, tmp_path: Path) -> None:
     sizes = Sizes(rows=5_003, dim=12, width=8, examples=8, length=70)
     found = run(count, sizes, tmp_path)
@@ -154,6 +154,7 @@ def check_crossing(found: list[Any], sizes: Sizes, each: int) -> None:
                 assert min(p["near"]["rows"] for p in phases) > 0
 
 
+@pytest.mark.long
 def test_bytes_of_two_machines(tmp_path: Path) -> None:
     sizes = Sizes(rows=1_003, dim=12, width=8, examples=8, length=70)
     check_crossing(run(4, sizes, tmp_path, each=2), sizes, each=2)

@@ -1,39 +1,10 @@
-"""Stages on several ranks: the cases of `pipeline_cases.py`; and a rank that is killed in a step."""
+"""Stages on several ranks: one that is killed in a step, and a state that none can hold."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from tests.support.mpi.jobs import Run
-from tests.support.mpi.ranks import run_cases
-
-#: Ranks and devices of each -> cases; all where none are named.
-WORLDS = {
-    (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan", "check_tables_by_their_rows"),
-    (2, 2): (
-        "check_the_bits_are_those_of_one_process",
-        "check_products_divided_within_stages",
-    ),
-    (3, 1): ("check_the_state_of_stacked_layers", "check_what_is_refused"),
-}
-#: The rest of the product.
-MORE = {
-    (2, 2): ("check_schedules", "check_the_state_of_divided_products"),
-    (3, 1): ("check_schedules", "check_the_state"),
-}
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
-def test_pipelines(world: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_cases("pipeline_cases", *world, WORLDS[world], tmp_path, timeout_s=300)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("world", MORE, ids=lambda w: f"{w[0]} ranks, {w[1]} devices each")
-def test_more_of_pipelines(world: tuple[int, int], tmp_path: Path) -> None:
-    run_cases("pipeline_cases", *world, MORE[world], tmp_path, timeout_s=300)
 
 
 def test_a_killed_rank_is_named(launch: Run) -> None:

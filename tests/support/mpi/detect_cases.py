@@ -1,4 +1,4 @@
-"""What every rank runs in `test_detect.py`: the cluster of all ranks' devices, on one machine and as if on several."""
+"""What every rank runs in `test_worlds.py`: the cluster of all ranks' devices, on one machine and as if on several."""
 
 from __future__ import annotations
 

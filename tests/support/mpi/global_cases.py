@@ -1,4 +1,4 @@
-"""What every rank runs in `test_global.py`: steps on a mesh over all ranks' devices, against one device's numbers."""
+"""What every rank runs in `test_worlds.py`: steps on a mesh over all ranks' devices, against one device's numbers."""
 
 from __future__ import annotations
 

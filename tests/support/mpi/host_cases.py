@@ -1,4 +1,4 @@
-"""What every rank runs in `test_hosts.py`: steps with tables in host memory, against the float64 oracle."""
+"""What every rank runs in `test_worlds.py`: steps with tables in host memory, against the float64 oracle."""
 
 from __future__ import annotations
 

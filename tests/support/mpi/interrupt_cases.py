@@ -1,4 +1,4 @@
-"""What every rank runs in `test_hosts.py`: ranks that are interrupted, each for itself, at random times."""
+"""What every rank runs in `test_worlds.py`: ranks that are interrupted, each for itself, at random times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank runs in `test_hosts.py` where ranks pretend to be on several machines, two on each."""
+"""What every rank runs in `test_worlds.py` where ranks pretend to be on several machines, two on each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank runs in `test_pipelines.py`: stages on several ranks, against one device's numbers."""
+"""What every rank runs in `test_worlds.py`: stages on several ranks, against one device's numbers."""
 
 from __future__ import annotations
 

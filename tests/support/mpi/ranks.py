@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,16 +44,18 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
 
 
 def run_cases(
-    module: str, ranks: int, devices: int, names: Sequence[str], folder: Path, timeout_s: float = 120
+    cases: Mapping[str, Sequence[str]], ranks: int, devices: int, folder: Path, timeout_s: float = 120
 ) -> None:
-    """Run the functions of a module that are called `check_...` on every rank: those named, or all.
+    """Run functions that are called `check_...` on every rank, in one job.
 
     Args:
-      module: In this folder, by its name.
-      devices: Of each rank.
+      cases: A module of this folder, by its name -> those that are run, in order; all where none are named.
+      ranks, devices: How many, and those of each rank.
       folder: For what is printed and kept.
+      timeout_s: As in `run_ranks`.
     """
-    arguments = [f"tests.support.mpi.{module}", str(devices), str(folder), *names]
+    named = [":".join((f"tests.support.mpi.{module}", *names)) for module, names in cases.items()]
+    arguments = [str(devices), str(folder), *named]
     text = run_ranks(ranks, "tests.support.mpi.worker", *arguments, output=folder / "output", timeout_s=timeout_s)
     done = text.count("\ncheck_") + text.startswith("check_")
-    assert done >= max(len(names), 1), text
+    assert done >= sum(max(len(names), 1) for names in cases.values()), text

@@ -1,4 +1,4 @@
-"""What every rank runs in `test_shard.py`."""
+"""What every rank runs in `test_worlds.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One rank: runs the functions of a module whose names start with `check_`, in order. The first failure ends the job.
+"""One rank: runs functions whose names start with `check_`, in order. The first failure ends the job.
 
-`python -m tests.support.mpi.worker <module> <devices of this rank> <folder for what is kept> [<name> ...]`
+`python -m tests.support.mpi.worker <devices of this rank> <folder for what is kept> <module>[:<name> ...] ...`
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ import time
 import jax
 
 
-def main(module: str, devices: str, folder: str, *names: str) -> None:
+def main(devices: str, folder: str, *modules: str) -> None:
     jax.config.update("jax_num_cpu_devices", int(devices))
     importlib.import_module("autopar")  # connects the ranks
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{jax.process_index()}"  # each rank as on a machine of its own
-    cases = {name: case for name, case in vars(importlib.import_module(module)).items() if name.startswith("check_")}
-    for name in names or cases:
-        start = time.perf_counter()
-        cases[name]()
-        if jax.process_index() == 0:
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+    for module, *names in (each.split(":") for each in modules):
+        known = vars(importlib.import_module(module))
+        for name in names or [name for name in known if name.startswith("check_")]:
+            start = time.perf_counter()
+            known[name]()
+            if jax.process_index() == 0:
+                print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

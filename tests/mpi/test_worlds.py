@@ -1,0 +1,119 @@
+"""What the ranks of a job do together, once for each shape of the world. A job runs the cases of several modules: to
+start one takes longer than most cases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.mpi.ranks import run_cases
+from tests.support.pairs import long
+
+#: Ranks and devices of each.
+World = tuple[int, int]
+
+#: A module -> a world -> its cases there; all where none are named. What two ranks do with one device each is done by
+#: others where it may differ.
+CASES: dict[str, dict[World, tuple[str, ...]]] = {
+    "global_cases": {
+        (2, 1): (),
+        (2, 2): ("check_tables", "check_a_mesh_with_two_axes"),
+        (3, 1): ("check_methods", "check_what_differs_between_processes"),
+    },
+    "host_cases": {
+        (2, 1): (
+            "check_some_of_the_contract",
+            "check_deferred",
+            "check_results",
+            "check_init",
+            "check_nonfinite",
+            "check_growth",
+            "check_once_per_row",
+            "check_shape_buckets",
+            "check_whole_reads",
+            "check_what_cannot_be",
+            "check_loops_that_cannot_be",
+            "check_ids_of_other_examples",
+            "check_a_branch_between_two_steps",
+            "check_a_sum_over_examples_times_rows",
+        ),
+        (2, 2): (
+            "check_some_of_the_contract",
+            "check_batches_that_devices_do_not_divide",
+            "check_ids_of_other_examples",
+        ),
+        (3, 1): ("check_some_of_the_contract", "check_results", "check_init", "check_nonfinite"),
+    },
+    "pipeline_cases": {
+        (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan", "check_tables_by_their_rows"),
+        (2, 2): ("check_the_bits_are_those_of_one_process", "check_products_divided_within_stages"),
+        (3, 1): ("check_the_state_of_stacked_layers", "check_what_is_refused"),
+    },
+    "shard_cases": {(2, 2): (), (3, 1): ()},
+}
+#: The rest of the product.
+MORE: dict[str, dict[World, tuple[str, ...]]] = {
+    "global_cases": {
+        (2, 2): ("check_methods", "check_results_can_be_read", "check_growth"),
+        (3, 1): ("check_growth",),
+    },
+    "host_cases": {
+        (1, 1): (),
+        (2, 1): (),
+        (3, 1): ("check_contract", "check_deferred", "check_whole_reads"),
+        (4, 1): (
+            "check_contract",
+            "check_once_per_row",
+            "check_growth",
+            "check_deferred_growth",
+            "check_shape_buckets",
+        ),
+        (1, 2): ("check_contract", "check_results"),
+        (2, 2): ("check_contract", "check_once_per_row", "check_init"),
+        (3, 2): ("check_contract",),
+        (4, 2): ("check_contract",),
+    },
+    "pipeline_cases": {
+        (2, 2): ("check_schedules", "check_the_state_of_divided_products"),
+        (3, 1): ("check_schedules", "check_the_state"),
+    },
+    "shard_cases": {(2, 1): ()},
+}
+
+
+def _worlds(cases: dict[str, dict[World, tuple[str, ...]]]) -> list[Any]:
+    found: dict[World, dict[str, tuple[str, ...]]] = {}
+    for module, worlds in cases.items():
+        for world, names in worlds.items():
+            found.setdefault(world, {})[module] = names
+    return [pytest.param(*w, each, id=f"{w[0]} ranks, {w[1]} devices each") for w, each in found.items()]
+
+
+@pytest.mark.parametrize(("ranks", "devices", "cases"), _worlds(CASES))
+def test_ranks(ranks: int, devices: int, cases: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    run_cases(cases, ranks, devices, tmp_path, timeout_s=600)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "devices", "cases"), _worlds(MORE))
+def test_more_of_ranks(ranks: int, devices: int, cases: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    run_cases(cases, ranks, devices, tmp_path, timeout_s=1200)
+
+
+def test_interrupts(tmp_path: Path) -> None:
+    """Two ranks that are interrupted at random times, each for itself, go on training together."""
+    run_cases({"interrupt_cases": ()}, 2, 1, tmp_path, timeout_s=200)
+
+
+@pytest.mark.parametrize("devices", [1, long(2)])
+def test_several_machines(devices: int, tmp_path: Path) -> None:
+    """Four ranks as on two machines: rows go by way of node leaders."""
+    names = ("check_leaders", "check_results", "check_growth", "check_contract")
+    run_cases({"machine_cases": names if devices == 1 else names[:2]}, 4, devices, tmp_path, timeout_s=400)
+
+
+@pytest.mark.parametrize(("ranks", "devices"), [long(2, 1), (2, 2)])
+def test_detected_clusters(ranks: int, devices: int, tmp_path: Path) -> None:
+    run_cases({"detect_cases": ()}, ranks, devices, tmp_path)
