@@ -37,15 +37,18 @@ with paused_collection():
     from autopar.planning.explanation import Explanation
     from autopar.planning.plan import plan
     from autopar.planning.simulate import Simulation, simulate
-    from autopar.planning.verify import Verification, verify
+    from autopar.planning.verification import Verification
+    from autopar.planning.verify import verify
     from autopar.planning.why import Why, why
     from autopar.report import Report, report
     from autopar.run.step import ParallelStep
     from autopar.state.checkpoint import Restored, restore, save
+    from autopar.state.draining import drain, ended, paired
     from autopar.state.init import init
     from autopar.tables.deferred import DeferredTable
     from autopar.tables.host import HostTable
     from autopar.tables.kinds import materialize
+    from autopar.tables.pending import PendingArray
     from autopar.tables.sharded import Table
     from autopar.tables.staged import StageArray
 
@@ -68,6 +71,7 @@ __all__ = [
     "LaunchError",
     "MissingCheckpointError",
     "ParallelStep",
+    "PendingArray",
     "Pipeline",
     "Plan",
     "PlanError",
@@ -88,10 +92,13 @@ __all__ = [
     "Why",
     "calibrate",
     "check",
+    "drain",
+    "ended",
     "explain",
     "init",
     "materialize",
     "measure_alpha",
+    "paired",
     "parallelize",
     "plan",
     "report",

@@ -128,7 +128,7 @@ def _split_update(program: Program, bound: BoundPlan, request: Request) -> Resul
             "a whole. Leave microbatches= out, or the tables on the devices"
         )
     pipeline = request.options.pipeline
-    own = pipeline is not None and pipeline.statistics == "microbatch"
+    own = pipeline is not None and (pipeline.statistics == "microbatch" or pipeline.is_asynchronous)
     program, note = split_update(program, bound, own_statistics=own)
     return program, bound, note
 
@@ -297,7 +297,7 @@ def choose_pipeline(
     is_measured = all(each.rates is not None for each in references.values())
     candidates = tuple((str(c), c.seconds) for c in found) if is_measured else ()
     chosen = preferred(found).pipeline
-    return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatches, candidates=candidates)
+    return dataclasses.replace(options, pipeline=chosen, microbatches=chosen.microbatch_count, candidates=candidates)
 
 
 def _updated_once(analysed: Analysed, options: Options, measured: Measurements) -> tuple[Program, BoundPlan]:

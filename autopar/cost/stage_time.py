@@ -53,6 +53,13 @@ class Simulated:
         """The share of the devices' time in which they wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
+    @property
+    def period(self) -> float:
+        """Seconds from one minibatch's end to the next one's, where they follow one another without a flush."""
+        ends = sorted(end for task, end in self.ends.items() if task.kind == "B" and task.stage == 0)
+        half = len(ends) // 2
+        return (ends[-1] - ends[half]) / max(1, len(ends) - 1 - half)
+
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
     """The schedule in time. Sends overlap with tasks; those from one device to another follow one another."""
@@ -72,7 +79,7 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
                 ready = max(ready, links.get(link, 0.0)) + sends[needed.stage]
                 links[link] = ready
         seconds = times.of(task, schedule.splits_backward)
-        starts[task] = max(free[device], ready)
+        starts[task] = max(free[device], ready, *(ends[other] for other in schedule.waits(task)))
         free[device] = ends[task] = starts[task] + seconds
         busy[device] += seconds
         size = times.activations[task.stage] if times.activations else 1.0
@@ -91,6 +98,8 @@ def stage_times(plan: PipelinePlan) -> StageTimes:
     if not plan.is_timed:
         kinds = {kind: [part * s.flops for s in stages] for kind, part in (("F", 1 / 3), ("B", 2 / 3))}
         kinds["W"] = [0.0] * len(stages)
+    if plan.updates:  # behind each backward
+        kinds["B"] = [seconds + stage.update_s for seconds, stage in zip(kinds["B"], stages, strict=True)]
     return StageTimes(kinds, ahead, back, activations)
 
 
@@ -100,9 +109,12 @@ def simulate_pipeline(plan: PipelinePlan) -> Simulated:
 
 
 def pipeline_seconds(plan: PipelinePlan) -> float:
-    """Predicts the seconds of the microbatches and the slowest update; 0 where rates aren't known."""
+    """Predicts the seconds of the microbatches and the slowest update, or without a flush from a minibatch to the next
+    one; 0 where rates aren't known."""
     if not plan.is_timed:
         return 0.0
+    if plan.updates:
+        return simulate_pipeline(plan).period
     updates = dict.fromkeys(range(plan.devices), 0.0)
     for stage in plan.stages:
         updates |= {device: updates[device] + stage.update_s for device in stage.devices}
@@ -110,9 +122,9 @@ def pipeline_seconds(plan: PipelinePlan) -> float:
 
 
 def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:
-    """Returns the bytes that each device holds: state, sums of gradients, activations."""
+    """Returns the bytes that each device holds: state, sums of gradients, activations, versions of the weights."""
     sizes = [round(activations) for activations in simulate_pipeline(plan).held]
-    for stage in plan.stages:
+    for k, stage in enumerate(plan.stages):
         for device in stage.devices:
-            sizes[device] += stage.state_bytes + stage.gradient_bytes
+            sizes[device] += stage.state_bytes + (1 + plan.copies_of_weights(k)) * stage.gradient_bytes
     return tuple(sizes)

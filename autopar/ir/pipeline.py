@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal as Choice
 
 from autopar.errors import ArgumentsError
+from autopar.ir.asynchronous import Asynchronous
 from autopar.ir.program import Atom, Block, Var
-from autopar.ir.schedule import SCHEDULES, Places, Rule, Schedule
+from autopar.ir.schedule import SCHEDULES, AsynchronousRule, Places, Rule, Schedule
 
 #: "before": once, ahead of the microbatches. "F", "B", "W": for each microbatch. "update": once, behind them.
 Phase = Choice["before", "F", "B", "W", "update"]
@@ -32,9 +33,11 @@ class Pipeline:
         and the devices of each, all of the mesh's, with which a step is predicted to be fastest. One stage of several
         devices is data parallelism. (`schedule`, `microbatches` and `remat` may be "auto" as well, without patterns.)
       schedule: "1f1b"; "gpipe", which holds more activations; "zero-bubble" (H1), which waits less and holds those of
-        1F1B's first stage on every device; "interleaved", with several stages on each device.
-      microbatches: M, parts of the batch that are in the pipeline together. By "interleaved" a multiple of the number
-        of devices.
+        1F1B's first stage on every device; "interleaved", with several stages on each device. Asynchronous ones, in
+        which minibatches follow one another without a flush, and which are another function than the step on one
+        device: "async"; "stash", whose backwards see the weights of their forwards; "spectrain", which predicts them.
+      microbatches: M, parts of the batch that are in the pipeline together; 8 by default. By "interleaved" a multiple
+        of the number of devices; 1 of asynchronous schedules.
       replicas: Devices of each stage, one number for all or one for each: they hold the same weights, and take the
         microbatches in turn.
       stages_per_device: Of "interleaved", stages on each device: stage k is on device k modulo the number of devices.
@@ -46,6 +49,7 @@ class Pipeline:
         weights must fit the device.
       statistics: "batch": examples that depend on sums over the batch, as by batch norm, are refused. "microbatch":
         those sums are taken over each microbatch, as GPipe does: another function.
+      asynchronous: Whether schedule="auto" is "spectrain".
 
     Raises:
       ArgumentsError: an option that no pipeline has, or options that don't go together.
@@ -53,12 +57,13 @@ class Pipeline:
 
     stages: int | Sequence[Sequence[str]] | Choice["auto"] = 2
     schedule: str = "1f1b"
-    microbatches: int | Choice["auto"] = 8
+    microbatches: int | Choice["auto"] | None = None
     replicas: int | Sequence[int] = 1
     stages_per_device: int | None = None
     remat: bool | Choice["auto"] = False
     profile: bool = False
     statistics: Choice["batch", "microbatch"] = "batch"
+    asynchronous: bool = False
 
     def __post_init__(self) -> None:
         is_word = isinstance(self.stages, str) and self.stages != AUTO
@@ -72,12 +77,13 @@ class Pipeline:
             raise ArgumentsError("patterns say the stages, and 'auto' chooses with them; give a number of stages")
         if self.schedule not in (*SCHEDULES, AUTO):
             raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}, or 'auto'")
-        if self.microbatches != AUTO:
+        if self.microbatches not in (AUTO, None):
             _check_count("microbatches", self.microbatches)
         if not isinstance(self.remat, bool) and self.remat != AUTO:
             raise ArgumentsError(f"remat={self.remat!r}: give True, False or 'auto'")
         if not isinstance(self.profile, bool):
             raise ArgumentsError(f"profile={self.profile!r}: give True or False")
+        self._check_asynchronous()
         if self.statistics not in ("batch", "microbatch"):
             raise ArgumentsError(f"statistics={self.statistics!r}: there are 'batch' and 'microbatch'")
         for count in self.replica_counts:
@@ -90,6 +96,14 @@ class Pipeline:
         problem = self.rule.problem(counts, self.chunks, 0 if self.microbatches == AUTO else self.microbatch_count)
         if problem:
             raise ArgumentsError(problem)
+
+    def _check_asynchronous(self) -> None:
+        if not isinstance(self.asynchronous, bool):
+            raise ArgumentsError(f"asynchronous={self.asynchronous!r}: give True or False")
+        if self.asynchronous and self.schedule != AUTO and not self.is_asynchronous:
+            raise ArgumentsError(f"asynchronous=True with {self.rule}, which isn't: leave one of them out")
+        if self.statistics == "microbatch" and self.is_asynchronous:
+            raise ArgumentsError(f"statistics='microbatch' with {self.rule}, which has no microbatches. Leave it out")
 
     @property
     def is_open(self) -> bool:
@@ -106,7 +120,14 @@ class Pipeline:
     @property
     def microbatch_count(self) -> int:
         """M; 1 as long as it isn't chosen."""
+        if self.microbatches is None:
+            return self.rule.microbatches
         return self.microbatches if isinstance(self.microbatches, int) else 1
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether minibatches follow one another without a flush."""
+        return isinstance(self.rule, AsynchronousRule)
 
     @property
     def chunks(self) -> int:
@@ -125,8 +146,10 @@ class Pipeline:
 
     @property
     def rule(self) -> Rule:
-        """The schedule's; 1F1B's as long as it isn't chosen."""
-        return SCHEDULES["1f1b" if self.schedule == AUTO else self.schedule]
+        """The schedule's; as long as it isn't chosen, 1F1B's or SpecTrain's."""
+        if self.schedule == AUTO:
+            return SCHEDULES["spectrain" if self.asynchronous else "1f1b"]
+        return SCHEDULES[self.schedule]
 
     @property
     def replica_counts(self) -> Sequence[int]:
@@ -156,12 +179,14 @@ class StageProgram:
       phase, stage: When it runs, and where.
       level: Of an update's programs the order: one reads only what earlier levels and its own stage made.
       block: Its inputs and outputs are values of the pipeline.
+      call: Of an asynchronous pipeline the call in which it runs, counted from the one that brings its minibatch.
     """
 
     phase: Phase
     stage: int
     level: int
     block: Block
+    call: int = 0
 
     @property
     def outputs(self) -> tuple[Var, ...]:
@@ -185,7 +210,9 @@ class StagedStep:
       weights: Those that the gradient program reads, in the order of their first use.
       outputs: The step's outputs; of such a leaf's new value its parts.
       new_leaves: Those outputs that are the new value of a leaf of the state, and no scalar -> the leaf's stage.
+        Without a flush the leaves themselves, as they are in the end.
       divided: Values of which each of the devices that divide a stage's products has a part -> the axis.
+      asynchronous: What it has besides if minibatches aren't flushed; else None.
     """
 
     stages: int
@@ -199,6 +226,7 @@ class StagedStep:
     outputs: tuple[Atom | tuple[Atom, ...], ...]
     new_leaves: Mapping[Var, int]
     divided: Mapping[Var, int]
+    asynchronous: Asynchronous | None = None
 
     @property
     def results(self) -> tuple[Var, ...]:

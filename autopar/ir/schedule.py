@@ -1,7 +1,8 @@
 """Schedules of a pipeline as data: which task each device runs, in which order. Pure functions make them.
 
 Sources: GPipe (Huang et al., 2018), section 2.3; PipeDream's replicas (Narayanan et al., 2019), section 3.2; 1F1B and
-interleaved stages (Narayanan et al., 2021), section 2.2; zero-bubble H1 (Qi et al., 2023), section 2.
+interleaved stages (Narayanan et al., 2021), section 2.2; zero-bubble H1 (Qi et al., 2023), section 2; asynchronous
+pipelines (Harlap et al., 2018), section 3, and their prediction (Chen et al., 2018), section 3.
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class Schedule:
             return Task("F", task.stage, task.microbatch)
         return Task("B", task.stage + 1, task.microbatch)
 
+    def waits(self, task: Task) -> tuple[Task, ...]:
+        """What else a task waits for."""
+        return ()
+
     def issue_order(self) -> Iterator[Task]:
         """All tasks in one order in which each follows what it needs.
 
@@ -105,7 +110,7 @@ def one_f_one_b(places: Places, microbatches: int) -> Schedule:
 
     A stage of several devices holds as many as there are devices from it on, spread over its replicas.
     """
-    return _by_stages("1f1b", places, microbatches, lambda stage: _devices_from(places, stage))
+    return _by_stages("1f1b", places, microbatches, lambda stage: devices_from(places, stage))
 
 
 def zero_bubble(places: Places, microbatches: int) -> Schedule:
@@ -114,8 +119,8 @@ def zero_bubble(places: Places, microbatches: int) -> Schedule:
     Stage k computes them k microbatches late. Each stage holds the activations of S microbatches, as 1F1B's first does;
     where F, B and W take equally long, the bubble is a third of 1F1B's.
     """
-    delay = [_devices_from(places, 0) - _devices_from(places, stage) for stage in range(len(places))]
-    return _by_stages("zero-bubble", places, microbatches, lambda stage: _devices_from(places, stage), delay)
+    delay = [devices_from(places, 0) - devices_from(places, stage) for stage in range(len(places))]
+    return _by_stages("zero-bubble", places, microbatches, lambda stage: devices_from(places, stage), delay)
 
 
 def interleaved(places: Places, microbatches: int) -> Schedule:
@@ -136,8 +141,8 @@ def interleaved(places: Places, microbatches: int) -> Schedule:
     return Schedule("interleaved", places, tuple(orders))
 
 
-def _devices_from(places: Places, stage: int) -> int:
-    """How many devices the stages from one on have."""
+def devices_from(places: Places, stage: int) -> int:
+    """Counts the devices of the stages from one on."""
     return sum(map(len, places[stage:]))
 
 
@@ -202,6 +207,11 @@ class Rule:
         """Whether a stage may have several devices (and its memory be a limit when stages are cut)."""
         return True
 
+    @property
+    def microbatches(self) -> int:
+        """M where the user doesn't say it."""
+        return 8
+
     def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
         """The devices of stages of which each has so many."""
         ends = tuple(itertools.accumulate(counts))
@@ -244,10 +254,35 @@ class CyclicRule(Rule):
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class AsynchronousRule(Rule):
+    """Lets minibatches follow one another without a flush, each with an update of its own (`ir.asynchronous`).
+
+    Attributes:
+      stashes: Whether a minibatch's backward sees the weights that its forward saw.
+      predicts: Whether both see what the weights are predicted to be when the minibatch has gone through.
+    """
+
+    stashes: bool = False
+    predicts: bool = False
+
+    @property
+    def microbatches(self) -> int:
+        return 1
+
+    def problem(self, counts: Sequence[int], stages_per_device: int, microbatches: int) -> str:
+        if microbatches > 1:
+            return f"microbatches={microbatches} with {self}, in whose stages a whole minibatch is after the other"
+        return Rule.problem(self, counts, stages_per_device, microbatches)
+
+
 RULES = (
     Rule("gpipe", gpipe),
     Rule("1f1b", one_f_one_b),
     CyclicRule("interleaved", interleaved, stages_per_device=2),
     Rule("zero-bubble", zero_bubble),
+    AsynchronousRule("async", one_f_one_b),
+    AsynchronousRule("stash", one_f_one_b, stashes=True),
+    AsynchronousRule("spectrain", one_f_one_b, predicts=True),
 )
 SCHEDULES: Mapping[str, Rule] = {rule.name: rule for rule in RULES}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.schedule import Places, Schedule
 
@@ -53,6 +54,9 @@ class PipelinePlan:
       tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
       send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
       candidates: Where the number of stages was chosen, what there was to choose from, in words, and its seconds.
+      updates: Of an asynchronous pipeline the call of each stage's update, counted from the minibatch's; else none.
+      last: When all of a minibatch is done, what it returns, too.
+      ahead: Of one that predicts, s of each stage: of its forwards and of its backwards.
       statistics: Lines of sums over the batch that are taken over each microbatch: the step is another function.
     """
 
@@ -64,6 +68,9 @@ class PipelinePlan:
     tensor: int = 1
     tied_bytes: int = 0
     send_byte_s: float = 0.0
+    updates: tuple[int, ...] = ()
+    last: int = 0
+    ahead: tuple[tuple[int, int], ...] = ()
     statistics: tuple[str, ...] = ()
     candidates: tuple[tuple[str, float], ...] = ()
 
@@ -96,8 +103,20 @@ class PipelinePlan:
         )
 
     @property
+    def calls(self) -> Calls:
+        """When an asynchronous one issues its tasks."""
+        return Calls(self.places, self.updates, self.last, stashes=self.schedule == "stash")
+
+    def copies_of_weights(self, stage: int) -> int:
+        """Counts what a device of a stage holds of its weights besides them: stashed versions, or the last change."""
+        stashed = self.calls.stashed(stage) if self.updates else 0
+        return stashed + bool(self.ahead and any(self.ahead[stage]))
+
+    @property
     def scheduled(self) -> Schedule:
-        """Its tasks."""
+        """Its tasks; of an asynchronous one those of enough minibatches for a steady state."""
+        if self.updates:
+            return self.calls.schedule(3 * (self.calls.last + 1) + 2)
         return self.pipeline.scheduled(self.microbatches)
 
     @property

@@ -18,7 +18,9 @@ from autopar.ir.timeline import (
     SumOf,
     Timeline,
     Value,
+    last_touches,
     reads_of,
+    targets_of,
     verify_timeline,
     writes_of,
 )
@@ -57,7 +59,7 @@ class _Lister:
                 makers.setdefault(value, [])
                 if action.device not in makers[value]:
                     makers[value].append(action.device)
-        targets = self._targets(work, makers)
+        targets = targets_of(work, makers, self._wanted)
         actions: list[Action] = [s for value in given for s in self._sends(value, makers, targets)]
         for action in work:
             if isinstance(action, Join):  # sums are complete
@@ -69,8 +71,8 @@ class _Lister:
                     actions += self._sends(value, makers, targets)
         results = {value: self._home(makers[value]) for value in self._results if value in makers} | self._wanted
         arguments = frozenset(value for action in work for value in reads_of(action) if value not in makers)
-        drops = tuple(self._drops(actions, {*self._results, *given}))
-        return Timeline(tuple(actions), drops, given, arguments, results, self._step.microbatches)
+        kept = {(device, value) for value in (*self._results, *given) for device in range(self._schedule.devices)}
+        return Timeline(tuple(actions), last_touches(actions, kept), given, arguments, results, self._step.microbatches)
 
     def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
         """Returns the devices of the first maker's stage if all of these made it, else the first maker."""
@@ -115,39 +117,7 @@ class _Lister:
             if made:
                 yield Join(replicas[0], made)
 
-    def _targets(self, work: Sequence[Run | Join], makers: Mapping[Value, Sequence[int]]) -> dict[Value, list[int]]:
-        """Value -> the devices that read it and don't make it, in order."""
-        targets: dict[Value, list[int]] = {}
-        wanted = [(value, action.device) for action in work for value in reads_of(action)]
-        wanted += [(value, device) for value, devices in self._wanted.items() for device in devices]
-        for value, device in wanted:
-            if value in makers and device not in makers[value]:
-                targets.setdefault(value, [])
-                if device not in targets[value]:
-                    targets[value].append(device)
-        return targets
-
     def _sends(
         self, value: Value, makers: Mapping[Value, Sequence[int]], targets: Mapping[Value, Sequence[int]]
     ) -> list[Send]:
         return [Send(value, makers[value][0], target) for target in targets.get(value, ())]
-
-    def _drops(self, actions: Sequence[Action], kept: Iterable[Value]) -> list[tuple[tuple[int, Value], ...]]:
-        """Finds what is read for the last time. Leaves of the state and results are the caller's."""
-        seen = {(device, value) for value in kept for device in range(self._schedule.devices)}
-        drops: list[tuple[tuple[int, Value], ...]] = []
-        for action in reversed(actions):
-            last = []
-            for at in _touched(action):
-                if at not in seen:
-                    seen.add(at)
-                    last.append(at)
-            drops.append(tuple(last))
-        return drops[::-1]
-
-
-def _touched(action: Action) -> list[tuple[int, Value]]:
-    """Lists what an action reads or makes, and where."""
-    if isinstance(action, Send):
-        return [(action.source, action.value)]
-    return [(action.device, value) for value in (*reads_of(action), *writes_of(action))]

@@ -8,7 +8,7 @@ devices see their common sends in the same order, and no message needs a name. A
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.pipeline import StageProgram
@@ -62,6 +62,14 @@ class Names:
             self._values[key] = Value(*key)
         return self._values[key]
 
+    def forget(self, before: int) -> None:
+        """Let go of the names of earlier minibatches and versions; not of what has no version."""
+
+        def is_old(value: Value) -> bool:
+            return value.part.number < before if isinstance(value.part, Microbatch) else 0 < value.version < before
+
+        self._values = {key: value for key, value in self._values.items() if not is_old(value)}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
@@ -106,6 +114,8 @@ class Join:
 
 
 Action = Run | Send | Join
+#: What devices let go behind an action.
+Drops = tuple[tuple[int, Value], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +132,7 @@ class Timeline:
     """
 
     actions: tuple[Action, ...]
-    drops: tuple[tuple[tuple[int, Value], ...], ...]
+    drops: tuple[Drops, ...]
     given: Mapping[Value, tuple[int, ...]]
     arguments: frozenset[Value]
     results: Mapping[Value, tuple[int, ...]]
@@ -147,6 +157,42 @@ def writes_of(action: Action) -> Sequence[Value]:
     if isinstance(action, Run):
         return (*action.writes, *action.sums.values())
     return (action.value,) if isinstance(action, Send) else tuple(action.made)
+
+
+def targets_of(
+    work: Iterable[Run | Join], makers: Mapping[Value, Sequence[int]], wanted: Mapping[Value, Iterable[int]]
+) -> dict[Value, list[int]]:
+    """Value -> the devices that read it, or are to have it, and don't make it, in order."""
+    targets: dict[Value, list[int]] = {}
+    read = [(value, action.device) for action in work for value in reads_of(action)]
+    read += [(value, device) for value, devices in wanted.items() for device in devices]
+    for value, device in read:
+        if value in makers and device not in makers[value]:
+            targets.setdefault(value, [])
+            if device not in targets[value]:
+                targets[value].append(device)
+    return targets
+
+
+def last_touches(actions: Sequence[Action], kept: Iterable[tuple[int, Value]]) -> tuple[Drops, ...]:
+    """Returns for each action what is read or made for the last time there, but for what is kept."""
+    seen = set(kept)
+    drops: list[Drops] = []
+    for action in reversed(actions):
+        last = []
+        for at in _touched(action):
+            if at not in seen:
+                seen.add(at)
+                last.append(at)
+        drops.append(tuple(last))
+    return tuple(drops[::-1])
+
+
+def _touched(action: Action) -> list[tuple[int, Value]]:
+    """Lists what an action reads or makes, and where."""
+    if isinstance(action, Send):
+        return [(action.source, action.value)]
+    return [(action.device, value) for value in (*reads_of(action), *writes_of(action))]
 
 
 def verify_timeline(timeline: Timeline) -> None:
@@ -191,11 +237,13 @@ def verify_timeline(timeline: Timeline) -> None:
 
 def _verify_sums(action: Join, summed: Mapping[Value, Sequence[int | None]], microbatches: int) -> None:
     for whole, (parts, join) in action.made.items():
+        expected = [whole.part.number] if isinstance(whole.part, Microbatch) else [*range(microbatches)]
         if isinstance(join, str):
-            found = sorted(number for part in parts for number in summed[part] if number is not None)
-            assert found == [*range(microbatches)], f"{_named(whole)} is summed over the microbatches {found}"
+            numbers = (n for part in parts for n in summed.get(part, [getattr(part.part, "number", None)]))
+            found = sorted(number for number in numbers if number is not None)
+            assert found == expected, f"{_named(whole)} is summed over the microbatches {found}"
         else:
-            assert len(parts) == microbatches, f"{_named(whole)} has {len(parts)} parts of {microbatches}"
+            assert len(parts) == len(expected), f"{_named(whole)} has {len(parts)} parts of {len(expected)}"
 
 
 def _named(value: Value) -> str:

@@ -11,15 +11,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.cost.measurements import Measurements
-from autopar.cost.stage_time import pipeline_memory
+from autopar.cost.stage_time import pipeline_memory, stage_times
 from autopar.cost.units import format_bytes
+from autopar.cost.versions import steps_ahead
 from autopar.errors import StrategyError
 from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
+from autopar.ir.schedule import AsynchronousRule
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.passes.staging.asynchronous import unflushed
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied
+from autopar.passes.staging.prediction import with_prediction
 from autopar.passes.staging.programs import StageCutter
 from autopar.passes.staging.remat import with_remat
 from autopar.passes.staging.stages import choose_stages
@@ -60,9 +64,25 @@ def split_pipeline(
     plan = _plan(program, pipeline, weights, homes, loads, measured)
     statistics = parts.step.params.get("statistics", ())
     plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
-    _check_memory(plan, measured)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
+    if isinstance(pipeline.rule, AsynchronousRule):
+        staged, plan = _unflushed(staged, program, plan, pipeline.rule)
+    _check_memory(plan, measured)
     return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
+
+
+def _unflushed(
+    staged: StagedStep, program: Program, plan: PipelinePlan, rule: AsynchronousRule
+) -> tuple[StagedStep, PipelinePlan]:
+    """The step and its plan where minibatches follow one another without a flush."""
+    staged = unflushed(staged, program, plan.places, stashes=rule.stashes)
+    assert staged.asynchronous is not None, "it has just been made"
+    calls = staged.asynchronous.calls
+    plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, statistics=())
+    if not rule.predicts:
+        return staged, plan
+    ahead = steps_ahead(calls, stage_times(plan))
+    return with_prediction(staged, ahead), dataclasses.replace(plan, ahead=ahead)
 
 
 def _plan(

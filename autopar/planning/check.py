@@ -32,12 +32,13 @@ from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.tensor_plan import TensorPlan
-from autopar.ir.timeline import Microbatch, Send, Timeline
+from autopar.ir.timeline import Run, Send, Timeline
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.run.hosts import HostRunner
 from autopar.run.pipeline import PipelineRunner
+from autopar.run.unflushed import UnflushedRunner
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
@@ -142,7 +143,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
             f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
             "it with the tables on devices; autopar.explain tells what ranks send"
         )
-    if isinstance(runner, PipelineRunner) and entry.compiled.plan.pipeline is not None:
+    if isinstance(runner, (PipelineRunner, UnflushedRunner)) and entry.compiled.plan.pipeline is not None:
         return compare_sends(step.name, entry.compiled.plan.pipeline, runner.timeline)
     untimed = dataclasses.replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
@@ -179,8 +180,10 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
 def compare_sends(step: str, plan: PipelinePlan, timeline: Timeline) -> Check:
     """A pipeline's plan and what its devices send: for microbatches, by stage (by device, if it has several stages);
     the rest is sums, norms, results and weights of several stages."""
-    rows, sent, count = [], list(timeline.sends()), plan.microbatches
-    parts = [send for send in sent if isinstance(send.value.part, Microbatch)]
+    rows, sent, count = [], list(timeline.sends()), timeline.microbatches
+    tasks = [run for run in timeline.actions if isinstance(run, Run) and run.program.phase in ("F", "B", "W")]
+    made = {value for run in tasks for value in run.writes}
+    parts = [send for send in sent if send.value in made]
     stage_of = {device: k for k, stage in enumerate(plan.stages) for device in stage.devices}
     if plan.stages_per_device > 1:
         for device in range(plan.devices):
@@ -196,7 +199,7 @@ def compare_sends(step: str, plan: PipelinePlan, timeline: Timeline) -> Check:
                 rows.append(
                     CheckRow(SEND, f"stage {k} to {what} stages", planned * count, _sent_bytes(made), len(made))
                 )
-    rest = [send for send in sent if not isinstance(send.value.part, Microbatch)]
+    rest = [send for send in sent if send.value not in made]
     rows.append(CheckRow(SEND, "sums, norms, results, weights of several stages", None, _sent_bytes(rest), len(rest)))
     return Check(step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import RenderableType
 
-from autopar.cost.stage_time import pipeline_memory, pipeline_seconds, simulate_pipeline
+from autopar.cost.stage_time import pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
 from autopar.cost.units import format_bytes
+from autopar.cost.versions import by_the_equations
+from autopar.ir.schedule import Task
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.planning.folding import fold_paths
 from autopar.planning.text import LIST, Column, Columns
@@ -43,7 +45,30 @@ def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
     )
     for k, weights in enumerate(_weights(plan)):
         yield f"  stage {k}: {', '.join(weights) or 'no weights'}"
+    if plan.updates:
+        yield from ("", _versions(plan), "")
     yield from stage_notes(plan)
+
+
+def _versions(plan: PipelinePlan) -> Columns:
+    """Which weights each stage's tasks see, where minibatches follow one another without a flush."""
+    numbers, calls = range(len(plan.stages)), plan.calls
+    behind = {"F": [calls.updates[k] for k in numbers]}
+    behind["B"] = behind["F"] if calls.stashes else [calls.updates[k] - calls.backward(k) for k in numbers]
+    columns = {f"{kind} misses": of for kind, of in behind.items()}
+    if plan.ahead:
+        equations = [by_the_equations(k, len(plan.stages)) for k in numbers]
+        for i, kind in enumerate(("F", "B")):
+            columns[f"{kind} predicts"] = [s[i] for s in plan.ahead]
+            columns[f"by eq. {5 + i}"] = [s[i] for s in equations]
+    columns["stashed"] = [calls.stashed(k) for k in numbers]
+    shown = {title: of for title, of in columns.items() if title != "stashed" or any(of)}
+    return Columns(
+        [
+            Column("stage", [str(k) for k in numbers], "right"),
+            *(Column(title, [str(n) for n in of], "right") for title, of in shown.items()),
+        ]
+    )
 
 
 def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
@@ -62,14 +87,9 @@ def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
 
 def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     """What follows from the schedule."""
-    simulated, seconds = simulate_pipeline(plan), pipeline_seconds(plan)
-    time = f"{seconds * 1e3:.2f} ms, " if seconds else ""
     held = ", ".join(format_bytes(size) for size in pipeline_memory(plan))
-    count = plan.microbatches
-    what = f"{plan.schedule}, {count} microbatch{'es' * (count > 1)}{', remat' * plan.remat}"
     notes = [
-        f"{what}: {time}of which the {plan.devices} devices wait "
-        f"{simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a microbatch, but for the update.",
+        *(_unflushed_notes(plan) if plan.updates else [_flushed_note(plan)]),
         f"Memory of each device for state, gradients and activations: {held}.",
     ]
     if len({tuple(stage.devices) for stage in plan.stages}) > 1:
@@ -95,3 +115,35 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
             f"which is not what the plain step computes: {', '.join(plan.statistics)}."
         )
     return notes
+
+
+def _flushed_note(plan: PipelinePlan) -> str:
+    simulated, seconds, count = simulate_pipeline(plan), pipeline_seconds(plan), plan.microbatches
+    time = f"{seconds * 1e3:.2f} ms, " if seconds else ""
+    return (
+        f"{plan.schedule}, {count} microbatch{'es' * (count > 1)}{', remat' * plan.remat}: {time}of which the "
+        f"{plan.devices} devices wait {simulated.bubble:.0%} (bubble). Times and bytes of the table are those of a "
+        "microbatch, but for the update."
+    )
+
+
+def _unflushed_notes(plan: PipelinePlan) -> Sequence[str]:
+    """What differs without a flush: the function, by design."""
+    seconds, last = pipeline_seconds(plan), plan.calls.last
+    time = f" {seconds * 1e3:.2f} ms each once it is full;" if seconds else ""
+    times, period = stage_times(plan), plan.devices * simulate_pipeline(plan).period
+    tasks = [Task(kind, k, 0) for kind in ("F", "B") for k in range(len(plan.stages))]
+    waits = max(0.0, 1 - sum(times.of(task, splits_backward=False) for task in tasks) / period) if period else 0.0
+    sees = {
+        "async": "A task sees the weights as its stage has them: it misses the updates of so many minibatches ahead.",
+        "stash": "A backward sees the weights that its forward saw; both miss the updates of so many minibatches.",
+        "spectrain": "Tasks predict the weights that their minibatch will meet behind stage 0's backward: W + s u, of "
+        "which u is the last change (SpecTrain, section 3.2); s is counted in the simulated schedule.",
+    }[plan.schedule]
+    return [
+        f"{plan.schedule}{', remat' * plan.remat}: minibatches follow one another without a flush,{time} the devices "
+        f"wait {waits:.0%}. Times and bytes of the table are those of a minibatch.",
+        f"This is another function than the step on one device, by design. {sees}",
+        f"A call returns the results of the minibatch that came {last} call{'s' * (last != 1)} before, None as long as "
+        "there is none: autopar.paired(step, state, batches). autopar.drain(state) finishes those on their way.",
+    ]

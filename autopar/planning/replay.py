@@ -1,25 +1,36 @@
-"""`replay`: a timeline, one action after the other in one process: what its devices must have computed, bit for bit."""
+"""`replay`: a timeline, one action after the other in one process: what its devices must have computed, bit for bit.
+
+The oracle of asynchronous pipelines, which are another function than the step on one device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.emit import emit
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var
 from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
+from autopar.ir.unflushed_timeline import unflushed_timeline
 from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
 
 Array = Any
 
 
-def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array]) -> dict[Var, Array]:
-    """Returns the results of a timeline, by their variables.
+def replay(
+    step: StagedStep,
+    timeline: Timeline,
+    arguments: Mapping[Var, Array],
+    minibatches: Sequence[Mapping[Var, Array]] = (),
+) -> dict[Value, Array]:
+    """Returns the results of a timeline.
 
     The programs are those of the devices, compiled for one; nothing else is theirs: values are moved at the moment in
     which the list says so, and forgotten where it says so.
@@ -28,6 +39,7 @@ def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array])
       step: The programs.
       timeline: Of all devices.
       arguments: What the call was given, and the leaves of the state; of a leaf in several stages its parts.
+      minibatches: Without a flush, what each minibatch was given.
 
     Raises:
       KeyError: a device reads what it doesn't have.
@@ -37,26 +49,30 @@ def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array])
         program: CompiledProgram(*(lowered.compile() for lowered in each.lower(device)))
         for program, each in executables.items()
     }
-    held: dict[tuple[int, Value], Array] = {}
-    for value, devices in timeline.given.items():
-        held |= {(k, value): device.put(arguments[value.var]) for k in devices}
+
+    def first(value: Value) -> Array:
+        given = arguments.get(value.var)
+        return device.put(jnp.zeros(value.var.shape, value.var.dtype) if given is None else given)
+
+    held = {(k, value): first(value) for value, devices in timeline.given.items() for k in devices}
 
     def read(k: int, value: Value) -> Array:
         if (k, value) in held or value not in timeline.arguments:
             return held[k, value]
         if not isinstance(value.part, Microbatch):
             return device.put(arguments[value.var])
-        whole, axis = step.parts[value.var]
-        parts = jnp.split(jnp.asarray(arguments[whole]), step.microbatches, axis)
-        return device.put(parts[value.part.number])
+        whole, axis = step.parts.get(value.var, (value.var, 0))
+        if minibatches:
+            return device.put(minibatches[value.part.number][whole])
+        return device.put(jnp.split(jnp.asarray(arguments[whole]), step.microbatches, axis)[value.part.number])
 
     for action, drops in zip(timeline.actions, timeline.drops, strict=True):
         if isinstance(action, Run):
             program, executable, at = programs[action.program], executables[action.program], action.device
             names = [action.sums[v] for v in executable.joins]
             sums = [held[at, name] for name in names if (at, name) in held] or [*program.start()]
-            operands = [read(at, value) for value in action.reads]
-            sums, results = program.run(np.int32(action.microbatch or 0), sums, *operands)
+            operands, number = [read(at, value) for value in action.reads], (action.microbatch or 0) % step.microbatches
+            sums, results = program.run(np.int32(number), sums, *operands)
             held |= {(at, name): total for name, total in zip(names, sums, strict=True)}
             held |= {(at, action.writes[k]): x for k, x in zip(executable.read, results, strict=True)}
         elif isinstance(action, Send):
@@ -71,4 +87,57 @@ def replay(step: StagedStep, timeline: Timeline, arguments: Mapping[Var, Array])
                 held[action.device, whole] = made
         for each in drops:
             held.pop(each, None)
-    return {value.var: read(devices[0], value) for value, devices in timeline.results.items()}
+    return {value: read(devices[0], value) for value, devices in timeline.results.items()}
+
+
+def replay_minibatches(
+    step: StagedStep, new_states: Mapping[int, int], minibatches: Sequence[Sequence[Array]]
+) -> list[list[Array | None]]:
+    """Returns what a step without a flush returns for each minibatch, drained behind the last one.
+
+    Args:
+      step: The programs.
+      new_states: Number of an input that is state -> number of the output that is its new value.
+      minibatches: Flat arguments of each call. States are taken from the first one.
+
+    Returns:
+      For each minibatch its flat results; of the state those behind the last one alone, None before.
+    """
+    asynchronous = step.asynchronous
+    assert asynchronous is not None, "minibatches aren't flushed"
+    inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
+    given = [_by_var(inputs, leaves) for leaves in minibatches]
+    clock = jax.jit(lambda *operands: emit(asynchronous.clock, {})(*operands))
+    clocks = {v: given[0][v] for v in asynchronous.clocks}
+    for each in given:
+        each |= clocks
+        clocks = dict(zip(asynchronous.clocks, clock(*(each[v] for v in asynchronous.clock.inputs)), strict=True))
+    timeline = unflushed_timeline(step, len(minibatches))
+    found = replay(step, timeline, given[0], given)
+    made = {(v.var, v.part.number if isinstance(v.part, Microbatch) else -1): x for v, x in found.items()}
+
+    def result(k: int, number: int) -> Array | None:
+        leaf = next((i for i, out in new_states.items() if out == k), None)
+        if leaf is None:
+            out = step.outputs[k]
+            atoms = [asynchronous.results.get(a, a) for a in (out if isinstance(out, tuple) else (out,))]  # type: ignore[arg-type]
+            values = [made.get((a, number), given[number].get(a, getattr(a, "value", None))) for a in atoms]  # type: ignore[arg-type]
+        elif number < len(minibatches) - 1:
+            return None
+        else:
+            values = [made.get((v, -1), clocks.get(v, given[0][v])) for v in inputs[leaf]]
+        return values[0] if len(values) == 1 else jnp.concatenate([jnp.asarray(x) for x in values])
+
+    return [[result(k, number) for k in range(len(step.outputs))] for number in range(len(minibatches))]
+
+
+def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[Var, Array]:
+    """Arguments by the step's inputs; of a leaf that several stages have its parts."""
+    found: dict[Var, Array] = {}
+    for parts, leaf in zip(inputs, leaves, strict=True):
+        if len(parts) == 1:
+            found[parts[0]] = leaf
+            continue
+        ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
+        found |= {v: jnp.asarray(leaf)[a:b] for v, a, b in zip(parts, (0, *ends), ends, strict=False)}
+    return found

@@ -46,7 +46,8 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
         stages=tuple(_at(stage, rates) for stage in plan.stages),
         send_byte_s=planned_stage_rates(there).send_byte_s,
     )
-    model = simulate_pipeline(own).seconds
+    simulated = simulate_pipeline(own)
+    model = simulated.period if own.updates else simulated.seconds
     sums, sent = _sums(plan, cluster, copies)
     parts = {
         "model": (Term("microbatches through the stages", model),),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -27,6 +26,8 @@ from autopar.ir.trace import block_of
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
+from autopar.planning.verification import LeafCheck, Verification
+from autopar.planning.verify_replay import compare_replay
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
@@ -40,45 +41,12 @@ RELATIVE = 1e-5
 TIMES_PLAIN = 4.0
 
 
-@dataclass(frozen=True, slots=True)
-class LeafCheck:
-    """One output leaf: the largest change (of a state) or value, and the errors of both runs against the oracle."""
-
-    path: str
-    size: float
-    planned_error: float
-    plain_error: float
-    ok: bool
-
-    def __str__(self) -> str:
-        mark = "ok    " if self.ok else "WRONG "
-        return (
-            f"{mark}{self.path}: changed by {self.size:.3g}, planned errs by {self.planned_error:.3g}, "
-            f"plain by {self.plain_error:.3g}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What `verify` found, leaf by leaf; printing it shows all."""
-
-    leaves: tuple[LeafCheck, ...]
-    steps: int
-
-    @property
-    def ok(self) -> bool:
-        return all(leaf.ok for leaf in self.leaves)
-
-    def __str__(self) -> str:
-        worst = [leaf for leaf in self.leaves if not leaf.ok]
-        head = f"{len(self.leaves)} leaves compared over {self.steps} steps: "
-        return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
-
-    __repr__ = __str__
-
-
 def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
     """Run the plain and the planned step on copies of the arguments and compare.
+
+    A pipeline without a flush (`schedule="spectrain"`) is another function than the plain step, by design. It is
+    compared with a replay of its own tasks, one after the other in one process, bit for bit, and what is printed says
+    so.
 
     Across processes, all of them verify together; each runs the plain step whole by itself.
 
@@ -104,10 +72,14 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         entry = pure.entry(*arrays, **named)
         _check_pure(pure, entry, arrays, named)
         with noticing(step.name, "verifying, by the plain step and one in float64"):
-            compared = compare_runs(entry, [pure.leaves(arrays, named)] * steps, lazy=pure.options.sparse == "lazy")
+            staged, leaves = entry.compiled.program.staged, pure.leaves(arrays, named)
+            if staged is not None and staged.asynchronous is not None:
+                compared = compare_replay(entry, leaves, steps)
+            else:
+                compared = compare_runs(entry, [leaves] * steps, lazy=pure.options.sparse == "lazy")
     if not compared.ok:
         wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
-        raise VerificationError(f"{step.name}: the planned step differs from the plain one\n{wrong}")
+        raise VerificationError(f"{step.name}: the planned step differs from {compared.against}\n{wrong}")
     return compared
 
 

@@ -34,6 +34,7 @@ from autopar.run.hosts import HostRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.runner import Runner
+from autopar.run.unflushed import UnflushedRunner
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -164,9 +165,12 @@ class Entry:
                 leaves[k] = StagePlace.of_parts(devices, tuple(ends), staged.divided.get(parts[0]), self.stage_devices)
         return leaves
 
-    def _pipeline_runner(self, pipeline: Pipeline) -> PipelineRunner:
+    def _pipeline_runner(self, pipeline: Pipeline) -> Runner:
         """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
         staged: StagedStep = self.compiled.program.staged
+        if staged.asynchronous is not None:
+            devices = self.stage_devices[: pipeline.devices]
+            return UnflushedRunner(staged, self.compiled.analysed.new_states, devices, self.out_tree, self.donate)
         devices, schedule = self.stage_devices[: pipeline.devices], pipeline.scheduled(staged.microbatches)
         wanted: dict[Var, Sequence[int]] = {}
         if len({device.process_index for device in devices}) > 1:

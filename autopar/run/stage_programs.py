@@ -100,13 +100,17 @@ def stage_executables(
     """Returns the executables of a timeline's programs; `donated`: the positions of inputs that each may overwrite."""
     runs = {action.program: action for action in timeline.actions if isinstance(action, Run)}
     values = (value for action in timeline.actions for value in reads_of(action))
-    read = {value.var for value in values if not isinstance(value.part, SumOf)} | {v.var for v in timeline.results}
+    read = {value for value in values if not isinstance(value.part, SumOf)} | {*timeline.results}
+    used: dict[StageProgram, set[int]] = {program: set() for program in runs}
+    for action in timeline.actions:
+        if isinstance(action, Run):
+            used[action.program].update(k for k, value in enumerate(action.writes) if value in read)
     return {
         program: StageExecutable(
             program=program,
             count=step.microbatches,
             joins={v: str(step.joins[v][1]) for v in run.sums},
-            read=tuple(k for k, v in enumerate(program.outputs) if v in read),
+            read=tuple(sorted(used[program])),
             donated=donated.get(program, ()),
             divided=step.divided,
         )

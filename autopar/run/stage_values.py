@@ -24,24 +24,45 @@ from autopar.mpi.point_to_point import Incoming, PointToPoint
 Array = Any
 
 
+class Arguments:
+    """What a call was given, and the microbatches' parts of it.
+
+    Args:
+      arrays: By the step's inputs.
+      step: The programs.
+    """
+
+    def __init__(self, arrays: Mapping[Var, Any], step: StagedStep) -> None:
+        self._arrays, self._parts = arrays, step.parts
+        wholes = step.parts.values()
+        self._slices = {whole: _slices(arrays[whole], axis, step.microbatches) for whole, axis in wholes}
+
+    def given(self, var: Var) -> Any:
+        """An argument as it is."""
+        return self._arrays[var]
+
+    def __call__(self, value: Value) -> Any:
+        """An argument, or a microbatch's part of it."""
+        if value.var not in self._parts:
+            return self._arrays[value.var]
+        assert isinstance(value.part, Microbatch), "parts are of microbatches"
+        return self._slices[self._parts[value.var][0]][value.part.number]
+
+
 class Values:
     """What the devices of this process hold in a step.
 
     Args:
       devices: By number.
-      arguments: What the call was given.
-      step: The programs.
+      argument: Says what the call was given.
+      divided: As in `StagedStep`.
     """
 
-    def __init__(self, devices: Mapping[int, StageDevice], arguments: Mapping[Var, Any], step: StagedStep) -> None:
-        self._devices, self._arguments, self._parts, self._divided = devices, arguments, step.parts, step.divided
+    def __init__(
+        self, devices: Mapping[int, StageDevice], argument: Callable[[Value], Any], divided: Mapping[Var, int]
+    ) -> None:
+        self._devices, self._argument, self._divided = devices, argument, divided
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
-        parts = step.parts.values()
-        self._slices = {whole: _slices(arguments[whole], axis, step.microbatches) for whole, axis in parts}
-
-    def given(self, var: Var) -> Any:
-        """An argument as it is."""
-        return self._arguments[var]
 
     def has(self, value: Value, device: int) -> bool:
         """Whether a device has made or been sent it."""
@@ -61,12 +82,6 @@ class Values:
             with PROGRESS.during("waiting for another stage", "waits"):
                 array = held[value] = self._devices[device].put(array.wait(), self._divided.get(value.var))
         return array
-
-    def _argument(self, value: Value) -> Any:
-        if value.var not in self._parts:
-            return self._arguments[value.var]
-        assert isinstance(value.part, Microbatch), "parts are of microbatches"
-        return self._slices[self._parts[value.var][0]][value.part.number]
 
     def drop(self, value: Value, device: int) -> None:
         """Let a value go."""

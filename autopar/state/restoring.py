@@ -27,6 +27,7 @@ from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.saving import NUMBERS
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
+from autopar.tables.pending import PendingArray
 from autopar.tables.sharded import Table
 from autopar.tables.staged import StageArray, StagePlace, is_staged
 
@@ -52,7 +53,7 @@ class LeafPlace:
 
 def place_of(leaf: Any) -> LeafPlace:
     """As a template's leaf is."""
-    leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
+    leaf = leaf.current() if isinstance(leaf, (DeferredTable, PendingArray)) else leaf
     if isinstance(leaf, HostTable):
         return LeafPlace("hosts", leaf.layout, leaf.axis)
     if isinstance(leaf, Table):

@@ -20,6 +20,7 @@ from autopar.state.files.rows import file_name
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
+from autopar.tables.pending import PendingArray
 from autopar.tables.sharded import Table
 from autopar.tables.staged import StageArray
 
@@ -90,7 +91,7 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
                 f"{known or 'the state'} was given to a step, which updated it in place: save the state that the step "
                 "returned"
             )
-        leaf = leaf.current() if isinstance(leaf, DeferredTable) else leaf
+        leaf = leaf.current() if isinstance(leaf, (DeferredTable, PendingArray)) else leaf
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
         leaves.append(_leaf(known, name, leaf))
     return leaves

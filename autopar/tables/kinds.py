@@ -57,7 +57,8 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
             raise donated(jax.tree_util.keystr(path) or "this array")
         if device is not None and _is_placed(leaf) and leaf.devices() != {device}:
-            return jax.device_put(leaf, device, may_alias=not copy)
+            there = jax.device_put(leaf, device)
+            return copied(there) if copy and device in leaf.devices() else there  # of several devices it takes a shard
         return copied(leaf) if copy else leaf
 
     return jax.tree_util.tree_map_with_path(ordinary, tree)

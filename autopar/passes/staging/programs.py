@@ -83,7 +83,7 @@ class StageCutter:
 
     def _new_leaves(self) -> Iterator[tuple[Var, int]]:
         block = self.program.block
-        for out, leaf in self.program.new_states.items():
+        for leaf, out in self.program.new_states.items():
             atom, old = block.outputs[out], block.inputs[leaf]
             if isinstance(atom, Var) and atom.shape and old in self.homes and not jax_compat.is_key(old.dtype):
                 yield atom, self.homes[old]
@@ -91,7 +91,7 @@ class StageCutter:
     def _divided(self) -> dict[Var, int]:
         """The values that are divided; a leaf's new value as the leaf is."""
         block, axes = self.program.block, dict(self.axes)
-        for out, leaf in self.program.new_states.items():
+        for leaf, out in self.program.new_states.items():
             atom, axis = block.outputs[out], axes.get(block.inputs[leaf])
             if isinstance(atom, Var) and axis is not None:
                 axes[atom] = axis
@@ -115,10 +115,15 @@ class StageCutter:
             yield copy, (outer, join)
 
     def _before(self) -> None:
-        """What all microbatches have: with the deepest weight that it depends on, or at each stage that reads it."""
+        """What all microbatches have: with the deepest weight that it depends on, or at each stage that reads it.
+
+        Without a flush a backward reads other versions of the weights than its forward did, so each makes its own.
+        """
         homes = homes_before(self.parts, self.homes)
         for equation in self.parts.before:
-            if equation.outputs[0] in homes:
+            if equation.outputs[0] in homes and self.pipeline.is_asynchronous:
+                self.anywhere.update(dict.fromkeys(equation.outputs, equation))
+            elif equation.outputs[0] in homes:
                 self.equations.setdefault(("before", homes[equation.outputs[0]], 0), []).append(equation)
             else:
                 self.shared.update(dict.fromkeys(equation.outputs, equation))

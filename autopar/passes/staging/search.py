@@ -41,7 +41,7 @@ class Candidate:
 
     def __str__(self) -> str:
         p = self.pipeline
-        return f"{p}, {p.schedule}, M = {p.microbatches}{', remat' * bool(p.remat)}"
+        return f"{p}, {p.schedule}, M = {p.microbatch_count}{', remat' * bool(p.remat)}"
 
 
 def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
@@ -51,7 +51,7 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
       program: An analysed program.
       pipeline: As the user asks for it.
     """
-    if pipeline.microbatches != AUTO:
+    if pipeline.microbatches != AUTO or pipeline.is_asynchronous:
         return [pipeline.microbatch_count]
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     sizes = [v.shape[program.batch[v]] for v, input_ in pairs if input_.role == "batch" and v in program.batch]
@@ -167,7 +167,7 @@ def _partitions(
     """The pipelines of so many microbatches, with remat or without, each with its best partition, and with the best one
     within the memory."""
     layers = [load.as_layer(rates, count) for load in loads]
-    for schedule in map(str, _choices(asked.schedule, _SCHEDULES)):
+    for schedule in map(str, _choices(asked.schedule, (asked.rule.name,) if asked.asynchronous else _SCHEDULES)):
         rule = SCHEDULES[schedule]
         chooses_replicas = asked.stages == AUTO and rule.has_replicas
         for stages, chunks in _numbers(asked, rule, count, len(layers), devices):

@@ -61,7 +61,7 @@ def _values() -> list[np.ndarray]:
 
 def _run(step: StagedStep, timeline: Timeline) -> list[np.ndarray]:
     """The results of a step."""
-    found = replay(step, timeline, dict(zip(step.inputs, _values(), strict=True)))
+    found = {v.var: x for v, x in replay(step, timeline, dict(zip(step.inputs, _values(), strict=True))).items()}
     return [np.asarray(found[v]) for v in step.outputs if isinstance(v, Var)]
 
 

@@ -1,0 +1,106 @@
+"""When an asynchronous pipeline does what: one minibatch a call, no flush, an update behind each backward. Data only.
+
+Call t brings minibatch t. Stage k runs F(t), then B(t - b) of the minibatch that came b calls before, one for each
+device behind the stage's own (1F1B without its end), then the update of minibatch t - u. So the version of a leaf that
+a task sees, the number of updates that it has behind it, follows from the calls, whatever the tasks take.
+
+Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap et al., 2018), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.ir.program import Atom, Block, Var
+from autopar.ir.schedule import Kind, Places, Schedule, Task, devices_from, one_f_one_b
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Which call issues each task, counted from the one that brings its minibatch, and what it sees.
+
+    Attributes:
+      places: The devices of each stage.
+      updates: u of each stage. Behind its backward; a replica's waits for the others of its turn, and what needs other
+        stages (the factor of a clip by the global norm) for a call that comes later than theirs.
+      last: When all of a minibatch is done.
+      stashes: Whether a backward sees the version that its forward saw.
+    """
+
+    places: Places
+    updates: tuple[int, ...]
+    last: int
+    stashes: bool = False
+
+    def backward(self, stage: int) -> int:
+        """b of a stage."""
+        return devices_from(self.places, stage) - 1
+
+    def version(self, kind: Kind, stage: int, minibatch: int) -> int:
+        """The version of its stage's leaves that a task sees."""
+        late = kind == "B" and not self.stashes
+        return max(0, minibatch + late * self.backward(stage) - self.updates[stage])
+
+    def stashed(self, stage: int) -> int:
+        """Counts the old versions that a device of a stage keeps for backwards."""
+        return -(-self.backward(stage) // len(self.places[stage])) if self.stashes else 0
+
+    @property
+    def enough(self) -> int:
+        """Minibatches after which a pipeline is in its steady state for long."""
+        return 6 * (self.last + 1) + 8
+
+    def schedule(self, minibatches: int) -> UnflushedSchedule:
+        """The tasks of so many minibatches."""
+        made = one_f_one_b(self.places, minibatches)
+        return UnflushedSchedule("async", self.places, made.orders, self)
+
+
+@dataclass(frozen=True, slots=True)
+class UnflushedSchedule(Schedule):
+    """The forwards and backwards of some minibatches: 1F1B, in which tasks wait for the versions that they see."""
+
+    calls: Calls = Calls((), (), 0)
+
+    def waits(self, task: Task) -> tuple[Task, ...]:
+        """Lists the backwards whose update a task waits for: its stage's, and where that needs others, stage 0's."""
+        last = self.calls.version(task.kind, task.stage, task.microbatch) - 1
+        if last < 0:
+            return ()
+        is_late = self.calls.updates[task.stage] > self.calls.backward(0)
+        return (Task("B", 0 if is_late else task.stage, last),)
+
+    def issue_order(self) -> Iterator[Task]:
+        """All tasks, call by call."""
+        stages, count = range(self.stages), sum(map(len, self.orders)) // (2 * self.stages)
+        for call in range(count + self.calls.backward(0)):
+            yield from (Task("F", k, call) for k in stages if call < count)
+            minibatches = [(k, call - self.calls.backward(k)) for k in reversed(stages)]
+            yield from (Task("B", k, m) for k, m in minibatches if 0 <= m < count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asynchronous:
+    """What a step in stages has besides if its minibatches aren't flushed.
+
+    Attributes:
+      calls: When each task is issued.
+      news: Leaf of the state that updates change -> what is made of it.
+      clock: What no gradient reaches, such as counts of steps and random keys: from those leaves and the call's
+        arguments to their new values. It runs when a minibatch comes, so that no stage waits for another's count.
+      clocks: Leaf -> its new value by `clock`.
+      constants: Leaves that stay as they are.
+      results: What a step returns besides its state -> the same, or a copy of a leaf.
+      differences: Weight that is predicted -> a leaf of the pipeline's own, the change by its last update; 0 before.
+      ahead: Of each stage s, the updates by which its forwards and its backwards predict.
+    """
+
+    calls: Calls
+    news: Mapping[Var, Var]
+    clock: Block
+    clocks: Mapping[Var, Atom]
+    constants: frozenset[Var]
+    results: Mapping[Var, Var]
+    differences: Mapping[Var, Var]
+    ahead: tuple[tuple[int, int], ...] = ()

@@ -1,0 +1,277 @@
+"""The timeline of an asynchronous pipeline, written minibatch by minibatch while it runs (`ir.asynchronous`)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from autopar.ir.asynchronous import Asynchronous
+from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.program import Var
+from autopar.ir.schedule import Kind
+from autopar.ir.timeline import (
+    Action,
+    Drops,
+    Join,
+    Microbatch,
+    Names,
+    Run,
+    Send,
+    Timeline,
+    Value,
+    Whole,
+    last_touches,
+    reads_of,
+    targets_of,
+    verify_timeline,
+    writes_of,
+)
+
+#: Actions, each with what is let go behind it.
+Listed = list[tuple[Action, Drops]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """What a minibatch does.
+
+    Attributes:
+      calls: Its actions, by the call in which they run, counted from its own.
+      results: What it returns -> the devices that have it behind the last of these calls.
+    """
+
+    calls: tuple[Listed, ...]
+    results: Mapping[Value, tuple[int, ...]]
+
+
+class MinibatchLister:
+    """Lists what the devices of a pipeline do for each minibatch.
+
+    Args:
+      step: A step without a flush.
+      everywhere: Devices that are to have what a minibatch returns; none: wherever it is made.
+    """
+
+    def __init__(self, step: StagedStep, everywhere: Iterable[int] = ()) -> None:
+        assert step.asynchronous is not None, "minibatches aren't flushed"
+        self._step, self._everywhere, self._name = step, tuple(everywhere), Names()
+        self._asynchronous: Asynchronous = step.asynchronous
+        self._calls = step.asynchronous.calls
+        self._leaves = {new: leaf for leaf, new in step.asynchronous.news.items()}
+        self._joins: dict[int, list[Var]] = collections.defaultdict(list)
+        for program in step.programs:
+            for v in program.outputs:
+                if v in step.joins:
+                    self._joins[program.stage].append(v)
+        self._last_updates = last_updates(step)
+        made = {v for p in step.programs for v in p.outputs} | {whole for whole, _ in step.joins.values()}
+        self._results = [v for v in dict.fromkeys(step.asynchronous.results.values()) if v in made]
+
+    def leaf(self, var: Var, version: int) -> Value:
+        """A version of a leaf."""
+        return self._name(var, Whole(), version)
+
+    def given(self) -> dict[Value, tuple[int, ...]]:
+        """What devices have before the first minibatch."""
+        return self.versions(0)
+
+    def versions(self, version: int) -> dict[Value, tuple[int, ...]]:
+        """A version of all leaves that updates change, and who has it."""
+        return {self.leaf(v, version): self._calls.places[stage] for v, stage in self._step.homes.items()}
+
+    def minibatch(self, number: int) -> Minibatch:
+        """What minibatch `number` does, counted from 0."""
+        part = Microbatch(number)
+        listed = [(call, action) for call in range(self._calls.last + 1) for action in self._work(call, number)]
+        work = [action for _, action in listed]
+        makers: dict[Value, list[int]] = {}
+        for action in work:
+            for value in writes_of(action):
+                if isinstance(value.part, Microbatch) and action.device not in makers.setdefault(value, []):
+                    makers[value].append(action.device)
+        values = [self._name(v, part) for v in self._results]
+        results = {value: self._everywhere or self._home(makers[value]) for value in values}
+        targets = targets_of(work, makers, results)
+        calls, actions = list[int](), list[Action]()
+        for call, action in listed:
+            sends = [
+                Send(value, action.device, target)
+                for value in writes_of(action)
+                if value in makers and makers[value][0] == action.device
+                for target in targets.get(value, ())
+            ]
+            actions += [action, *sends]
+            calls += [call] * (1 + len(sends))
+        whole = {v for action in work for v in (*reads_of(action), *writes_of(action)) if isinstance(v.part, Whole)}
+        kept = {(device, value) for value in whole for device in range(self._devices)}
+        kept |= {(device, value) for value, devices in results.items() for device in devices}
+        by_call: tuple[Listed, ...] = tuple([] for _ in range(self._calls.last + 1))
+        for call, action, drops in zip(calls, actions, last_touches(actions, kept), strict=True):
+            by_call[call].append((action, (*drops, *self._old(action, number))))
+        self._forget(number)
+        return Minibatch(by_call, results)
+
+    @property
+    def _devices(self) -> int:
+        return max(max(replicas) for replicas in self._calls.places) + 1
+
+    def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
+        replicas = next(replicas for replicas in self._calls.places if makers[0] in replicas)
+        return replicas if set(replicas) <= set(makers) else (makers[0],)
+
+    def _work(self, call: int, number: int) -> Iterator[Run | Join]:
+        """What is computed in a call: forwards down the stages, backwards up, sums, the update."""
+        phases = {phase: [p for p in self._step.programs if (p.phase, p.call) == (phase, call)] for phase in _PHASES}
+        for phase, programs in phases.items():
+            if phase == "update":
+                yield from self._sums(call, number)
+            for program in reversed(programs) if phase == "B" else programs:
+                replicas = self._calls.places[program.stage]
+                own = replicas if phase == "update" else (replicas[number % len(replicas)],)
+                for device in own:
+                    yield self._run(program, device, number)
+
+    def _sums(self, call: int, number: int) -> Iterator[Join]:
+        """Of a minibatch's one part: what the update calls its sums."""
+        part = Microbatch(number)
+        for stage, values in self._joins.items():
+            if self._calls.backward(stage) == call:
+                replicas = self._calls.places[stage]
+                joins = [(v, *self._step.joins[v]) for v in values]
+                made = {self._name(whole, part): ((self._name(v, part),), join) for v, whole, join in joins}
+                yield Join(replicas[number % len(replicas)], made)
+
+    def _run(self, program: StageProgram, device: int, number: int) -> Run:
+        def value(var: Var) -> Value:
+            if var in self._step.homes:
+                return self.leaf(var, self._seen(program, number))
+            if var in self._leaves:
+                return self.leaf(self._leaves[var], number + 1)
+            return self._name(var, Whole() if var in self._asynchronous.constants else Microbatch(number))
+
+        reads, writes = map(value, program.block.inputs), map(value, program.outputs)
+        return Run(program, device, number, tuple(reads), tuple(writes))
+
+    def _seen(self, program: StageProgram, number: int) -> int:
+        if program.phase == "update":
+            return number
+        kind: Kind = "B" if program.phase == "B" else "F"
+        return self._calls.version(kind, program.stage, number)
+
+    def _old(self, action: Action, number: int) -> Drops:
+        """Versions of leaves that no one reads any more: behind the update, if no backward is to see them."""
+        if not isinstance(action, Run) or action.program.phase not in ("B", "update"):
+            return ()
+        stage, device = action.program.stage, action.device
+        if action.program.phase == "update":
+            olds = () if self._is_stashed(stage, device, number) else self._last_updates.get(action.program, ())
+            return tuple((device, self.leaf(v, number)) for v in olds)
+        version = self._calls.version("B", stage, number)
+        if not self._is_stashed(stage, device, version) or number != self._last_backward(stage, device, version):
+            return ()
+        leaves = [v for v, home in self._step.homes.items() if home == stage]
+        return tuple((device, self.leaf(v, version)) for v in leaves)
+
+    def _is_stashed(self, stage: int, device: int, version: int) -> bool:
+        """Whether a backward on a device sees a version that was updated before."""
+        last, call = self._last_backward(stage, device, version), version + self._calls.updates[stage]
+        return self._calls.stashes and last + self._calls.backward(stage) > call
+
+    def _last_backward(self, stage: int, device: int, version: int) -> int:
+        """The last minibatch of a device whose forward sees a version; negative without one."""
+        replicas, last = self._calls.places[stage], version + self._calls.updates[stage]
+        back = (last - replicas.index(device)) % len(replicas)
+        return last - back if version == 0 or back == 0 else -1 - last - self._calls.backward(stage)
+
+    def _forget(self, number: int) -> None:
+        """Let go of the names of minibatches and versions that are gone, now and then."""
+        if number % 16 == 0:
+            self._name.forget(number - 2 * (self._calls.last + 1))
+
+
+_PHASES = ("before", "F", "B", "update")
+
+
+def last_updates(step: StagedStep) -> dict[StageProgram, tuple[Var, ...]]:
+    """Program of the update -> leaves of its stage that no later one reads or writes."""
+    assert step.asynchronous is not None, "minibatches aren't flushed"
+    leaves = {new: leaf for leaf, new in step.asynchronous.news.items()} | {leaf: leaf for leaf in step.homes}
+    last = {
+        leaves[v]: program
+        for program in step.programs
+        if program.phase == "update"
+        for v in (*program.block.inputs, *program.outputs)
+        if v in leaves
+    }
+    found: dict[StageProgram, tuple[Var, ...]] = {}
+    for leaf, program in last.items():
+        found[program] = (*found.get(program, ()), leaf)
+    return found
+
+
+def unflushed_timeline(step: StagedStep, minibatches: int, everywhere: Iterable[int] = ()) -> Timeline:
+    """The verified timeline of a run from the first minibatch to the end of the last one.
+
+    Args:
+      step: A step without a flush.
+      minibatches: How many.
+      everywhere: As in `MinibatchLister`.
+    """
+    lister = MinibatchLister(step, everywhere)
+    assert step.asynchronous is not None, "minibatches aren't flushed"
+    each = [lister.minibatch(m) for m in range(minibatches)]
+    listed = [
+        pair
+        for call in range(minibatches + step.asynchronous.calls.last)
+        for m in reversed(range(max(0, call - step.asynchronous.calls.last), min(call + 1, minibatches)))
+        for pair in each[m].calls[call - m]
+    ]
+    results = {value: devices for m in each for value, devices in m.results.items()}
+    given = lister.given()
+    timeline = Timeline(
+        actions=tuple(action for action, _ in listed),
+        drops=tuple(drops for _, drops in listed),
+        given=given,
+        arguments=_arguments(listed, given),
+        results=results | lister.versions(minibatches),
+        microbatches=minibatches,
+    )
+    verify_timeline(timeline)
+    verify_versions(timeline, stashes=step.asynchronous.calls.stashes)
+    return timeline
+
+
+def verify_versions(timeline: Timeline, *, stashes: bool) -> None:
+    """Raise AssertionError, naming the action, unless tasks see the versions that their schedule promises.
+
+    Counted by what is updated in the list itself: a forward sees the newest version, a backward too, or, where versions
+    are stashed, that of its minibatch's forward; an update makes of the newest one the next.
+    """
+    newest: dict[tuple[int, Var], int] = {(k, v.var): 0 for v, devices in timeline.given.items() for k in devices}
+    forward: dict[tuple[int, Var], int] = {}
+    for action in (action for action in timeline.actions if isinstance(action, Run)):
+        for value in action.reads:
+            key, phase = (action.device, value.var), action.program.phase
+            if key not in newest:
+                continue
+            expected = newest[key]
+            if phase == "F":
+                forward[(action.microbatch or 0), value.var] = value.version
+            elif phase == "B" and stashes:
+                expected = forward.get((action.microbatch or 0, value.var), expected)
+            elif phase == "update":
+                expected = action.microbatch or 0
+            assert value.version == expected, (
+                f"{phase}{action.program.stage}({action.microbatch}) on device {action.device} sees version "
+                f"{value.version} of {value.var.type} in place of {expected}"
+            )
+        for value in action.writes:
+            if (action.device, value.var) in newest:
+                assert value.version == newest[action.device, value.var] + 1, "updates follow one another"
+                newest[action.device, value.var] += 1
+
+
+def _arguments(listed: Listed, given: Iterable[Value]) -> frozenset[Value]:
+    made = {value for action, _ in listed for value in writes_of(action)} | {*given}
+    return frozenset(value for action, _ in listed for value in reads_of(action) if value not in made)

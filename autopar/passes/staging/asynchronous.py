@@ -1,0 +1,258 @@
+"""A step in stages whose minibatches follow one another without a flush: which call runs each program of the update,
+what no gradient reaches, and the weights that several stages read.
+
+Version = dataflow: a forward or backward reads its stage's weights as they are in its call. A weight of an earlier
+stage comes with the minibatch, as an activation does, as the forward there saw it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import jax
+
+from autopar import jax_compat
+from autopar.errors import StrategyError
+from autopar.ir.asynchronous import Asynchronous, Calls
+from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.schedule import Places, devices_from
+from autopar.ir.slicing import eliminate_dead, needed_equations
+
+
+def unflushed(staged: StagedStep, program: Program, places: Places, *, stashes: bool) -> StagedStep:
+    """The step with what an asynchronous pipeline has besides.
+
+    Args:
+      staged: The programs, of one microbatch, with the program's inputs and outputs.
+      program: What they were cut of.
+      places: The devices of each stage.
+      stashes: Whether backwards see the versions of their forwards.
+
+    Raises:
+      StrategyError: the update of a stage needs leaves of another, or of a version that is gone.
+    """
+    return _Unflushed(staged, program, places).run(stashes)
+
+
+class _Unflushed:
+    def __init__(self, staged: StagedStep, program: Program, places: Places) -> None:
+        self._staged, self._program, self._places = staged, program, places
+        block = program.block
+        self._paths = {v: leaf.path for v, leaf in zip(block.inputs, program.inputs, strict=True)}
+        self._states = {block.inputs[leaf]: block.outputs[out] for leaf, out in program.new_states.items()}
+        self._constants = frozenset(old for old, new in self._states.items() if new is old)
+        self._clocks = dict(self._without_gradients())
+        moving = self._states.keys() - self._clocks.keys() - self._constants
+        self._homes = {v: stage for v, stage in staged.homes.items() if v in moving}
+        others = {k for k in range(len(block.outputs))} - set(program.new_states.values())
+        self._results = dict.fromkeys(a for k, a in enumerate(block.outputs) if k in others and isinstance(a, Var))
+        self._programs = [p for p in map(self._without_clocks, staged.programs) if p is not None]
+
+    def run(self, stashes: bool) -> StagedStep:
+        news = dict(self._news())
+        results = dict(self._apart(news))
+        self._tie()
+        self._programs = [part for p in self._programs for part in self._told_early(p, news)]
+        calls = self._calls(news)
+        needed = needed_equations(self._program.block, [a for a in self._clocks.values() if isinstance(a, Var)])
+        inputs = self._program.block.inputs
+        clock = Block(tuple(v for v in inputs if v in self._read(needed)), tuple(needed), tuple(self._clocks.values()))
+        asynchronous = Asynchronous(
+            calls=Calls(self._places, calls, max(p.call for p in self._programs), stashes),
+            news=news,
+            clock=clock,
+            clocks=self._clocks,
+            constants=self._constants,
+            results={v: results.get(v, v) for v in self._results},
+            differences={},
+        )
+        return dataclasses.replace(
+            self._staged,
+            programs=tuple(self._programs),
+            homes=self._homes,
+            new_leaves={v: k for v, k in self._homes.items() if v.shape and not jax_compat.is_key(v.dtype)},
+            asynchronous=asynchronous,
+        )
+
+    def _read(self, equations: Iterable[Equation]) -> set[Var]:
+        """The step's inputs that equations read, or that are new values of clocks as they are."""
+        read = {a for e in equations for a in e.inputs} | {*self._clocks.values()}
+        return {v for v in self._program.block.inputs if v in read}
+
+    def _without_gradients(self) -> Iterator[tuple[Var, Atom]]:
+        """Leaves whose new value follows from leaves of that kind and from what every stage is given."""
+        found = {old: new for old, new in self._states.items() if old not in self._constants}
+        examples, block = {whole for whole, _ in self._staged.parts.values()}, self._program.block
+        while True:
+            wrong = []
+            for old, new in found.items():
+                equations = needed_equations(block, [new]) if isinstance(new, Var) else []
+                read = {a for e in equations for a in e.inputs} | {new}
+                leaves = self._states.keys() & read
+                if (
+                    any(e.op == "ap.microbatches" for e in equations)
+                    or not examples.isdisjoint(read)
+                    or not leaves <= found.keys() | self._constants
+                ):
+                    wrong.append(old)
+            if not wrong:
+                return iter(found.items())
+            for old in wrong:
+                del found[old]
+
+    def _without_clocks(self, program: StageProgram) -> StageProgram | None:
+        """A program that leaves the clock's work to it; None if nothing is left."""
+        clocks = {new for new in self._clocks.values() if new not in self._results}
+        outputs = tuple(v for v in program.outputs if v not in clocks)
+        if not outputs:
+            return None
+        return self._with_block(program, Block(program.block.inputs, program.block.equations, outputs))
+
+    def _with_block(self, program: StageProgram, block: Block) -> StageProgram:
+        """A program of another block, with the inputs that it reads."""
+        block, used = eliminate_dead(block)
+        inputs = tuple(v for v, is_used in zip(block.inputs, used, strict=True) if is_used)
+        return dataclasses.replace(program, block=Block(inputs, block.equations, block.outputs))
+
+    def _news(self) -> Iterator[tuple[Var, Var]]:
+        """Each leaf that moves, with its new value, which the update of its stage makes, and for it alone."""
+        makers = {v: p for p in self._programs if p.phase == "update" for v in p.outputs}
+        taken: set[Atom] = set()
+        for old in list(self._homes):
+            new = self._states[old]
+            maker = makers.get(new) if isinstance(new, Var) else None
+            if maker is not None and maker.stage != self._homes[old] and not self._readers(old, maker.stage):
+                self._homes[old] = maker.stage
+            if maker is None or maker.stage != self._homes[old] or new in taken:
+                copy = Var(old.type)
+                equation = Equation("copy", (new,), (copy,), primitive=jax.lax.copy_p)
+                level = max((p.level for p in self._programs if p.phase == "update"), default=0) + 1
+                inputs = () if isinstance(new, Literal) else (new,)
+                block = Block(inputs, (equation,), (copy,))
+                self._programs.append(StageProgram("update", self._homes[old], level, block))
+                new = copy
+            taken.add(new)
+            assert isinstance(new, Var), "a program makes it"
+            yield old, new
+
+    def _apart(self, news: Mapping[Var, Var]) -> Iterator[tuple[Var, Var]]:
+        """Results that are leaves, old or new, with copies of them, which outlive the leaves' next version."""
+        made = {new: leaf for leaf, new in news.items()}
+        for atom in self._results:
+            if atom in self._homes or atom in made:
+                copy = Var(atom.type)
+                equation = Equation("copy", (atom,), (copy,), primitive=jax.lax.copy_p)
+                program = StageProgram(
+                    "update", self._homes[made.get(atom, atom)], 0, Block((atom,), (equation,), (copy,))
+                )
+                self._programs.insert(len(self._programs) if atom in made else 0, program)
+                yield atom, copy
+
+    def _readers(self, leaf: Var, stage: int) -> list[StageProgram]:
+        """The programs of other stages than this one that read a leaf."""
+        return [p for p in self._programs if p.stage != stage and leaf in p.block.inputs]
+
+    def _tie(self) -> None:
+        """A leaf that later stages read comes with the minibatch."""
+        for leaf, home in self._homes.items():
+            readers = self._readers(leaf, home)
+            early = next((p for p in readers if p.phase in ("before", "update") or p.stage < home), None)
+            if early is not None:
+                raise StrategyError(
+                    f"pipeline: stage {early.stage} reads {self._paths.get(leaf, 'a leaf')}, which stage {home} has "
+                    f"({_line(early, leaf)}): without a flush it can't know which version. Take a synchronous schedule"
+                )
+            if not readers:
+                continue
+            copy = Var(leaf.type)
+            equation = Equation("copy", (leaf,), (copy,), primitive=jax.lax.copy_p)
+            self._append(home, leaf, equation)
+            self._programs = [_reading(p, leaf, copy) if p in readers else p for p in self._programs]
+
+    def _append(self, stage: int, leaf: Var, equation: Equation) -> None:
+        """Have the forward of a stage run one more equation."""
+        for k, program in enumerate(self._programs):
+            if (program.phase, program.stage) == ("F", stage):
+                block = program.block
+                inputs = tuple(dict.fromkeys((*block.inputs, leaf)))
+                block = Block(inputs, (*block.equations, equation), (*block.outputs, *equation.outputs))
+                self._programs[k] = dataclasses.replace(program, block=block)
+                return
+        block = Block((leaf,), (equation,), equation.outputs)
+        self._programs.insert(0, StageProgram("F", stage, 0, block))
+
+    def _told_early(self, program: StageProgram, news: Mapping[Var, Var]) -> Iterator[StageProgram]:
+        """An update's sums for other stages, such as its part of a global norm, apart from what it does to its leaves,
+        which waits for theirs."""
+        read = {v for p in self._programs if p.phase == "update" and p.stage != program.stage for v in p.block.inputs}
+        told = [v for v in program.outputs if v in read]
+        if program.phase != "update" or not told or len(told) == len(program.outputs):
+            yield program
+            return
+        block = program.block
+        first = self._with_block(program, Block(block.inputs, block.equations, tuple(told)))
+        if not {*self._homes, *news.values()}.isdisjoint(first.block.inputs):
+            yield program
+            return
+        yield first
+        rest = tuple(v for v in program.outputs if v not in told)
+        yield self._with_block(program, Block(block.inputs, block.equations, rest))
+
+    def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:
+        """The call of each program's run, which it is given, and of each stage's update."""
+        stages = range(len(self._places))
+        backward = [devices_from(self._places, k) - 1 for k in stages]
+        first = [backward[k] + len(self._places[k]) - 1 for k in stages]
+        sums = {self._staged.joins[v][0]: p.stage for p in self._programs for v in p.outputs if v in self._staged.joins}
+        leaves = {*self._homes, *news.values()}
+        updates, calls = list(first), dict[StageProgram, int]()
+        for _ in range(len(self._programs) + 1):
+            before = dict(calls), list(updates)
+            makers = {v: p for p in self._programs if p.phase == "update" for v in p.outputs}
+            for program in (p for p in self._programs if p.phase == "update"):
+                k = program.stage
+                needed = [first[k]]
+                for v in program.block.inputs:
+                    if v in sums:
+                        needed.append(first[sums[v]] + (sums[v] != k))
+                    elif v in makers:
+                        needed.append(calls.get(makers[v], 0) + (makers[v].stage != k))
+                calls[program] = max(needed)
+                if not leaves.isdisjoint((*program.block.inputs, *program.outputs)):
+                    calls[program] = updates[k] = max(updates[k], calls[program])
+            if before == (calls, updates):
+                break
+        else:
+            raise StrategyError(
+                f"pipeline: the update of {self._program.name} needs sums over the weights of several stages, which "
+                "without a flush are of several versions. Take a synchronous schedule"
+            )
+        of_phase = {"before": [0] * len(backward), "F": [0] * len(backward), "B": backward}
+        self._programs = [
+            dataclasses.replace(p, call=calls[p] if p.phase == "update" else of_phase[p.phase][p.stage])
+            for p in self._programs
+        ]
+        return tuple(updates)
+
+
+def _reading(program: StageProgram, old: Var, new: Var) -> StageProgram:
+    """A program that reads another value."""
+    block = substituted(program.block, {old: new})
+    return dataclasses.replace(program, block=block)
+
+
+def substituted(block: Block, names: Mapping[Var, Var]) -> Block:
+    """A block that reads other values."""
+
+    def of(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+        return tuple(names.get(a, a) if isinstance(a, Var) else a for a in atoms)
+
+    equations = tuple(dataclasses.replace(e, inputs=of(e.inputs)) for e in block.equations)
+    inputs = tuple(dict.fromkeys(names.get(v, v) for v in block.inputs))
+    return Block(inputs, equations, of(block.outputs))
+
+
+def _line(program: StageProgram, leaf: Var) -> str:
+    return next((e.where for e in program.block.equations if leaf in e.inputs), "an unknown line")

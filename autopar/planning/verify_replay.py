@@ -1,0 +1,61 @@
+"""`verify` of an asynchronous pipeline, which is another function than the step on one device: against its replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.ir.pipeline import StagedStep
+from autopar.planning.replay import replay_minibatches
+from autopar.planning.verification import LeafCheck, Verification
+from autopar.run.entry import Entry
+from autopar.run.unflushed import UnflushedRunner
+from autopar.tables.kinds import copied, materialize
+
+#: What the planned step is compared with.
+AGAINST = "a sequential replay of its own tasks, since without a flush it is another function than the plain step"
+
+
+def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+    """Compare a run with its replay, one action after the other in one process: they must be equal bit for bit.
+
+    Args:
+      entry: The step at these shapes.
+      leaves: Flat arguments of each call; states go around.
+      steps: How many calls. The pipeline is drained behind them.
+    """
+    program, runner = entry.compiled.analysed, entry.runner
+    assert isinstance(runner, UnflushedRunner), "the step has no flush"
+    step: StagedStep = entry.compiled.program.staged
+    first = [copied(materialize(leaf)) for leaf in leaves]
+    expected = replay_minibatches(step, program.new_states, [first] * steps)
+    given, found = [copied(leaf) for leaf in first], []
+    states: dict[int, Any] = {}
+    for _ in range(steps):
+        states, others = runner.call(given)
+        found += [] if others is None else [others]
+        for leaf, out in program.new_states.items():
+            given[leaf] = states[out]
+    last = materialize(states)
+    found += runner.rest_of(states)
+    checks = []
+    for k, output in enumerate(program.outputs):
+        path = program.inputs[output.state].path if output.state is not None else output.path
+        each = zip(expected, found, strict=True)
+        pairs = [(expected[-1][k], last[k])] if k in last else [(e[k], f[k]) for e, f in each]
+        sizes, errors = zip(*(_compared(*pair) for pair in pairs), strict=True)
+        checks.append(LeafCheck(path, max(sizes), max(errors), 0.0, max(errors) == 0))
+    return Verification(tuple(checks), steps, AGAINST)
+
+
+def _compared(expected: Any, found: Any) -> tuple[float, float]:
+    """The largest value, and the largest difference."""
+    pair = (jax.random.key_data(x) if jax_compat.is_key(getattr(x, "dtype", None)) else x for x in (expected, found))
+    a, b = (np.asarray(x).astype(np.float64) for x in pair)
+    both = np.isnan(a) & np.isnan(b)
+    error = np.where(both | (a == b), 0.0, np.abs(a - b))
+    return float(np.max(np.abs(a), initial=0.0)), float(np.max(error, initial=0.0))

@@ -1,0 +1,298 @@
+"""`UnflushedRunner`: calls a step whose minibatches follow one another through the stages without a flush.
+
+A call brings a minibatch, and issues what `ir.asynchronous` says. So leaves of the state that it returns stand for a
+`Flight`: what devices hold between calls, and the minibatches that aren't done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.emit import emit
+from autopar.backends.stage_device import StageDevice
+from autopar.errors import StepError
+from autopar.interrupts import uninterrupted
+from autopar.ir.asynchronous import Asynchronous
+from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.program import Var
+from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
+from autopar.ir.unflushed_timeline import Minibatch, MinibatchLister, last_updates, unflushed_timeline
+from autopar.launch.progress import PROGRESS
+from autopar.run.buffers import with_own_buffers
+from autopar.run.stage_executor import StageExecutor
+from autopar.run.stage_leaves import StageLeaves
+from autopar.run.stage_values import Values
+from autopar.tables.pending import PendingArray
+from autopar.tables.staged import StageArray
+
+Array = Any
+
+
+class UnflushedRunner:
+    """Calls a planned step on flat arrays, a minibatch a call.
+
+    Args:
+      step: The programs.
+      new_states: Number of an input that is state -> number of the output that is its new value.
+      devices: All of them, by number; this process runs the programs of its own.
+      out_tree: The structure of the results.
+      donate: Whether the state of the first call is updated in place. Those behind it are in any case.
+    """
+
+    def __init__(
+        self,
+        step: StagedStep,
+        new_states: Mapping[int, int],
+        devices: Sequence[StageDevice],
+        out_tree: Any,
+        donate: bool,
+    ) -> None:
+        assert step.asynchronous is not None, "minibatches aren't flushed"
+        self.step, self.asynchronous, self.new_states, self._out_tree = step, step.asynchronous, new_states, out_tree
+        several = len({device.process_index for device in devices}) > 1
+        self._donate, self._everywhere = donate, tuple(range(len(devices))) if several else ()
+        count = 2 * self.asynchronous.calls.last + 2
+        self.timeline = unflushed_timeline(step, count, self._everywhere)
+        donated = _donated(step) if donate and not self.asynchronous.calls.stashes else {}
+        self.executor = StageExecutor(step, self.timeline, devices, donated)
+        self.messages = self.executor.messages
+        self.inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
+        moving = self.asynchronous.news
+        #: Numbers of the inputs that are leaves which updates change, in the order of a flight's leaves.
+        self.moving = [k for k, parts in enumerate(self.inputs) if k in new_states and parts[0] in moving]
+        clock = self.asynchronous.clock
+        self._clock = jax.jit(lambda *inputs: emit(clock, {})(*inputs))
+
+    def lister(self) -> MinibatchLister:
+        """What lists the actions of a flight."""
+        return MinibatchLister(self.step, self._everywhere)
+
+    def lower(self) -> Any:
+        """A pipeline is several programs."""
+        raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
+
+    def was_exceeded(self) -> bool:
+        """Never: no capacity is measured."""
+        return False
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arrays: its new state, and what the minibatch returned that has gone through.
+        Parts without state are None where there is none yet."""
+        states, others = self.call(leaves)
+        count = self._out_tree.num_leaves
+        if others is not None:
+            return self._out_tree.unflatten([{**states, **others}[k] for k in range(count)])
+        tree, has_no_state = self._out_tree.unflatten(range(count)), self._has_no_state
+        return jax.tree.map(lambda x: None if has_no_state(x) else states[x], tree, is_leaf=has_no_state)
+
+    def call(self, leaves: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any] | None]:
+        """Bring a minibatch; returns new states, and what the one returned that ends with this call, by the results'
+        numbers."""
+        self.executor.compile()  # before anything is given away
+        flight = self._flight(leaves)
+        if flight is None:
+            read = [leaf.current() if isinstance(leaf, PendingArray) else leaf for leaf in leaves]
+            flight = UnflushedFlight(self, with_own_buffers(read, set(self.moving)) if self._donate else read)
+            for leaf in leaves if self._donate else ():
+                if isinstance(leaf, PendingArray):
+                    leaf.flight.hand_on()
+        arguments = self._arguments(leaves)
+        clocks = self._clock(*(arguments[v] for v in self.asynchronous.clock.inputs))
+        ended = flight.issue(arguments)
+        new_clocks = dict(zip(self.asynchronous.clocks, clocks, strict=True))
+        results: dict[int, Any] = {}
+        for place, k in enumerate(self.moving):
+            array = flight.types[place]
+            results[self.new_states[k]] = PendingArray(flight, place, array.shape, array.dtype)
+        for k, out in self.new_states.items():
+            if out not in results:
+                results[out] = new_clocks.get(self.inputs[k][0], leaves[k])
+        return results, ended
+
+    def rest_of(self, states: Mapping[int, Any]) -> list[dict[int, Any]]:
+        """What minibatches returned that ended when these new states were read."""
+        flight = next((leaf.flight for leaf in states.values() if isinstance(leaf, PendingArray)), None)
+        return flight.rest_by_number if isinstance(flight, UnflushedFlight) else []
+
+    def structured(self, others: Mapping[int, Any]) -> Any:
+        """What a minibatch returns besides the state: the one part that has none of it, or a list of such parts."""
+        parts = jax.tree.leaves(self._out_tree.unflatten(range(self._out_tree.num_leaves)), is_leaf=self._has_no_state)
+        apart = [jax.tree.map(others.__getitem__, part) for part in parts if self._has_no_state(part)]
+        return apart[0] if len(apart) == 1 else apart
+
+    def _has_no_state(self, node: Any) -> bool:
+        """Of a tree of the results' numbers."""
+        numbers = jax.tree.leaves(node)
+        return bool(numbers) and set(self.new_states.values()).isdisjoint(numbers)
+
+    def _flight(self, leaves: Sequence[Any]) -> UnflushedFlight | None:
+        """The one that goes on: all moving leaves are of its last call."""
+        first = leaves[self.moving[0]] if self.moving else None
+        if not isinstance(first, PendingArray) or not isinstance(first.flight, UnflushedFlight):
+            return None
+        flight = first.flight
+        mine = (
+            isinstance(leaf, PendingArray) and leaf.flight is flight and leaf.place == place and not leaf.is_deleted()
+            for place, leaf in enumerate(leaves[k] for k in self.moving)
+        )
+        return flight if all(mine) and flight.goes_on(self, leaves) else None
+
+    def _arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
+        """What a minibatch is given, by the step's inputs. NumPy's arrays are copied: they may be filled anew."""
+        pairs = ((parts[0], leaf) for parts, leaf in zip(self.inputs, leaves, strict=True) if len(parts) == 1)
+        given = ((v, leaf) for v, leaf in pairs if v not in self.step.homes)
+        return {v: leaf.copy() if isinstance(leaf, np.ndarray) else leaf for v, leaf in given}
+
+
+class UnflushedFlight:
+    """Minibatches that follow one another from a state, until it is drained.
+
+    Args:
+      runner: Whose programs they run.
+      leaves: The arguments of the first call.
+    """
+
+    def __init__(self, runner: UnflushedRunner, leaves: Sequence[Any]) -> None:
+        self._runner, self._step = runner, runner.step
+        self._asynchronous: Asynchronous = runner.asynchronous
+        self._lister = runner.lister()
+        self._leaves = StageLeaves(runner.step, runner.executor, self._lister.given())
+        self._first = self._leaves.arguments(leaves)
+        self._constants = [(k, leaf) for k, leaf in enumerate(leaves) if self._is_constant(k)]
+        self._minibatches: dict[int, Minibatch] = {}
+        self._given: dict[int, Mapping[Var, Any]] = {}
+        self._values = Values(runner.executor.devices, self._argument, runner.step.divided)
+        self._leaves.put(self._values)
+        for leaf in leaves:
+            if isinstance(leaf, StageArray):
+                leaf.hand_on()
+        self._first = {v: x for v, x in self._first.items() if v in runner.asynchronous.constants}
+        self._drained: list[Any] | None = None
+        self._is_gone = False
+        self.calls = 0
+        #: Shape and dtype of each moving leaf.
+        self.types = [_type_of(runner.inputs[k]) for k in runner.moving]
+        #: What minibatches returned that ended when the state was read, by the number of the result.
+        self.rest_by_number: list[dict[int, Any]] = []
+
+    @property
+    def call(self) -> int:
+        """The last call; -1 where another pipeline has taken the leaves."""
+        return -1 if self._is_gone else self.calls
+
+    def hand_on(self) -> None:
+        """Say that a step has taken the drained leaves, and updates them in place."""
+        self._is_gone = True
+
+    @property
+    def ended(self) -> int | None:
+        """Number of the minibatch whose results the last call returned; None as long as there is none."""
+        number = self.calls - 1 - self._asynchronous.calls.last
+        return number if number >= 0 else None
+
+    def goes_on(self, runner: UnflushedRunner, leaves: Sequence[Any]) -> bool:
+        """Whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
+        same = all(leaves[k] is leaf for k, leaf in self._constants)
+        return self._runner is runner and self._drained is None and same
+
+    def issue(self, arguments: Mapping[Var, Any]) -> dict[int, Any] | None:
+        """Bring a minibatch; returns the results of the one that ends with this call, by their number."""
+        number = self.calls
+        self._minibatches[number], self._given[number] = self._lister.minibatch(number), arguments
+        self.calls += 1
+        return self._run(number)
+
+    def _run(self, call: int) -> dict[int, Any] | None:
+        """What a call issues, of the newest minibatch first."""
+        for number in sorted(self._minibatches, reverse=True):
+            actions = self._minibatches[number].calls[call - number] if call - number >= 0 else []
+            self._executed(actions)
+        number = call - self._asynchronous.calls.last
+        return self._results(number) if number >= 0 else None
+
+    def _executed(self, actions: Sequence[tuple[Action, Drops]]) -> None:
+        executor = self._runner.executor
+        executor.run((pair for pair in actions if executor.takes_part(pair[0])), self._values)
+
+    def _results(self, number: int) -> dict[int, Any]:
+        """What a minibatch returns besides the state; it is forgotten."""
+        minibatch, given = self._minibatches.pop(number), self._given.pop(number)
+        states, names = set(self._runner.new_states.values()), self._asynchronous.results
+        places = [k for k in range(len(self._step.outputs)) if k not in states]
+        outputs = [
+            tuple(names.get(a, a) for a in out) if isinstance(out, tuple) else names.get(out, out)  # type: ignore[arg-type]
+            for out in (self._step.outputs[k] for k in places)
+        ]
+        arrays = self._leaves.results(outputs, self._values, minibatch.results, given.__getitem__)
+        for value, devices in minibatch.results.items():
+            for device in devices:
+                if device in self._runner.executor.devices:
+                    self._values.drop(value, device)
+        return dict(zip(places, arrays, strict=True))
+
+    @uninterrupted
+    def drained(self) -> list[Any]:
+        """The moving leaves behind all minibatches. Collective over the ranks of the stages."""
+        if self._drained is not None:
+            return self._drained
+        executor, asynchronous = self._runner.executor, self._asynchronous
+        for call in range(self.calls, self.calls + asynchronous.calls.last):
+            results = self._run(call)
+            if results is not None:
+                self.rest_by_number.append(results)
+        found = self._lister.versions(self.calls)
+        if executor.messages is not None:
+            self._spread_scalars(found)
+            with PROGRESS.during("waiting for the other stages", "waits"):
+                executor.messages.finish()
+        outputs = [self._step.inputs[k] for k in self._runner.moving]
+        self._drained = self._leaves.results(outputs, self._values, found, self._argument_of)
+        return self._drained
+
+    def rest(self) -> list[Any]:
+        """What minibatches returned besides the state that ended when it was read, in their order."""
+        self.drained()
+        return [self._runner.structured(results) for results in self.rest_by_number]
+
+    def _spread_scalars(self, found: Mapping[Value, Sequence[int]]) -> None:
+        """Every rank has what isn't a leaf of one stage."""
+        for value, devices in found.items():
+            if value.var not in self._step.new_leaves:
+                others = (k for k in range(len(self._runner.executor.all)) if k not in devices)
+                self._executed([(Send(value, devices[0], k), ()) for k in others])
+
+    def _is_constant(self, k: int) -> bool:
+        return self._runner.inputs[k][0] in self._asynchronous.constants
+
+    def _argument_of(self, var: Var) -> Any:
+        return self._first[var]
+
+    def _argument(self, value: Value) -> Any:
+        """What a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""
+        if isinstance(value.part, Microbatch):
+            whole, _ = self._step.parts.get(value.var, (value.var, 0))
+            return self._given[value.part.number][whole]
+        assert value.version == 0, "a version is made before it is read"
+        if value.var in self._first:
+            return self._first[value.var]
+        return jnp.zeros(value.var.shape, value.var.dtype)  # no update has changed it
+
+
+def _type_of(parts: Sequence[Var]) -> jax.ShapeDtypeStruct:
+    """Of a leaf that several stages may have part by part."""
+    first = parts[0]
+    rows = (sum(v.shape[0] for v in parts),) if len(parts) > 1 else first.shape[:1]
+    return jax.ShapeDtypeStruct((*rows, *first.shape[1:]), first.dtype)
+
+
+def _donated(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
+    """Of each update the positions of the leaves that it is the last to read: their buffers take the new ones."""
+    return {
+        program: tuple(k for k, v in enumerate(program.block.inputs) if v in leaves)
+        for program, leaves in last_updates(step).items()
+    }

@@ -1,0 +1,97 @@
+"""`PendingArray`: a leaf of the state whose last updates are still on their way through an asynchronous pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import DonatedStateError
+from autopar.tables.leaf import TableLeaf
+
+
+class Flight(Protocol):
+    """Minibatches that are in a pipeline together, and the leaves that they update."""
+
+    #: Says which leaves are there: those of the last call, as long as no other has taken them.
+    call: object
+
+    @property
+    def ended(self) -> int | None:
+        """Number of the minibatch whose results the last call returned."""
+        ...
+
+    def drained(self) -> list[Any]:
+        """The leaves, once all minibatches have gone through. Collective over the ranks of the stages."""
+        ...
+
+    def hand_on(self) -> None:
+        """Say that a step has taken the drained leaves, and updates them in place."""
+        ...
+
+    def rest(self) -> list[Any]:
+        """What minibatches returned besides the state that ended by that, in their order."""
+        ...
+
+
+class PendingArray(TableLeaf):
+    """A weight or slot that minibatches are still to update.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
+    Reading it (`np.asarray`, `jnp.asarray`, indexing, saving) finishes these minibatches first, all leaves at once; so
+    does `autopar.drain(state)`, which makes leaves that other steps and JAX functions take. With stages on several
+    ranks every rank must read.
+    """
+
+    def __init__(self, flight: Flight, place: int, shape: tuple[int, ...], dtype: Any) -> None:
+        """`place`: which of the flight's leaves it is."""
+        self._flight, self._place, self._shape, self._dtype = flight, place, shape, dtype
+        self._call = flight.call
+
+    @property
+    def flight(self) -> Flight:
+        """The minibatches that are on their way, shared by all leaves."""
+        return self._flight
+
+    @property
+    def place(self) -> int:
+        """Which of their leaves it is."""
+        return self._place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._dtype
+
+    def is_deleted(self) -> bool:
+        return self._call != self._flight.call
+
+    def current(self) -> Any:
+        """The leaf behind all minibatches: an array, or a `StageArray`."""
+        if self.is_deleted():
+            raise DonatedStateError(
+                "this leaf was given to a later step, which goes on with it: read the state that this returned. A "
+                "state that is to stay is a copy, autopar.materialize(state)"
+            )
+        return self._flight.drained()[self._place]
+
+    def materialize(self) -> jax.Array:
+        """An ordinary array, which later steps leave alone."""
+        leaf = self.current()
+        return leaf.materialize() if isinstance(leaf, TableLeaf) else jnp.copy(leaf)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self.current())
+        return np.array(array, dtype or array.dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.materialize()[index]
+
+    @property
+    def _where(self) -> str:
+        return ", minibatches on their way are finished when it is read"
