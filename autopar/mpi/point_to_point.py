@@ -18,14 +18,17 @@ from autopar.mpi.world import world
 class Incoming:
     """An array that is on its way to this rank."""
 
-    def __init__(self, buffer: np.ndarray, requests: list[Any], waiting: Waiting) -> None:
-        self._buffer, self._requests, self._waiting = buffer, requests, waiting
+    def __init__(self, buffer: np.ndarray, requests: list[Any], waiting: Waiting, open_: set[Incoming]) -> None:
+        """`open_`: all that MPI still writes to, whoever has forgotten them."""
+        self._buffer, self._requests, self._waiting, self._open = buffer, requests, waiting, open_
+        open_.add(self)
 
     def wait(self) -> np.ndarray:
         """The array, once it is there."""
         if self._requests:
             self._waiting.finish(self._requests)
             self._requests = []
+        self._open.discard(self)
         return self._buffer
 
 
@@ -41,6 +44,7 @@ class PointToPoint:
         self._waiting = choose_waiting(self._comm)
         #: What is being sent: requests, and the array that they read.
         self._outgoing: list[tuple[list[Any], np.ndarray]] = []
+        self._incoming: set[Incoming] = set()
         self.sent_bytes: dict[int, int] = {}
 
     def send(self, array: np.ndarray, target: int) -> None:
@@ -54,7 +58,8 @@ class PointToPoint:
     def receive(self, shape: tuple[int, ...], dtype: Any, source: int) -> Incoming:
         """Begin to receive an array."""
         buffer = np.empty(shape, dtype)
-        return Incoming(buffer, [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)], self._waiting)
+        requests = [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)]
+        return Incoming(buffer, requests, self._waiting, self._incoming)
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""

@@ -44,7 +44,7 @@ def replay(
     Raises:
       KeyError: a device reads what it doesn't have.
     """
-    device, executables = StageDevice((jax.devices()[0],)), stage_executables(step, timeline)
+    device, executables = StageDevice((jax.local_devices()[0],)), stage_executables(step, timeline)
     programs = {
         program: CompiledProgram(*(lowered.compile() for lowered in each.lower(device)))
         for program, each in executables.items()

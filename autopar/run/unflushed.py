@@ -245,9 +245,10 @@ class UnflushedFlight:
             results = self._run(call)
             if results is not None:
                 self.rest_by_number.append(results)
-        found = self._lister.versions(self.calls)
+        own = {v for k in self._runner.moving for v in self._runner.inputs[k]}
+        found = {value: devices for value, devices in self._lister.versions(self.calls).items() if value.var in own}
         if executor.messages is not None:
-            self._spread_scalars(found)
+            found |= self._spread_scalars(found)
             with PROGRESS.during("waiting for the other stages", "waits"):
                 executor.messages.finish()
         outputs = [self._step.inputs[k] for k in self._runner.moving]
@@ -259,12 +260,13 @@ class UnflushedFlight:
         self.drained()
         return [self._runner.structured(results) for results in self.rest_by_number]
 
-    def _spread_scalars(self, found: Mapping[Value, Sequence[int]]) -> None:
-        """Every rank has what isn't a leaf of one stage."""
-        for value, devices in found.items():
-            if value.var not in self._step.new_leaves:
-                others = (k for k in range(len(self._runner.executor.all)) if k not in devices)
-                self._executed([(Send(value, devices[0], k), ()) for k in others])
+    def _spread_scalars(self, found: Mapping[Value, tuple[int, ...]]) -> dict[Value, tuple[int, ...]]:
+        """Send every device what isn't a leaf of one stage; returns who has it then."""
+        everywhere = tuple(range(len(self._runner.executor.all)))
+        scalars = {value: devices for value, devices in found.items() if value.var not in self._step.new_leaves}
+        for value, devices in scalars.items():
+            self._executed([(Send(value, devices[0], k), ()) for k in everywhere if k not in devices])
+        return dict.fromkeys(scalars, everywhere)
 
     def _is_constant(self, k: int) -> bool:
         return self._runner.inputs[k][0] in self._asynchronous.constants

@@ -47,9 +47,14 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 1): ("check_some_of_the_contract", "check_results", "check_init", "check_nonfinite"),
     },
     "pipeline_cases": {
-        (2, 1): ("check_schedules", "check_bytes_are_those_of_the_plan", "check_tables_by_their_rows"),
+        (2, 1): (
+            "check_schedules",
+            "check_runs_without_a_flush",
+            "check_bytes_are_those_of_the_plan",
+            "check_tables_by_their_rows",
+        ),
         (2, 2): ("check_the_bits_are_those_of_one_process", "check_products_divided_within_stages"),
-        (3, 1): ("check_the_state_of_stacked_layers", "check_what_is_refused"),
+        (3, 1): ("check_the_state_of_stacked_layers", "check_states_without_a_flush", "check_what_is_refused"),
     },
     "shard_cases": {(2, 2): (), (3, 1): ()},
 }
@@ -77,7 +82,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     },
     "pipeline_cases": {
         (2, 2): ("check_schedules", "check_the_state_of_divided_products"),
-        (3, 1): ("check_schedules", "check_the_state"),
+        (3, 1): ("check_schedules", "check_the_state", "check_runs_without_a_flush"),
     },
     "shard_cases": {(2, 1): ()},
 }

@@ -13,7 +13,8 @@ import pytest
 
 import autopar
 from autopar.mpi.world import world
-from tests.support.microbatched import batch, difference, language_model, stages_of
+from autopar.planning.replay import replay_minibatches
+from tests.support.microbatched import batch, difference, language_model, numbers, stages_of
 
 jax.config.update("jax_enable_x64", True)
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
@@ -49,6 +50,41 @@ def check_the_bits_are_those_of_one_process() -> None:
         states.append(_params(state))
     for a, b in zip(*states, strict=True):
         assert np.array_equal(a, b)
+
+
+def check_runs_without_a_flush() -> None:
+    """Bit for bit the run of as many devices of one process, and its own replay, over two epochs."""
+    for schedule, options in (("async", {"tied": True}), ("stash", {"dropout": 0.2}), ("spectrain", {"tx": CLIPPED})):
+        step, make = language_model(options.pop("tx", optax.sgd(0.1, momentum=0.9)), **options)
+        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, schedule))
+        state = make()
+        for epoch in range(2):
+            batches = [batch(10 * epoch + k) for k in range(2 * COUNT + 1)]
+            first = autopar.materialize(state)
+            for state_, _, metrics in autopar.paired(planned, state, batches):
+                last, found = state_, metrics
+            state = last
+            compiled = planned.latest.compiled
+            minibatches = [jax.tree.leaves((first, given)) for given in batches]
+            expected = replay_minibatches(compiled.program.staged, compiled.analysed.new_states, minibatches)[-1]
+            mine = jax.tree.leaves(autopar.materialize((state, found)))
+            for a, b in zip(mine, expected, strict=True):
+                assert np.array_equal(numbers(a), numbers(b)), schedule
+
+
+def check_states_without_a_flush() -> None:
+    """Saved in mid-epoch; onto other stages; read by all ranks."""
+    step, make = language_model(optax.sgd(0.1, momentum=0.9))
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(stages_of(COUNT), "spectrain"))
+    state, folder = make(), Path(os.environ["XDG_CACHE_HOME"]).parent / "unflushed"
+    for k in range(3):
+        state, _ = planned(state, batch(k))
+    autopar.save(folder, state)
+    read = np.asarray(state["params"]["words"])
+    other = autopar.parallelize(step, pipeline=autopar.Pipeline(stages_of(COUNT), microbatches=2))
+    found = autopar.restore(folder, make(), step=other, batch=batch(0)).state
+    assert np.array_equal(read, np.asarray(found["params"]["words"]))
+    other(found, batch(3))
 
 
 def check_bytes_are_those_of_the_plan() -> None:

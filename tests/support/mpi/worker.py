@@ -17,7 +17,9 @@ def main(devices: str, folder: str, *modules: str) -> None:
     jax.config.update("jax_num_cpu_devices", int(devices))
     importlib.import_module("autopar")  # connects the ranks
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{jax.process_index()}"  # each rank as on a machine of its own
+    wide = jax.config.read("jax_enable_x64")
     for module, *names in (each.split(":") for each in modules):
+        jax.config.update("jax_enable_x64", wide)  # as the one before found it
         known = vars(importlib.import_module(module))
         for name in names or [name for name in known if name.startswith("check_")]:
             start = time.perf_counter()
