@@ -19,6 +19,7 @@ from benchmarks import (
     pipelines_choice,
     pipelines_systems,
     soak,
+    staleness,
 )
 
 BENCHMARKS = {
@@ -37,6 +38,8 @@ BENCHMARKS = {
     "pipelines_choice": pipelines_choice.pipelines_choice,
     "pipelines_systems": pipelines_systems.pipelines_systems,
     "bubbles": bubbles.bubbles,
+    "staleness": staleness.staleness,
+    "prediction": staleness.prediction,
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,

@@ -65,6 +65,7 @@ class Rank:
         import jax
 
         import autopar
+        from autopar.ir.schedule import SCHEDULES, AsynchronousRule
         from benchmarks.pipeline_models import step_of
 
         loss, make, _ = self._model(name, sizes)
@@ -76,7 +77,9 @@ class Rank:
             step = autopar.parallelize(step_of(loss), strategy="allreduce", sparse="off")
         else:
             count = jax.process_count() if stages is None else stages
-            pipeline = autopar.Pipeline(count, schedule or system, microbatches, profile=stages is None)
+            rule = SCHEDULES[schedule or system]
+            given = None if isinstance(rule, AsynchronousRule) else microbatches
+            pipeline = autopar.Pipeline(count, rule.name, given, profile=stages is None)
             step = autopar.parallelize(step_of(loss), pipeline=pipeline)
         return self._begin(name, system, step, make)[1]
 
@@ -101,7 +104,7 @@ class Rank:
         for _ in range(count):
             start = time.perf_counter()
             self.states[key], value = self.steps[key](self.states[key], batch)
-            loss = float(np.asarray(value))
+            loss = 0.0 if value is None else float(np.asarray(value))  # a pipeline that fills
             seconds.append(time.perf_counter() - start)
         return seconds, loss
 

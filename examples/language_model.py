@@ -198,7 +198,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches (default %(default)s)")
     parser.add_argument("--pipeline", type=positive, help="train a transformer in so many stages (transformer.py)")
-    parser.add_argument("--schedule", choices=("1f1b", "gpipe", "zero-bubble"), default="1f1b", help="of the stages")
+    parser.add_argument("--schedule", choices=transformer.SCHEDULES, default="1f1b", help="of the stages")
     return parser
 
 

@@ -1,7 +1,8 @@
 """The demo in stages, `make demo ARGS="--pipeline 4"`: a transformer on the demo's corpus, each stage on a device.
 
 An ordinary Flax model and Optax step for one device; nothing in it is written for stages. The demo prints the stages
-that autopar finds, trains, and at the end times the plain step beside the pipeline, whose numbers must agree.
+that autopar finds, trains, and at the end times the plain step beside the pipeline, whose numbers must agree, unless it
+is asynchronous (`--schedule spectrain`): then they are another function's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import autopar
 VOCABULARY = 4_000  # the most frequent words, unless --vocab says otherwise
 LAYERS, HEADS = 8, 4
 MICROBATCHES = 8
+ASYNCHRONOUS = ("async", "stash", "spectrain")  # minibatches follow one another without a flush
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble", *ASYNCHRONOUS)
 RATE, CLIP_NORM = 1e-3, 1.0
 REPORT_EVERY = 10  # steps
 TURNS = 3  # of each form, in the comparison at the end
@@ -88,7 +91,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Scree
         params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.length), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    pipeline = autopar.Pipeline(stages=args.pipeline, schedule=args.schedule, microbatches=MICROBATCHES)
+    unflushed = args.schedule in ASYNCHRONOUS
+    count = None if unflushed else MICROBATCHES
+    pipeline = autopar.Pipeline(stages=args.pipeline, schedule=args.schedule, microbatches=count)
     step = autopar.parallelize(train_step, pipeline=pipeline)
     state = make_state()
     screen.print(autopar.explain(step, state, next(data)))
@@ -103,16 +108,17 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Scree
             if done <= 2:  # it compiles, for the state as it is made and as it comes back
                 jax.block_until_ready(metrics)
                 start, words = time.perf_counter(), 0
-            elif done % REPORT_EVERY == 0 or done == args.steps:
+            elif metrics is not None and (done % REPORT_EVERY == 0 or done == args.steps):
                 loss = float(metrics["loss"])  # waits for the step
                 update(done, words / (time.perf_counter() - start), loss)
+    state = autopar.drain(state)  # of a schedule without a flush, minibatches are on their way
     screen.print(f"held-out perplexity after {args.steps:,} steps: {held_out(state.params):,.0f}")
     del state
     screen.print()
     screen.print("timing the plain train step on one device beside the pipeline ...")
     forms = {
         "plain jax.jit": Form(jax.jit(train_step, donate_argnums=0), make_state),
-        f"{args.pipeline} stages, {args.schedule}": Form(step, make_state),
+        f"{args.pipeline} stages, {args.schedule}": Form(step, make_state, unflushed=unflushed),
     }
     screen.print(compare(forms, data, TURNS))
 
