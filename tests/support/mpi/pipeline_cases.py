@@ -53,23 +53,18 @@ def check_the_bits_are_those_of_one_process() -> None:
 
 
 def check_runs_without_a_flush() -> None:
-    """Bit for bit the run of as many devices of one process, and its own replay, over two epochs."""
-    for schedule, options in (("async", {"tied": True}), ("stash", {"dropout": 0.2}), ("spectrain", {"tx": CLIPPED})):
+    """Bit for bit their own replay."""
+    for schedule, options in (("stash", {"tied": True, "dropout": 0.2}), ("spectrain", {"tx": CLIPPED})):
         step, make = language_model(options.pop("tx", optax.sgd(0.1, momentum=0.9)), **options)
         planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, schedule))
-        state = make()
-        for epoch in range(2):
-            batches = [batch(10 * epoch + k) for k in range(2 * COUNT + 1)]
-            first = autopar.materialize(state)
-            for state_, _, metrics in autopar.paired(planned, state, batches):
-                last, found = state_, metrics
-            state = last
-            compiled = planned.latest.compiled
-            minibatches = [jax.tree.leaves((first, given)) for given in batches]
-            expected = replay_minibatches(compiled.program.staged, compiled.analysed.new_states, minibatches)[-1]
-            mine = jax.tree.leaves(autopar.materialize((state, found)))
-            for a, b in zip(mine, expected, strict=True):
-                assert np.array_equal(numbers(a), numbers(b)), schedule
+        batches = [batch(k) for k in range(2 * COUNT + 1)]
+        state, _, results = [*autopar.paired(planned, make(), batches)][-1]
+        compiled = planned.latest.compiled
+        minibatches = [jax.tree.leaves((make(), given)) for given in batches]
+        expected = replay_minibatches(compiled.program.staged, compiled.analysed.new_states, minibatches)[-1]
+        mine = jax.tree.leaves(autopar.materialize((state, results)))
+        for a, b in zip(mine, expected, strict=True):
+            assert np.array_equal(numbers(a), numbers(b)), schedule
 
 
 def check_states_without_a_flush() -> None:
