@@ -50,6 +50,8 @@ class Pipeline:
       statistics: "batch": examples that depend on sums over the batch, as by batch norm, are refused. "microbatch":
         those sums are taken over each microbatch, as GPipe does: another function.
       asynchronous: Whether schedule="auto" is "spectrain".
+      ahead: Of "spectrain" s for each stage, the updates by which its forwards and its backwards predict weights, in
+        place of those that are counted in the simulated schedule.
 
     Raises:
       ArgumentsError: an option that no pipeline has, or options that don't go together.
@@ -64,6 +66,7 @@ class Pipeline:
     profile: bool = False
     statistics: Choice["batch", "microbatch"] = "batch"
     asynchronous: bool = False
+    ahead: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         is_word = isinstance(self.stages, str) and self.stages != AUTO
@@ -104,6 +107,12 @@ class Pipeline:
             raise ArgumentsError(f"asynchronous=True with {self.rule}, which isn't: leave one of them out")
         if self.statistics == "microbatch" and self.is_asynchronous:
             raise ArgumentsError(f"statistics='microbatch' with {self.rule}, which has no microbatches. Leave it out")
+        if self.ahead is None:
+            return
+        if not (isinstance(self.rule, AsynchronousRule) and self.rule.predicts):
+            raise ArgumentsError(f"ahead={self.ahead!r} with {self.rule}, which predicts no weights. Leave it out")
+        if self.stages == AUTO or [len(pair) for pair in self.ahead] != [2] * self.count:
+            raise ArgumentsError(f"ahead={self.ahead!r}: give two numbers for each of {self.count} stages")
 
     @property
     def is_open(self) -> bool:

@@ -100,6 +100,7 @@ class PipelinePlan:
             stages_per_device=self.stages_per_device,
             remat=self.remat,
             statistics="microbatch" if self.statistics else "batch",
+            ahead=self.ahead or None,
         )
 
     @property

@@ -66,23 +66,25 @@ def split_pipeline(
     plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
     if isinstance(pipeline.rule, AsynchronousRule):
-        staged, plan = _unflushed(staged, program, plan, pipeline.rule)
+        staged, plan = _unflushed(staged, program, plan, pipeline)
     _check_memory(plan, measured)
     return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
 
 
 def _unflushed(
-    staged: StagedStep, program: Program, plan: PipelinePlan, rule: AsynchronousRule
+    staged: StagedStep, program: Program, plan: PipelinePlan, pipeline: Pipeline
 ) -> tuple[StagedStep, PipelinePlan]:
     """The step and its plan where minibatches follow one another without a flush."""
+    rule = pipeline.rule
+    assert isinstance(rule, AsynchronousRule), "it has no flush"
     staged = unflushed(staged, program, plan.places, stashes=rule.stashes)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
     plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, statistics=())
     if not rule.predicts:
         return staged, plan
-    ahead = steps_ahead(calls, stage_times(plan))
-    return with_prediction(staged, ahead), dataclasses.replace(plan, ahead=ahead)
+    ahead = pipeline.ahead or steps_ahead(calls, stage_times(plan))
+    return with_prediction(staged, ahead), dataclasses.replace(plan, ahead=tuple(ahead))
 
 
 def _plan(

@@ -90,7 +90,9 @@ def simulate(
     if cluster is None:
         raise ArgumentsError("simulate needs to know the devices: simulate(plan, cluster=autopar.Cluster.named(...))")
     if devices is None:
-        devices = [n for n in COUNTS if plan.pipeline is None or n % plan.pipeline.size == 0]
+        pipeline = plan.pipeline
+        devices = [n for n in COUNTS if pipeline is None or n % pipeline.size == 0]
+        devices = [pipeline.size] if pipeline is not None and pipeline.updates else devices
     numbers = [devices] if isinstance(devices, int) else list(devices)
     if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers) or numbers != sorted(set(numbers)):
         raise ArgumentsError(f"devices={devices}: give growing numbers of devices, 1 at least")

@@ -29,6 +29,8 @@ def stage_times(
     Raises:
       ArgumentsError: a number of devices that isn't a multiple of the pipeline's.
     """
+    if plan.updates and any(n != plan.size for n in counts):
+        raise ArgumentsError(f"{name}: a pipeline without a flush has no copies; leave devices= at {plan.size}")
     wrong = [n for n in counts if n % plan.size]
     if wrong:
         raise ArgumentsError(f"devices={wrong[0]}: {name} has stages on {plan.size} devices; give multiples of them")

@@ -119,10 +119,12 @@ def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: S
     simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
     made.tables["parameters"] = parameter_rows(plan)
     made.tables["stages"] = stages.stage_rows(pipeline)
+    what = f"with {pipeline.microbatches} microbatches, simulated: the devices wait {simulated.bubble:.0%} of the time."
+    if pipeline.updates:
+        what = "without a flush, simulated, from an empty pipeline to an empty one. Numbers are minibatches."
     made.draw(
         "schedule",
-        f"{pipeline.schedule} with {pipeline.microbatches} microbatches, simulated: the devices wait "
-        f"{simulated.bubble:.0%} of the time.",
+        f"{pipeline.schedule} {what}",
         stages.schedule_figure(pipeline),
     )
     made.draw(

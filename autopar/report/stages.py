@@ -38,13 +38,14 @@ def schedule_figure(plan: PipelinePlan) -> ReportFigure:
     """Each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
     simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
+    is_numbered = max(2 * plan.microbatches, len(plan.scheduled.orders[-1])) <= _NUMBERED
     for task, start in simulated.starts.items():
         replicas = plan.stages[task.stage].devices
         device = replicas[task.microbatch % len(replicas)]
         length = simulated.ends[task] - start
         colour = _COLOURS[task.kind]
         axes.add_patch(Rectangle((start, device - 0.4), length, 0.8, facecolor=colour, edgecolor="white", lw=0.5))
-        if 2 * plan.microbatches <= _NUMBERED and length > _NARROW * simulated.seconds:
+        if is_numbered and length > _NARROW * simulated.seconds:
             middle = start + length / 2
             axes.text(middle, device, str(task.microbatch), fontsize=FONT - 2, color="white", ha="center", va="center")
     axes.set_xlim(0, simulated.seconds)

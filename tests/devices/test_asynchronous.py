@@ -206,7 +206,7 @@ def test_batches_may_be_filled_anew() -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def test_what_is_told() -> None:
+def test_what_is_told(tmp_path: Path) -> None:
     step, make = language_model(SGD)
     planned = autopar.parallelize(step, pipeline=Pipeline(stages_of(4), "spectrain"))
     text = re.sub(r"\s+", " ", explained(planned, make(), batch(0)))
@@ -217,6 +217,10 @@ def test_what_is_told() -> None:
     assert autopar.check(planned, state, batch(0)).ok
     made = autopar.plan(planned, make(), batch(0))
     assert made.pipeline.ahead and made.pipeline.updates == (3, 2, 1, 0)
+    made.save(tmp_path / "plan.json")
+    again = autopar.parallelize(step, plan=autopar.Plan.load(tmp_path / "plan.json"))
+    assert autopar.plan(again, make(), batch(0)).pipeline.ahead == made.pipeline.ahead
+    assert autopar.report(made).figures["schedule"] and len(autopar.simulate(made, cluster=autopar.Cluster.named("dgx-h100")).steps) == 1
     stashed = autopar.plan(autopar.parallelize(step, pipeline=Pipeline(stages_of(4), "stash")), make(), batch(0))
     assert "stash" in str(stashed.diff(made))
 
@@ -228,6 +232,8 @@ def test_what_is_told() -> None:
         ({"schedule": "stash", "statistics": "microbatch"}, "statistics='microbatch' with schedule='stash'"),
         ({"schedule": "1f1b", "asynchronous": True}, "asynchronous=True with schedule='1f1b'"),
         ({"schedule": "spectrain", "stages_per_device": 2}, "stages_per_device=2 with schedule='spectrain'"),
+        ({"schedule": "async", "ahead": [(1, 0)] * 2}, "which predicts no weights"),
+        ({"schedule": "spectrain", "ahead": [(1, 0)]}, "give two numbers for each of 2 stages"),
         ({"asynchronous": 1, "schedule": "auto"}, "asynchronous=1: give True or False"),
     ],
 )

@@ -7,7 +7,8 @@ import pytest
 from tests.support.mpi.jobs import Run
 
 
-def test_a_killed_rank_is_named(launch: Run) -> None:
+@pytest.mark.parametrize("pipeline", ["2, microbatches=4", "2, 'spectrain'"])
+def test_a_killed_rank_is_named(launch: Run, pipeline: str) -> None:
     job = launch(
         ["-n", "2"],
         """
@@ -16,13 +17,13 @@ def test_a_killed_rank_is_named(launch: Run) -> None:
         from tests.support.microbatched import batch, language_model
 
         step, make = language_model(optax.sgd(0.1))
-        planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4)), make()
+        planned, state = autopar.parallelize(step, pipeline=autopar.Pipeline(PIPELINE)), make()
         for k in range(6):
             if k == 4 and jax.process_index() == 1:
                 print("fault", flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
             state, _ = planned(state, batch(k))
-        """,
+        """.replace("PIPELINE", pipeline),
         timeout_s=90,
     )
     assert job.code not in (0, None), job.output
