@@ -110,15 +110,24 @@ class Rank:
 
     def sent(self, name: str, system: str) -> tuple[int, int]:
         """Bytes that this rank's interface sends in a step, and those that all ranks' plan says, if it is in stages."""
-        before = sent_by_interface() or 0
+        before = self._settled(name, system)
         self.turn(name, system, 3)
+        sent = self._settled(name, system) - before
         plan = getattr(self.steps[name, system], "plan", None)
         stages = None if plan is None else plan.pipeline
         planned = 0
         if stages is not None:
             each = sum(stage.ahead_bytes + stage.back_bytes for stage in stages.stages)
             planned = stages.microbatches * each + stages.tied_bytes
-        return ((sent_by_interface() or 0) - before) // 3, planned
+        return sent // 3, planned
+
+    def _settled(self, name: str, system: str) -> int:
+        """Bytes that this rank's interface has sent, once nothing of a pipeline is on its way."""
+        latest = getattr(self.steps[name, system], "latest", None)
+        messages = getattr(getattr(latest, "runner", None), "messages", None)
+        if messages is not None:
+            messages.finish()
+        return sent_by_interface() or 0
 
     def sleep(self, schedule: str, microbatches: int, task_s: float, count: int) -> tuple[float, float]:
         """Seconds that this rank waits, and all of them, in steps whose tasks sleep: F, B and W for `task_s` each."""

@@ -220,7 +220,10 @@ def test_what_is_told(tmp_path: Path) -> None:
     made.save(tmp_path / "plan.json")
     again = autopar.parallelize(step, plan=autopar.Plan.load(tmp_path / "plan.json"))
     assert autopar.plan(again, make(), batch(0)).pipeline.ahead == made.pipeline.ahead
-    assert autopar.report(made).figures["schedule"] and len(autopar.simulate(made, cluster=autopar.Cluster.named("dgx-h100")).steps) == 1
+    assert (
+        autopar.report(made).figures["schedule"]
+        and len(autopar.simulate(made, cluster=autopar.Cluster.named("dgx-h100")).times) == 1
+    )
     stashed = autopar.plan(autopar.parallelize(step, pipeline=Pipeline(stages_of(4), "stash")), make(), batch(0))
     assert "stash" in str(stashed.diff(made))
 
