@@ -140,6 +140,11 @@ def is_key(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
+def is_ready(array: Any) -> bool:
+    """Whether an array is computed; also of typed PRNG keys."""
+    return jax.random.key_data(array).is_ready() if is_key(array.dtype) else array.is_ready()
+
+
 def wrap_keys(data: Any, dtype: Any) -> Any:
     """Typed PRNG keys of their data."""
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jax.numpy.zeros((), dtype)))

@@ -6,6 +6,8 @@ Both ends know what is sent next: MPI keeps the order of messages between two ra
 from __future__ import annotations
 
 import functools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,9 @@ import numpy as np
 from autopar.mpi.messages import LIMIT, pieces
 from autopar.mpi.waiting import Waiting, choose_waiting
 from autopar.mpi.world import world
+
+#: Between two looks at the messages, in seconds. A transfer of some MB takes a few of them.
+_PAUSE_S = 0.5e-3
 
 
 class Incoming:
@@ -60,6 +65,12 @@ class PointToPoint:
         buffer = np.empty(shape, dtype)
         requests = [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)]
         return Incoming(buffer, requests, self._waiting, self._incoming)
+
+    def during(self, is_done: Callable[[], bool]) -> None:
+        """Let messages go on until other threads have computed something: over TCP they do only while MPI is called."""
+        while not is_done() and (self._outgoing or self._incoming):
+            self._comm.Iprobe()
+            time.sleep(_PAUSE_S)
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""

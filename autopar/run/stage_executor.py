@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.timeline import Action, Drops, Join, Run, Send, Timeline, Value, Whole
@@ -104,7 +105,10 @@ class StageExecutor:
         for k, result in zip(program.read, results, strict=True):
             values.put(action.writes[k], device, result)
         if self.messages is not None and self.devices[device].platform == "cpu":
-            jax.block_until_ready((sums, results))  # what comes next would take cores from it
+            made = jax.tree.leaves((sums, results))
+            if self._step.asynchronous is not None:  # whose programs and messages are those of whole minibatches
+                self.messages.during(lambda: all(map(jax_compat.is_ready, made)))
+            jax.block_until_ready(made)  # what comes next would take cores from it
 
     def _send(self, action: Send, values: Values) -> None:
         if action.source not in self.devices:
