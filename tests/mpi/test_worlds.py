@@ -115,8 +115,13 @@ def test_interrupts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, long(2)])
 def test_several_machines(devices: int, tmp_path: Path) -> None:
     """Four ranks as on two machines: rows go by way of node leaders."""
-    names = ("check_leaders", "check_results", "check_growth", "check_contract")
+    names = ("check_leaders", "check_results", "check_growth")
     run_cases({"machine_cases": names if devices == 1 else names[:2]}, 4, devices, tmp_path, timeout_s=400)
+
+
+@pytest.mark.long
+def test_the_contract_on_several_machines(tmp_path: Path) -> None:
+    run_cases({"machine_cases": ("check_contract",)}, 4, 1, tmp_path, timeout_s=400)
 
 
 @pytest.mark.parametrize(("ranks", "devices"), [long(2, 1), (2, 2)])
