@@ -142,7 +142,8 @@ def is_key(dtype: Any) -> bool:
 
 def is_ready(array: Any) -> bool:
     """Whether an array is computed; also of typed PRNG keys."""
-    return jax.random.key_data(array).is_ready() if is_key(array.dtype) else array.is_ready()
+    data: Any = jax.random.key_data(array) if is_key(array.dtype) else array
+    return data.is_ready()
 
 
 def wrap_keys(data: Any, dtype: Any) -> Any:

@@ -41,7 +41,7 @@ class UnflushedRunner:
       new_states: Number of an input that is state -> number of the output that is its new value.
       devices: All of them, by number; this process runs the programs of its own.
       out_tree: The structure of the results.
-      donate: Whether the state of the first call is updated in place. Those behind it are in any case.
+      donate: Whether a state that isn't on its way is updated in place. One that is, is in any case.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class UnflushedRunner:
         assert step.asynchronous is not None, "minibatches aren't flushed"
         self.step, self.asynchronous, self.new_states, self._out_tree = step, step.asynchronous, new_states, out_tree
         several = len({device.process_index for device in devices}) > 1
-        self._donate, self._everywhere = donate, tuple(range(len(devices))) if several else ()
+        self.donate, self._everywhere = donate, tuple(range(len(devices))) if several else ()
         count = 2 * self.asynchronous.calls.last + 2
         self.timeline = unflushed_timeline(step, count, self._everywhere)
         donated = _donated(step) if donate and not self.asynchronous.calls.stashes else {}
@@ -96,14 +96,18 @@ class UnflushedRunner:
         self.executor.compile()  # before anything is given away
         flight = self._flight(leaves)
         if flight is None:
-            read = [leaf.current() if isinstance(leaf, PendingArray) else leaf for leaf in leaves]
-            flight = UnflushedFlight(self, with_own_buffers(read, set(self.moving)) if self._donate else read)
-            for leaf in leaves if self._donate else ():
+            read = [_read(leaf) for leaf in leaves]
+            flight = UnflushedFlight(self, with_own_buffers(read, set(self.moving)) if self.donate else read)
+            for leaf in leaves if self.donate else ():
                 if isinstance(leaf, PendingArray):
                     leaf.flight.hand_on()
         arguments = self._arguments(leaves)
         clocks = self._clock(*(arguments[v] for v in self.asynchronous.clock.inputs))
-        ended = flight.issue(arguments)
+        try:
+            ended = flight.issue(arguments)
+        except BaseException:
+            flight.hand_on()  # some of its tasks are done, and others aren't
+            raise
         new_clocks = dict(zip(self.asynchronous.clocks, clocks, strict=True))
         results: dict[int, Any] = {}
         for place, k in enumerate(self.moving):
@@ -145,7 +149,7 @@ class UnflushedRunner:
     def _arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
         """What a minibatch is given, by the step's inputs. NumPy's arrays are copied: they may be filled anew."""
         pairs = ((parts[0], leaf) for parts, leaf in zip(self.inputs, leaves, strict=True) if len(parts) == 1)
-        given = ((v, leaf) for v, leaf in pairs if v not in self.step.homes)
+        given = ((v, _read(leaf)) for v, leaf in pairs if v not in self.step.homes)
         return {v: leaf.copy() if isinstance(leaf, np.ndarray) else leaf for v, leaf in given}
 
 
@@ -168,7 +172,7 @@ class UnflushedFlight:
         self._given: dict[int, Mapping[Var, Any]] = {}
         self._values = Values(runner.executor.devices, self._argument, runner.step.divided)
         self._leaves.put(self._values)
-        for leaf in leaves:
+        for leaf in leaves if runner.donate else ():
             if isinstance(leaf, StageArray):
                 leaf.hand_on()
         self._first = {v: x for v, x in self._first.items() if v in runner.asynchronous.constants}
@@ -186,7 +190,7 @@ class UnflushedFlight:
         return -1 if self._is_gone else self.calls
 
     def hand_on(self) -> None:
-        """Say that a step has taken the drained leaves, and updates them in place."""
+        """Say that its leaves are no more: a step has taken them, or failed."""
         self._is_gone = True
 
     @property
@@ -283,6 +287,11 @@ class UnflushedFlight:
         if value.var in self._first:
             return self._first[value.var]
         return jnp.zeros(value.var.shape, value.var.dtype)  # no update has changed it
+
+
+def _read(leaf: Any) -> Any:
+    """A leaf, once no minibatch is to update it."""
+    return leaf.current() if isinstance(leaf, PendingArray) else leaf
 
 
 def _type_of(parts: Sequence[Var]) -> jax.ShapeDtypeStruct:

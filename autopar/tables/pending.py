@@ -15,8 +15,10 @@ from autopar.tables.leaf import TableLeaf
 class Flight(Protocol):
     """Minibatches that are in a pipeline together, and the leaves that they update."""
 
-    #: Says which leaves are there: those of the last call, as long as no other has taken them.
-    call: object
+    @property
+    def call(self) -> object:
+        """Says which leaves are there: those of the last call, as long as no other has taken them."""
+        ...
 
     @property
     def ended(self) -> int | None:

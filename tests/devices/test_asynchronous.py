@@ -81,7 +81,12 @@ def test_a_run_is_its_replay(pipeline: Pipeline, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "pipeline", [Pipeline(4, "async"), Pipeline(3, "stash"), Pipeline(2, "async", replicas=(2, 1))]
+    "pipeline",
+    [
+        Pipeline(stages_of(4), "async"),
+        Pipeline(stages_of(3), "stash"),
+        Pipeline(stages_of(2), "async", replicas=(2, 1)),
+    ],
 )
 def test_tasks_see_the_versions_that_are_simulated(pipeline: Pipeline) -> None:
     step, make = language_model(SGD)
@@ -274,7 +279,7 @@ def test_timelines_that_are_wrong_are_refused() -> None:
     from autopar.ir.unflushed_timeline import unflushed_timeline, verify_versions
 
     step, make = language_model(SGD)
-    planned = autopar.parallelize(step, pipeline=Pipeline(3, "stash"))
+    planned = autopar.parallelize(step, pipeline=Pipeline(stages_of(3), "stash"))
     planned(make(), batch(0))
     staged = planned.latest.compiled.program.staged
     good = unflushed_timeline(staged, 6)
