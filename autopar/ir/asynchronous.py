@@ -9,6 +9,7 @@ Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,12 @@ class Calls:
     def stashed(self, stage: int) -> int:
         """Counts the old versions that a device of a stage keeps for backwards."""
         return -(-self.backward(stage) // len(self.places[stage])) if self.stashes else 0
+
+    @property
+    def period(self) -> int:
+        """Calls after which nothing of a minibatch or version is left, and the same replicas have their turn."""
+        turn = math.lcm(*map(len, self.places))
+        return -(-(2 * self.last + 4) // turn) * turn
 
     @property
     def enough(self) -> int:

@@ -62,14 +62,6 @@ class Names:
             self._values[key] = Value(*key)
         return self._values[key]
 
-    def forget(self, before: int) -> None:
-        """Let go of the names of earlier minibatches and versions; not of what has no version."""
-
-        def is_old(value: Value) -> bool:
-            return value.part.number < before if isinstance(value.part, Microbatch) else 0 < value.version < before
-
-        self._values = {key: value for key, value in self._values.items() if not is_old(value)}
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:

@@ -51,9 +51,10 @@ class MinibatchLister:
     Args:
       step: A step without a flush.
       everywhere: Devices that are to have what a minibatch returns; none: wherever it is made.
+      again: Whether names of minibatches and versions that are gone come again, and so whole lists.
     """
 
-    def __init__(self, step: StagedStep, everywhere: Iterable[int] = ()) -> None:
+    def __init__(self, step: StagedStep, everywhere: Iterable[int] = (), *, again: bool = False) -> None:
         assert step.asynchronous is not None, "minibatches aren't flushed"
         self._step, self._everywhere, self._name = step, tuple(everywhere), Names()
         self._asynchronous: Asynchronous = step.asynchronous
@@ -65,12 +66,18 @@ class MinibatchLister:
                 if v in step.joins:
                     self._joins[program.stage].append(v)
         self._last_updates = last_updates(step)
+        self._period = self._calls.period if again else 0
+        self._lists: dict[int, Minibatch] = {}
         made = {v for p in step.programs for v in p.outputs} | {whole for whole, _ in step.joins.values()}
         self._results = [v for v in dict.fromkeys(step.asynchronous.results.values()) if v in made]
 
     def leaf(self, var: Var, version: int) -> Value:
         """A version of a leaf."""
-        return self._name(var, Whole(), version)
+        return self._name(var, Whole(), self.called(version))
+
+    def called(self, number: int) -> int:
+        """The number by which a minibatch or a version is named."""
+        return number % self._period if self._period else number
 
     def given(self) -> dict[Value, tuple[int, ...]]:
         """What devices have before the first minibatch."""
@@ -82,7 +89,15 @@ class MinibatchLister:
 
     def minibatch(self, number: int) -> Minibatch:
         """What minibatch `number` does, counted from 0."""
-        part = Microbatch(number)
+        if not self._period or number < self._calls.last:  # the first ones see versions that aren't updated yet
+            return self._listed(number)
+        key = self.called(number)
+        if key not in self._lists:
+            self._lists[key] = self._listed(number)
+        return self._lists[key]
+
+    def _listed(self, number: int) -> Minibatch:
+        part = Microbatch(self.called(number))
         listed = [(call, action) for call in range(self._calls.last + 1) for action in self._work(call, number)]
         work = [action for _, action in listed]
         makers: dict[Value, list[int]] = {}
@@ -109,7 +124,6 @@ class MinibatchLister:
         by_call: tuple[Listed, ...] = tuple([] for _ in range(self._calls.last + 1))
         for call, action, drops in zip(calls, actions, last_touches(actions, kept), strict=True):
             by_call[call].append((action, (*drops, *self._old(action, number))))
-        self._forget(number)
         return Minibatch(by_call, results)
 
     @property
@@ -134,7 +148,7 @@ class MinibatchLister:
 
     def _sums(self, call: int, number: int) -> Iterator[Join]:
         """Of a minibatch's one part: what the update calls its sums."""
-        part = Microbatch(number)
+        part = Microbatch(self.called(number))
         for stage, values in self._joins.items():
             if self._calls.backward(stage) == call:
                 replicas = self._calls.places[stage]
@@ -148,10 +162,11 @@ class MinibatchLister:
                 return self.leaf(var, self._seen(program, number))
             if var in self._leaves:
                 return self.leaf(self._leaves[var], number + 1)
-            return self._name(var, Whole() if var in self._asynchronous.constants else Microbatch(number))
+            return self._name(var, Whole() if var in self._asynchronous.constants else part)
 
+        part = Microbatch(self.called(number))
         reads, writes = map(value, program.block.inputs), map(value, program.outputs)
-        return Run(program, device, number, tuple(reads), tuple(writes))
+        return Run(program, device, self.called(number), tuple(reads), tuple(writes))
 
     def _seen(self, program: StageProgram, number: int) -> int:
         if program.phase == "update":
@@ -183,11 +198,6 @@ class MinibatchLister:
         replicas, last = self._calls.places[stage], version + self._calls.updates[stage]
         back = (last - replicas.index(device)) % len(replicas)
         return last - back if version == 0 or back == 0 else -1 - last - self._calls.backward(stage)
-
-    def _forget(self, number: int) -> None:
-        """Let go of the names of minibatches and versions that are gone, now and then."""
-        if number % 16 == 0:
-            self._name.forget(number - 2 * (self._calls.last + 1))
 
 
 _PHASES = ("before", "F", "B", "update")

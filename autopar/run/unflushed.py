@@ -70,7 +70,7 @@ class UnflushedRunner:
 
     def lister(self) -> MinibatchLister:
         """What lists the actions of a flight."""
-        return MinibatchLister(self.step, self._everywhere)
+        return MinibatchLister(self.step, self._everywhere, again=True)
 
     def lower(self) -> Any:
         """A pipeline is several programs."""
@@ -171,7 +171,9 @@ class UnflushedFlight:
         self._minibatches: dict[int, Minibatch] = {}
         self._given: dict[int, Mapping[Var, Any]] = {}
         self._values = Values(runner.executor.devices, self._argument, runner.step.divided)
+        self._has_begun = False
         self._leaves.put(self._values)
+        self._has_begun = True
         for leaf in leaves if runner.donate else ():
             if isinstance(leaf, StageArray):
                 leaf.hand_on()
@@ -207,7 +209,8 @@ class UnflushedFlight:
     def issue(self, arguments: Mapping[Var, Any]) -> dict[int, Any] | None:
         """Bring a minibatch; returns the results of the one that ends with this call, by their number."""
         number = self.calls
-        self._minibatches[number], self._given[number] = self._lister.minibatch(number), arguments
+        self._minibatches[number] = self._lister.minibatch(number)
+        self._given[self._lister.called(number)] = arguments
         self.calls += 1
         return self._run(number)
 
@@ -225,7 +228,7 @@ class UnflushedFlight:
 
     def _results(self, number: int) -> dict[int, Any]:
         """What a minibatch returns besides the state; it is forgotten."""
-        minibatch, given = self._minibatches.pop(number), self._given.pop(number)
+        minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
         states, names = set(self._runner.new_states.values()), self._asynchronous.results
         places = [k for k in range(len(self._step.outputs)) if k not in states]
         outputs = [
@@ -283,7 +286,9 @@ class UnflushedFlight:
         if isinstance(value.part, Microbatch):
             whole, _ = self._step.parts.get(value.var, (value.var, 0))
             return self._given[value.part.number][whole]
-        assert value.version == 0, "a version is made before it is read"
+        if value.var in self._asynchronous.constants:
+            return self._first[value.var]
+        assert not self._has_begun, "a version is made before it is read"
         if value.var in self._first:
             return self._first[value.var]
         return jnp.zeros(value.var.shape, value.var.dtype)  # no update has changed it

@@ -12,6 +12,8 @@ from autopar.tables.kinds import is_table
 from autopar.tables.pending import Flight, PendingArray
 
 T = TypeVar("T")
+#: Behind the last batch.
+_END: Any = object()
 
 
 def drain(state: T) -> T:
@@ -53,22 +55,25 @@ def paired(step: Callable[[T, Any], tuple[T, Any]], state: T, batches: Iterable[
       batches: Of each call.
 
     Yields:
-      The state as far as it is, a batch, and what the step returned for it, in the order of the batches. Behind the
-      last call the state is drained.
+      The state as far as it is, a batch, and what the step returned for it, in the order of the batches. With the last
+      ones the state is drained.
     """
     waiting: collections.deque[Any] = collections.deque()
-    for batch in batches:
+    coming = iter(batches)
+    batch = next(coming, _END)
+    while batch is not _END:
         flight = _flight(state)
         state, results = step(state, batch)
-        if flight is not None and _flight(state) is not flight:  # the state was read
-            for rest in _rest(flight):
-                yield state, waiting.popleft(), rest
         waiting.append(batch)
-        if results is not None:
-            yield state, waiting.popleft(), results
-    flight, state = _flight(state), drain(state)
-    for rest in _rest(flight):
-        yield state, waiting.popleft(), rest
+        batch = next(coming, _END)
+        rest = _rest(flight) if _flight(state) is not flight else []  # the state was read
+        if batch is _END:
+            flight, state = _flight(state), drain(state)
+            later = _rest(flight)
+        else:
+            later = []
+        for each in (*rest, *([] if results is None else [results]), *later):
+            yield state, waiting.popleft(), each
 
 
 def _flight(state: Any) -> Flight | None:
@@ -76,6 +81,6 @@ def _flight(state: Any) -> Flight | None:
     return next((leaf.flight for leaf in leaves if isinstance(leaf, PendingArray)), None)
 
 
-def _rest(flight: Flight | None) -> Iterable[Any]:
+def _rest(flight: Flight | None) -> list[Any]:
     """What minibatches returned that were finished when the state was read."""
-    return () if flight is None else flight.rest()
+    return [] if flight is None else flight.rest()
