@@ -81,6 +81,5 @@ def _updated(calls: Calls, stage: int, device: int, schedule: Schedule, simulate
     ends = simulated.ends
     own = [(t.microbatch + (t.kind == "B") * calls.backward(stage), ends[t]) for t in schedule.orders[device]]
     for minibatch in range(sum(task.stage == stage and task.kind == "B" for task in ends)):
-        late = calls.updates[stage] > calls.backward(0)
         before = [end for call, end in own if call <= minibatch + calls.updates[stage]]
-        yield max(ends[Task("B", 0 if late else stage, minibatch)], *before, 0.0)
+        yield max(ends[Task("B", calls.awaited(stage), minibatch)], *before, 0.0)

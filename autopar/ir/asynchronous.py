@@ -34,6 +34,12 @@ class Calls:
     last: int
     stashes: bool = False
 
+    @staticmethod
+    def soonest(places: Places, *, stashes: bool = False) -> Calls:
+        """Those of updates that need no other stage."""
+        updates = tuple(devices_from(places, k) + len(replicas) - 2 for k, replicas in enumerate(places))
+        return Calls(places, updates, max(updates), stashes)
+
     def backward(self, stage: int) -> int:
         """b of a stage."""
         return devices_from(self.places, stage) - 1
@@ -42,6 +48,10 @@ class Calls:
         """The version of its stage's leaves that a task sees."""
         late = kind == "B" and not self.stashes
         return max(0, minibatch + late * self.backward(stage) - self.updates[stage])
+
+    def awaited(self, stage: int) -> int:
+        """The stage whose backward an update of a stage waits for: its own, or stage 0 if it needs all of them."""
+        return 0 if self.updates[stage] > self.soonest(self.places).updates[stage] else stage
 
     def stashed(self, stage: int) -> int:
         """Counts the old versions that a device of a stage keeps for backwards."""
@@ -75,8 +85,7 @@ class UnflushedSchedule(Schedule):
         last = self.calls.version(task.kind, task.stage, task.microbatch) - 1
         if last < 0:
             return ()
-        is_late = self.calls.updates[task.stage] > self.calls.backward(0)
-        return (Task("B", 0 if is_late else task.stage, last),)
+        return (Task("B", self.calls.awaited(task.stage), last),)
 
     def issue_order(self) -> Iterator[Task]:
         """All tasks, call by call."""

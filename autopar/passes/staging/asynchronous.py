@@ -203,8 +203,7 @@ class _Unflushed:
     def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:
         """The call of each program's run, which it is given, and of each stage's update."""
         stages = range(len(self._places))
-        backward = [devices_from(self._places, k) - 1 for k in stages]
-        first = [backward[k] + len(self._places[k]) - 1 for k in stages]
+        backward, first = [devices_from(self._places, k) - 1 for k in stages], Calls.soonest(self._places).updates
         sums = {self._staged.joins[v][0]: p.stage for p in self._programs for v in p.outputs if v in self._staged.joins}
         leaves = {*self._homes, *news.values()}
         updates, calls = list(first), dict[StageProgram, int]()

@@ -17,6 +17,7 @@ from autopar.cost.rates import NOMINAL, StageRates
 from autopar.cost.stage_time import StageTimes, simulate_schedule
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
+from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.schedule import SCHEDULES, Rule
@@ -199,7 +200,8 @@ def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int)
 
 
 def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> tuple[float, float]:
-    """Seconds of a step (microbatches, sums of replicas, the slowest update), and bytes of the fullest device."""
+    """Seconds of a step (microbatches, sums of replicas, the slowest update; without a flush those from a minibatch to
+    the next one), and bytes of the fullest device."""
     starts = (0, *cut.ends[:-1])
     stages = [StageLoad.of_all(loads[start:end]) for start, end in zip(starts, cut.ends, strict=True)]
     seconds = [stage.seconds(rates) for stage in stages]
@@ -207,7 +209,11 @@ def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], ra
     sends = [stage.sent * rates.send_byte_s / 2 for stage in stages]
     held = [float(stage.activation) for stage in stages]
     times = StageTimes(kinds, ahead=[*sends[1:], 0.0], back=sends, activations=held)
-    simulated = simulate_schedule(pipeline.scheduled(pipeline.microbatch_count), times)
+    if pipeline.is_asynchronous:
+        calls = Calls.soonest(pipeline.places)
+        simulated = simulate_schedule(calls.schedule(calls.enough), times)
+    else:
+        simulated = simulate_schedule(pipeline.scheduled(pipeline.microbatch_count), times)
     ends, sizes = dict.fromkeys(range(pipeline.devices), 0.0), list(simulated.held)
     for stage, places in zip(stages, pipeline.places, strict=True):
         own = 2 * (len(places) - 1) * stage.gradient * rates.send_byte_s
@@ -217,4 +223,5 @@ def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], ra
             ends[device] += own
             sizes[device] += stage.state + stage.gradient + copies
     tied = max(stage.tied for stage in stages) * rates.send_byte_s
-    return simulated.seconds + max(ends.values()) + tied, max(sizes)
+    seconds = simulated.period if pipeline.is_asynchronous else simulated.seconds
+    return seconds + max(ends.values()) + tied, max(sizes)

@@ -14,8 +14,7 @@ def calls(*replicas: int, stashes: bool = False) -> Calls:
     """Of stages of so many devices, whose updates are behind their backwards."""
     ends = [sum(replicas[: k + 1]) for k in range(len(replicas))]
     places = tuple(tuple(range(end - count, end)) for count, end in zip(replicas, ends, strict=True))
-    updates = tuple(sum(replicas[k:]) - 1 + replicas[k] - 1 for k in range(len(replicas)))
-    return Calls(places, updates, max(updates), stashes)
+    return Calls.soonest(places, stashes=stashes)
 
 
 def times(stages: int, forward: float, backward: float) -> StageTimes:
