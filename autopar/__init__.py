@@ -43,12 +43,12 @@ with paused_collection():
     from autopar.report import Report, report
     from autopar.run.step import ParallelStep
     from autopar.state.checkpoint import Restored, restore, save
-    from autopar.state.draining import drain, ended, paired
+    from autopar.state.draining import ended, paired
     from autopar.state.init import init
     from autopar.tables.deferred import DeferredTable
     from autopar.tables.host import HostTable
     from autopar.tables.kinds import materialize
-    from autopar.tables.pending import PendingArray
+    from autopar.tables.pending import PendingArray, drain
     from autopar.tables.sharded import Table
     from autopar.tables.staged import StageArray
 

@@ -30,7 +30,7 @@ class Form:
     step: Step
     make_state: Callable[[], Any]
     sent: int | None = None
-    unflushed: bool = False
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Runner:
     """A form with its own state, and what was measured."""
 
     def __init__(self, form: Form) -> None:
-        self.step, self.state, self.unflushed = form.step, form.make_state(), form.unflushed
+        self.step, self.state, self.asynchronous = form.step, form.make_state(), form.asynchronous
         self.seconds: list[float] = []
         self.metrics: list[float] = []
 
     def turn(self, batches: list[Any]) -> None:
-        if self.unflushed:
+        if self.asynchronous:
             self._turn_together(batches)
             return
         for place, batch in enumerate(batches):
@@ -93,7 +93,7 @@ def compare(forms: Mapping[str, Form], batches: Iterator[Any], turns: int) -> Co
         shared = list(islice(batches, 1 + TIMED_STEPS))
         for runner in runners.values():
             runner.turn(shared)
-    first, *others = (runner for runner in runners.values() if not runner.unflushed)
+    first, *others = (runner for runner in runners.values() if not runner.asynchronous)
     apart = [
         abs(b - a) / max(abs(a), 1e-30) for other in others for a, b in zip(first.metrics, other.metrics, strict=True)
     ]

@@ -91,8 +91,8 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Scree
         params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.length), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    unflushed = args.schedule in ASYNCHRONOUS
-    count = None if unflushed else MICROBATCHES
+    asynchronous = args.schedule in ASYNCHRONOUS
+    count = None if asynchronous else MICROBATCHES
     pipeline = autopar.Pipeline(stages=args.pipeline, schedule=args.schedule, microbatches=count)
     step = autopar.parallelize(train_step, pipeline=pipeline)
     state = make_state()
@@ -118,7 +118,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Scree
     screen.print("timing the plain train step on one device beside the pipeline ...")
     forms = {
         "plain jax.jit": Form(jax.jit(train_step, donate_argnums=0), make_state),
-        f"{args.pipeline} stages, {args.schedule}": Form(step, make_state, unflushed=unflushed),
+        f"{args.pipeline} stages, {args.schedule}": Form(step, make_state, asynchronous=asynchronous),
     }
     screen.print(compare(forms, data, TURNS))
 

@@ -21,7 +21,7 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What tasks see in time.
+    """Says what tasks see in time.
 
     Attributes:
       seen: Task -> updates of its stage that are done when it starts.

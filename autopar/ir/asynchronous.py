@@ -36,21 +36,21 @@ class Calls:
 
     @staticmethod
     def soonest(places: Places, *, stashes: bool = False) -> Calls:
-        """Those of updates that need no other stage."""
+        """Returns those of updates that need no other stage."""
         updates = tuple(devices_from(places, k) + len(replicas) - 2 for k, replicas in enumerate(places))
         return Calls(places, updates, max(updates), stashes)
 
     def backward(self, stage: int) -> int:
-        """b of a stage."""
+        """Returns b of a stage."""
         return devices_from(self.places, stage) - 1
 
     def version(self, kind: Kind, stage: int, minibatch: int) -> int:
-        """The version of its stage's leaves that a task sees."""
+        """Returns the version of its stage's leaves that a task sees."""
         late = kind == "B" and not self.stashes
         return max(0, minibatch + late * self.backward(stage) - self.updates[stage])
 
     def awaited(self, stage: int) -> int:
-        """The stage whose backward an update of a stage waits for: its own, or stage 0 if it needs all of them."""
+        """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all of them."""
         return 0 if self.updates[stage] > self.soonest(self.places).updates[stage] else stage
 
     def stashed(self, stage: int) -> int:
@@ -59,26 +59,26 @@ class Calls:
 
     @property
     def period(self) -> int:
-        """Calls after which nothing of a minibatch or version is left, and the same replicas have their turn."""
+        """Counts calls after which nothing of a minibatch or version is left, and replicas have their turn again."""
         turn = math.lcm(*map(len, self.places))
         return -(-(2 * self.last + 4) // turn) * turn
 
     @property
     def enough(self) -> int:
-        """Minibatches after which a pipeline is in its steady state for long."""
+        """Counts the minibatches after which a pipeline is in its steady state for long."""
         return 6 * (self.last + 1) + 8
 
-    def schedule(self, minibatches: int) -> UnflushedSchedule:
-        """The tasks of so many minibatches."""
+    def schedule(self, minibatches: int) -> AsynchronousSchedule:
+        """Lists the tasks of so many minibatches."""
         made = one_f_one_b(self.places, minibatches)
-        return UnflushedSchedule("async", self.places, made.orders, self)
+        return AsynchronousSchedule("stash" if self.stashes else "async", self.places, made.orders, self)
 
 
 @dataclass(frozen=True, slots=True)
-class UnflushedSchedule(Schedule):
-    """The forwards and backwards of some minibatches: 1F1B, in which tasks wait for the versions that they see."""
+class AsynchronousSchedule(Schedule):
+    """Orders the forwards and backwards of some minibatches: 1F1B, whose tasks wait for the versions that they see."""
 
-    calls: Calls = Calls((), (), 0)
+    calls: Calls
 
     def waits(self, task: Task) -> tuple[Task, ...]:
         """Lists the backwards whose update a task waits for: its stage's, and where that needs others, stage 0's."""
@@ -88,7 +88,7 @@ class UnflushedSchedule(Schedule):
         return (Task("B", self.calls.awaited(task.stage), last),)
 
     def issue_order(self) -> Iterator[Task]:
-        """All tasks, call by call."""
+        """Yields all tasks, call by call."""
         stages, count = range(self.stages), sum(map(len, self.orders)) // (2 * self.stages)
         for call in range(count + self.calls.backward(0)):
             yield from (Task("F", k, call) for k in stages if call < count)
@@ -98,7 +98,7 @@ class UnflushedSchedule(Schedule):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asynchronous:
-    """What a step in stages has besides if its minibatches aren't flushed.
+    """Says what a step in stages has besides if its minibatches aren't flushed.
 
     Attributes:
       calls: When each task is issued.
@@ -120,3 +120,8 @@ class Asynchronous:
     results: Mapping[Var, Var]
     differences: Mapping[Var, Var]
     ahead: tuple[tuple[int, int], ...] = ()
+
+    def returned(self, out: Atom | tuple[Atom, ...]) -> tuple[Atom, ...]:
+        """Names what stands for an output that is no state: itself, or copies of leaves; of parts each one."""
+        atoms = out if isinstance(out, tuple) else (out,)
+        return tuple(self.results.get(a, a) if isinstance(a, Var) else a for a in atoms)

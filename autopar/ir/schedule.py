@@ -77,7 +77,7 @@ class Schedule:
         return Task("B", task.stage + 1, task.microbatch)
 
     def waits(self, task: Task) -> tuple[Task, ...]:
-        """What else a task waits for."""
+        """Lists what else a task waits for."""
         return ()
 
     def issue_order(self) -> Iterator[Task]:
@@ -209,7 +209,7 @@ class Rule:
 
     @property
     def microbatches(self) -> int:
-        """M where the user doesn't say it."""
+        """Returns M where the user doesn't say it."""
         return 8
 
     def places(self, counts: Sequence[int], stages_per_device: int) -> Places:

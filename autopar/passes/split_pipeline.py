@@ -19,7 +19,7 @@ from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.schedule import AsynchronousRule
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
-from autopar.passes.staging.asynchronous import unflushed
+from autopar.passes.staging.asynchronous import without_flush
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.loads import StageLoad, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied
@@ -66,18 +66,18 @@ def split_pipeline(
     plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
     if isinstance(pipeline.rule, AsynchronousRule):
-        staged, plan = _unflushed(staged, program, plan, pipeline)
+        staged, plan = _without_flush(staged, program, plan, pipeline)
     _check_memory(plan, measured)
     return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
 
 
-def _unflushed(
+def _without_flush(
     staged: StagedStep, program: Program, plan: PipelinePlan, pipeline: Pipeline
 ) -> tuple[StagedStep, PipelinePlan]:
     """The step and its plan where minibatches follow one another without a flush."""
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
-    staged = unflushed(staged, program, plan.places, stashes=rule.stashes)
+    staged = without_flush(staged, program, plan.places, stashes=rule.stashes)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
     plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, statistics=())

@@ -36,9 +36,9 @@ from autopar.ir.timeline import Run, Send, Timeline
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
+from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.pipeline import PipelineRunner
-from autopar.run.unflushed import UnflushedRunner
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
@@ -143,7 +143,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
             f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
             "it with the tables on devices; autopar.explain tells what ranks send"
         )
-    if isinstance(runner, (PipelineRunner, UnflushedRunner)) and entry.compiled.plan.pipeline is not None:
+    if isinstance(runner, (PipelineRunner, AsynchronousRunner)) and entry.compiled.plan.pipeline is not None:
         return compare_sends(step.name, entry.compiled.plan.pipeline, runner.timeline)
     untimed = dataclasses.replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)

@@ -89,7 +89,7 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     """What follows from the schedule."""
     held = ", ".join(format_bytes(size) for size in pipeline_memory(plan))
     notes = [
-        *(_unflushed_notes(plan) if plan.updates else [_flushed_note(plan)]),
+        *(_asynchronous_notes(plan) if plan.updates else [_synchronous_note(plan)]),
         f"Memory of each device for state, gradients and activations: {held}.",
     ]
     if len({tuple(stage.devices) for stage in plan.stages}) > 1:
@@ -117,7 +117,7 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     return notes
 
 
-def _flushed_note(plan: PipelinePlan) -> str:
+def _synchronous_note(plan: PipelinePlan) -> str:
     simulated, seconds, count = simulate_pipeline(plan), pipeline_seconds(plan), plan.microbatches
     time = f"{seconds * 1e3:.2f} ms, " if seconds else ""
     return (
@@ -127,7 +127,7 @@ def _flushed_note(plan: PipelinePlan) -> str:
     )
 
 
-def _unflushed_notes(plan: PipelinePlan) -> Sequence[str]:
+def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
     """What differs without a flush: the function, by design."""
     seconds, last = pipeline_seconds(plan), plan.calls.last
     time = f" {seconds * 1e3:.2f} ms each once it is full;" if seconds else ""

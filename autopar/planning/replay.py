@@ -15,10 +15,10 @@ import numpy as np
 
 from autopar.backends.emit import emit
 from autopar.backends.stage_device import StageDevice
+from autopar.ir.asynchronous_timeline import asynchronous_timeline
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var
 from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
-from autopar.ir.unflushed_timeline import unflushed_timeline
 from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
 
 Array = Any
@@ -112,15 +112,14 @@ def replay_minibatches(
     for each in given:
         each |= clocks
         clocks = dict(zip(asynchronous.clocks, clock(*(each[v] for v in asynchronous.clock.inputs)), strict=True))
-    timeline = unflushed_timeline(step, len(minibatches))
+    timeline = asynchronous_timeline(step, len(minibatches))
     found = replay(step, timeline, given[0], given)
     made = {(v.var, v.part.number if isinstance(v.part, Microbatch) else -1): x for v, x in found.items()}
 
     def result(k: int, number: int) -> Array | None:
         leaf = next((i for i, out in new_states.items() if out == k), None)
         if leaf is None:
-            out = step.outputs[k]
-            atoms = [asynchronous.results.get(a, a) for a in (out if isinstance(out, tuple) else (out,))]  # type: ignore[arg-type]
+            atoms = asynchronous.returned(step.outputs[k])
             values = [made.get((a, number), given[number].get(a, getattr(a, "value", None))) for a in atoms]  # type: ignore[arg-type]
         elif number < len(minibatches) - 1:
             return None

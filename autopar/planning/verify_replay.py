@@ -12,8 +12,8 @@ from autopar import jax_compat
 from autopar.ir.pipeline import StagedStep
 from autopar.planning.replay import replay_minibatches
 from autopar.planning.verification import LeafCheck, Verification
+from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.entry import Entry
-from autopar.run.unflushed import UnflushedRunner
 from autopar.tables.kinds import copied, materialize
 
 #: What the planned step is compared with.
@@ -29,7 +29,7 @@ def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
       steps: How many calls. The pipeline is drained behind them.
     """
     program, runner = entry.compiled.analysed, entry.runner
-    assert isinstance(runner, UnflushedRunner), "the step has no flush"
+    assert isinstance(runner, AsynchronousRunner), "the step has no flush"
     step: StagedStep = entry.compiled.program.staged
     first = [copied(materialize(leaf)) for leaf in leaves]
     expected = replay_minibatches(step, program.new_states, [first] * steps)

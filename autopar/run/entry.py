@@ -28,13 +28,13 @@ from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.run.arguments import Call, States, read_layout
+from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.runner import Runner
-from autopar.run.unflushed import UnflushedRunner
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -170,7 +170,7 @@ class Entry:
         staged: StagedStep = self.compiled.program.staged
         if staged.asynchronous is not None:
             devices = self.stage_devices[: pipeline.devices]
-            return UnflushedRunner(staged, self.compiled.analysed.new_states, devices, self.out_tree, self.donate)
+            return AsynchronousRunner(staged, self.compiled.analysed.new_states, devices, self.out_tree, self.donate)
         devices, schedule = self.stage_devices[: pipeline.devices], pipeline.scheduled(staged.microbatches)
         wanted: dict[Var, Sequence[int]] = {}
         if len({device.process_index for device in devices}) > 1:

@@ -64,6 +64,10 @@ class Values:
         self._devices, self._argument, self._divided = devices, argument, divided
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
 
+    def empty(self) -> Values:
+        """The same devices, which hold nothing."""
+        return Values(self._devices, self._argument, self._divided)
+
     def has(self, value: Value, device: int) -> bool:
         """Whether a device has made or been sent it."""
         return value in self._held[device]

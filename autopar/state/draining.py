@@ -1,4 +1,4 @@
-"""Minibatches that are on their way through an asynchronous pipeline: finish them, and tell whose results are whose."""
+"""Minibatches that are on their way through an asynchronous pipeline: whose results come with which call."""
 
 from __future__ import annotations
 
@@ -8,30 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from autopar.tables.kinds import is_table
-from autopar.tables.pending import Flight, PendingArray
+from autopar.tables.pending import Flight, PendingArray, drain
 
 T = TypeVar("T")
 #: Behind the last batch.
 _END: Any = object()
-
-
-def drain(state: T) -> T:
-    """The state once all minibatches that are on their way have gone through; any other state as it is.
-
-    A step without a flush (`Pipeline(schedule="spectrain")`) returns leaves that later calls still update. This ends
-    that: epochs end so, and what evaluates or saves a state begins so. The next call fills the pipeline anew, and
-    predicts nothing before its first update.
-
-    Args:
-      state: Any tree. With stages on several ranks all of them drain.
-
-    Raises:
-      DonatedStateError: a later call has taken the state.
-    """
-    return jax.tree.map(
-        lambda leaf: leaf.current() if isinstance(leaf, PendingArray) else leaf, state, is_leaf=is_table
-    )
 
 
 def ended(state: Any) -> int | None:
@@ -77,8 +58,7 @@ def paired(step: Callable[[T, Any], tuple[T, Any]], state: T, batches: Iterable[
 
 
 def _flight(state: Any) -> Flight | None:
-    leaves = jax.tree.leaves(state, is_leaf=is_table)
-    return next((leaf.flight for leaf in leaves if isinstance(leaf, PendingArray)), None)
+    return next((leaf.flight for leaf in jax.tree.leaves(state) if isinstance(leaf, PendingArray)), None)
 
 
 def _rest(flight: Flight | None) -> list[Any]:

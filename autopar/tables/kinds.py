@@ -15,6 +15,7 @@ from autopar.ir.layout import RowLayout
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.host import HostTable
 from autopar.tables.leaf import TableLeaf
+from autopar.tables.pending import drain
 from autopar.tables.sharded import Table
 
 
@@ -47,6 +48,7 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
       DonatedStateError: a leaf was given to a step, which updated it in place.
     """
 
+    tree = drain(tree)
     device = _gathering_device(jax.tree.leaves(tree))
 
     def ordinary(path: Any, leaf: Any) -> Any:

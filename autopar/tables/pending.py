@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,8 @@ import numpy as np
 
 from autopar.errors import DonatedStateError
 from autopar.tables.leaf import TableLeaf
+
+T = TypeVar("T")
 
 
 class Flight(Protocol):
@@ -97,3 +99,19 @@ class PendingArray(TableLeaf):
     @property
     def _where(self) -> str:
         return ", minibatches on their way are finished when it is read"
+
+
+def drain(state: T) -> T:
+    """The state once all minibatches that are on their way have gone through; any other state as it is.
+
+    A step without a flush (`Pipeline(schedule="spectrain")`) returns leaves that later calls still update. This ends
+    that: epochs end so, and what evaluates or saves a state begins so. The next call fills the pipeline anew, and
+    predicts nothing before its first update.
+
+    Args:
+      state: Any tree. With stages on several ranks all of them drain.
+
+    Raises:
+      DonatedStateError: a later call has taken the state.
+    """
+    return jax.tree.map(lambda leaf: leaf.current() if isinstance(leaf, PendingArray) else leaf, state)

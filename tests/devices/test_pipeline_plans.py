@@ -16,7 +16,7 @@ from autopar.passes.staging import search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support.explained import explained
-from tests.support.microbatched import EXAMPLES, batch, difference, language_model, stages_of
+from tests.support.microbatched import EXAMPLES, batch, difference, language_model, numbers, stages_of
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
@@ -166,3 +166,21 @@ def test_check_finds_what_the_plan_says(pipeline: autopar.Pipeline) -> None:
     stages = (dataclasses.replace(plan.stages[0], ahead_bytes=plan.stages[0].ahead_bytes + 8), *plan.stages[1:])
     wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.timeline)
     assert [row.ok for row in wrong.rows].count(False) == 1
+
+
+def test_the_state_may_be_behind_the_batch() -> None:
+    """New leaves, which stay at their stages, are found by what they are the new value of."""
+    step, make = language_model(optax.sgd(0.1))
+
+    def turned(given: Any, state: Any) -> Any:
+        return step(state, given)[::-1]
+
+    planned = autopar.parallelize(turned, pipeline=autopar.Pipeline(stages_of(2), microbatches=4))
+    found, new = planned(batch(0), make())
+    expected, metrics = jax.jit(step)(make(), batch(0))
+    pairs = zip(jax.tree.leaves((found, new)), jax.tree.leaves((metrics, expected)), strict=True)
+    assert max(float(np.max(np.abs(numbers(a) - numbers(b)))) for a, b in pairs) < 1e-12
+    compiled = planned.latest.compiled
+    staged, program = compiled.program.staged, compiled.analysed
+    homes = {staged.outputs[out]: staged.homes[staged.inputs[leaf]] for leaf, out in program.new_states.items()}
+    assert staged.new_leaves == {var: home for var, home in homes.items() if var.shape}

@@ -388,21 +388,3 @@ def test_a_gpt(pipeline: autopar.Pipeline, options: dict[str, Any]) -> None:
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain.params), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-11)
     assert len(planned.plan.pipeline.stages) == pipeline.count and planned.plan.pipeline.tied_bytes
-
-
-def test_the_state_may_be_behind_the_batch() -> None:
-    """New leaves, which stay at their stages, are found by what they are the new value of."""
-    step, make = language_model(optax.sgd(0.1))
-
-    def turned(given: Any, state: Any) -> Any:
-        return step(state, given)[::-1]
-
-    planned = autopar.parallelize(turned, pipeline=autopar.Pipeline(stages_of(2), microbatches=4))
-    found, new = planned(batch(0), make())
-    expected, metrics = jax.jit(step)(make(), batch(0))
-    pairs = zip(jax.tree.leaves((found, new)), jax.tree.leaves((metrics, expected)), strict=True)
-    assert max(float(np.max(np.abs(numbers(a) - numbers(b)))) for a, b in pairs) < 1e-12
-    compiled = planned.latest.compiled
-    staged, program = compiled.program.staged, compiled.analysed
-    homes = {staged.outputs[out]: staged.homes[staged.inputs[leaf]] for leaf, out in program.new_states.items()}
-    assert staged.new_leaves == {var: home for var, home in homes.items() if var.shape}

@@ -21,7 +21,7 @@ from autopar.ir.schedule import Places, devices_from
 from autopar.ir.slicing import eliminate_dead, needed_equations
 
 
-def unflushed(staged: StagedStep, program: Program, places: Places, *, stashes: bool) -> StagedStep:
+def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool) -> StagedStep:
     """The step with what an asynchronous pipeline has besides.
 
     Args:
@@ -33,10 +33,10 @@ def unflushed(staged: StagedStep, program: Program, places: Places, *, stashes: 
     Raises:
       StrategyError: the update of a stage needs leaves of another, or of a version that is gone.
     """
-    return _Unflushed(staged, program, places).run(stashes)
+    return _Cutter(staged, program, places).run(stashes)
 
 
-class _Unflushed:
+class _Cutter:
     def __init__(self, staged: StagedStep, program: Program, places: Places) -> None:
         self._staged, self._program, self._places = staged, program, places
         block = program.block

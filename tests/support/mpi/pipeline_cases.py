@@ -82,7 +82,7 @@ def check_states_without_a_flush() -> None:
     """Saved in mid-epoch; onto other stages; read by all ranks."""
     step, make = language_model(optax.sgd(0.1, momentum=0.9))
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(stages_of(COUNT), "spectrain"))
-    state, folder = make(), Path(os.environ["XDG_CACHE_HOME"]).parent / "unflushed"
+    state, folder = make(), Path(os.environ["XDG_CACHE_HOME"]).parent / "asynchronous"
     for k in range(3):
         state, _ = planned(state, batch(k))
     autopar.save(folder, state)

@@ -34,7 +34,7 @@ Listed = list[tuple[Action, Drops]]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """What a minibatch does.
+    """Holds what a minibatch does.
 
     Attributes:
       calls: Its actions, by the call in which they run, counted from its own.
@@ -72,23 +72,23 @@ class MinibatchLister:
         self._results = [v for v in dict.fromkeys(step.asynchronous.results.values()) if v in made]
 
     def leaf(self, var: Var, version: int) -> Value:
-        """A version of a leaf."""
+        """Names a version of a leaf."""
         return self._name(var, Whole(), self.called(version))
 
     def called(self, number: int) -> int:
-        """The number by which a minibatch or a version is named."""
+        """Returns the number by which a minibatch or a version is named."""
         return number % self._period if self._period else number
 
     def given(self) -> dict[Value, tuple[int, ...]]:
-        """What devices have before the first minibatch."""
+        """Lists what devices have before the first minibatch."""
         return self.versions(0)
 
     def versions(self, version: int) -> dict[Value, tuple[int, ...]]:
-        """A version of all leaves that updates change, and who has it."""
+        """Names a version of all leaves that updates change, and says who has it."""
         return {self.leaf(v, version): self._calls.places[stage] for v, stage in self._step.homes.items()}
 
     def minibatch(self, number: int) -> Minibatch:
-        """What minibatch `number` does, counted from 0."""
+        """Lists what minibatch `number` does, counted from 0."""
         if not self._period or number < self._calls.last:  # the first ones see versions that aren't updated yet
             return self._listed(number)
         key = self.called(number)
@@ -135,7 +135,7 @@ class MinibatchLister:
         return replicas if set(replicas) <= set(makers) else (makers[0],)
 
     def _work(self, call: int, number: int) -> Iterator[Run | Join]:
-        """What is computed in a call: forwards down the stages, backwards up, sums, the update."""
+        """Yields what is computed in a call: forwards down the stages, backwards up, sums, the update."""
         phases = {phase: [p for p in self._step.programs if (p.phase, p.call) == (phase, call)] for phase in _PHASES}
         for phase, programs in phases.items():
             if phase == "update":
@@ -220,7 +220,7 @@ def last_updates(step: StagedStep) -> dict[StageProgram, tuple[Var, ...]]:
     return found
 
 
-def unflushed_timeline(step: StagedStep, minibatches: int, everywhere: Iterable[int] = ()) -> Timeline:
+def asynchronous_timeline(step: StagedStep, minibatches: int, everywhere: Iterable[int] = ()) -> Timeline:
     """The verified timeline of a run from the first minibatch to the end of the last one.
 
     Args:

@@ -1,4 +1,4 @@
-"""`UnflushedRunner`: calls a step whose minibatches follow one another through the stages without a flush.
+"""`AsynchronousRunner`: calls a step whose minibatches follow one another through the stages without a flush.
 
 A call brings a minibatch, and issues what `ir.asynchronous` says. So leaves of the state that it returns stand for a
 `Flight`: what devices hold between calls, and the minibatches that aren't done.
@@ -18,10 +18,10 @@ from autopar.backends.stage_device import StageDevice
 from autopar.errors import StepError
 from autopar.interrupts import uninterrupted
 from autopar.ir.asynchronous import Asynchronous
+from autopar.ir.asynchronous_timeline import Minibatch, MinibatchLister, asynchronous_timeline, last_updates
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Var
 from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
-from autopar.ir.unflushed_timeline import Minibatch, MinibatchLister, last_updates, unflushed_timeline
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.stage_executor import StageExecutor
@@ -33,7 +33,7 @@ from autopar.tables.staged import StageArray
 Array = Any
 
 
-class UnflushedRunner:
+class AsynchronousRunner:
     """Calls a planned step on flat arrays, a minibatch a call.
 
     Args:
@@ -57,7 +57,7 @@ class UnflushedRunner:
         several = len({device.process_index for device in devices}) > 1
         self.donate, self._everywhere = donate, tuple(range(len(devices))) if several else ()
         count = 2 * self.asynchronous.calls.last + 2
-        self.timeline = unflushed_timeline(step, count, self._everywhere)
+        self.timeline = asynchronous_timeline(step, count, self._everywhere)
         donated = _donated(step) if donate and not self.asynchronous.calls.stashes else {}
         self.executor = StageExecutor(step, self.timeline, devices, donated)
         self.messages = self.executor.messages
@@ -97,7 +97,7 @@ class UnflushedRunner:
         flight = self._flight(leaves)
         if flight is None:
             read = [_read(leaf) for leaf in leaves]
-            flight = UnflushedFlight(self, with_own_buffers(read, set(self.moving)) if self.donate else read)
+            flight = AsynchronousFlight(self, with_own_buffers(read, set(self.moving)) if self.donate else read)
             for leaf in leaves if self.donate else ():
                 if isinstance(leaf, PendingArray):
                     leaf.flight.hand_on()
@@ -121,7 +121,7 @@ class UnflushedRunner:
     def rest_of(self, states: Mapping[int, Any]) -> list[dict[int, Any]]:
         """What minibatches returned that ended when these new states were read."""
         flight = next((leaf.flight for leaf in states.values() if isinstance(leaf, PendingArray)), None)
-        return flight.rest_by_number if isinstance(flight, UnflushedFlight) else []
+        return flight.rest_by_number if isinstance(flight, AsynchronousFlight) else []
 
     def structured(self, others: Mapping[int, Any]) -> Any:
         """What a minibatch returns besides the state: the one part that has none of it, or a list of such parts."""
@@ -134,10 +134,10 @@ class UnflushedRunner:
         numbers = jax.tree.leaves(node)
         return bool(numbers) and set(self.new_states.values()).isdisjoint(numbers)
 
-    def _flight(self, leaves: Sequence[Any]) -> UnflushedFlight | None:
+    def _flight(self, leaves: Sequence[Any]) -> AsynchronousFlight | None:
         """The one that goes on: all moving leaves are of its last call."""
         first = leaves[self.moving[0]] if self.moving else None
-        if not isinstance(first, PendingArray) or not isinstance(first.flight, UnflushedFlight):
+        if not isinstance(first, PendingArray) or not isinstance(first.flight, AsynchronousFlight):
             return None
         flight = first.flight
         mine = (
@@ -153,7 +153,7 @@ class UnflushedRunner:
         return {v: leaf.copy() if isinstance(leaf, np.ndarray) else leaf for v, leaf in given}
 
 
-class UnflushedFlight:
+class AsynchronousFlight:
     """Minibatches that follow one another from a state, until it is drained.
 
     Args:
@@ -161,7 +161,7 @@ class UnflushedFlight:
       leaves: The arguments of the first call.
     """
 
-    def __init__(self, runner: UnflushedRunner, leaves: Sequence[Any]) -> None:
+    def __init__(self, runner: AsynchronousRunner, leaves: Sequence[Any]) -> None:
         self._runner, self._step = runner, runner.step
         self._asynchronous: Asynchronous = runner.asynchronous
         self._lister = runner.lister()
@@ -201,7 +201,7 @@ class UnflushedFlight:
         number = self.calls - 1 - self._asynchronous.calls.last
         return number if number >= 0 else None
 
-    def goes_on(self, runner: UnflushedRunner, leaves: Sequence[Any]) -> bool:
+    def goes_on(self, runner: AsynchronousRunner, leaves: Sequence[Any]) -> bool:
         """Whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
         same = all(leaves[k] is leaf for k, leaf in self._constants)
         return self._runner is runner and self._drained is None and same
@@ -229,12 +229,10 @@ class UnflushedFlight:
     def _results(self, number: int) -> dict[int, Any]:
         """What a minibatch returns besides the state; it is forgotten."""
         minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
-        states, names = set(self._runner.new_states.values()), self._asynchronous.results
+        states = set(self._runner.new_states.values())
         places = [k for k in range(len(self._step.outputs)) if k not in states]
-        outputs = [
-            tuple(names.get(a, a) for a in out) if isinstance(out, tuple) else names.get(out, out)  # type: ignore[arg-type]
-            for out in (self._step.outputs[k] for k in places)
-        ]
+        named = [self._asynchronous.returned(self._step.outputs[k]) for k in places]
+        outputs = [each[0] if len(each) == 1 else each for each in named]
         arrays = self._leaves.results(outputs, self._values, minibatch.results, given.__getitem__)
         for value, devices in minibatch.results.items():
             for device in devices:
@@ -245,8 +243,16 @@ class UnflushedFlight:
     @uninterrupted
     def drained(self) -> list[Any]:
         """The moving leaves behind all minibatches. Collective over the ranks of the stages."""
-        if self._drained is not None:
-            return self._drained
+        if self._drained is None:
+            try:
+                self._drained = self._finished()
+            except BaseException:
+                self.hand_on()  # some of its tasks are done, and others aren't
+                raise
+            self._values = self._values.empty()  # versions, changes and copies of leaves are let go
+        return self._drained
+
+    def _finished(self) -> list[Any]:
         executor, asynchronous = self._runner.executor, self._asynchronous
         for call in range(self.calls, self.calls + asynchronous.calls.last):
             results = self._run(call)
@@ -259,8 +265,7 @@ class UnflushedFlight:
             with PROGRESS.during("waiting for the other stages", "waits"):
                 executor.messages.finish()
         outputs = [self._step.inputs[k] for k in self._runner.moving]
-        self._drained = self._leaves.results(outputs, self._values, found, self._argument_of)
-        return self._drained
+        return self._leaves.results(outputs, self._values, found, self._first.__getitem__)
 
     def rest(self) -> list[Any]:
         """What minibatches returned besides the state that ended when it was read, in their order."""
@@ -277,9 +282,6 @@ class UnflushedFlight:
 
     def _is_constant(self, k: int) -> bool:
         return self._runner.inputs[k][0] in self._asynchronous.constants
-
-    def _argument_of(self, var: Var) -> Any:
-        return self._first[var]
 
     def _argument(self, value: Value) -> Any:
         """What a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""
