@@ -34,25 +34,28 @@ def perceptron(layers: int = 8, width: int = 512, examples: int = 4096) -> Model
     return loss, make, {name: random.standard_normal((examples, width), np.float32) for name in "xy"}
 
 
+def lstm_layer(params: Any, x: jax.Array) -> jax.Array:
+    """An LSTM over the second axis, [B, T, W] -> [B, T, W]; `w`, `b` of its inputs, `u` of its state."""
+
+    def turn(state: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
+        h, c = state
+        i, f, g, o = jnp.split(inputs + h @ params["u"], 4, -1)
+        c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    zeros = jnp.zeros_like(x[:, 0])
+    _, hs = jax.lax.scan(turn, (zeros, zeros), jnp.moveaxis(x @ params["w"] + params["b"], 1, 0))
+    return jnp.moveaxis(hs, 0, 1)
+
+
 def lstm(layers: int = 4, width: int = 256, examples: int = 256, length: int = 16, words: int = 2000) -> Model:
     """A language model of LSTM layers, one scan over the words each."""
-
-    def run(params: Any, x: jax.Array) -> jax.Array:
-        def turn(state: Any, inputs: jax.Array) -> tuple[Any, jax.Array]:
-            h, c = state
-            i, f, g, o = jnp.split(inputs + h @ params["u"], 4, -1)
-            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        zeros = jnp.zeros((x.shape[0], width))
-        _, hs = jax.lax.scan(turn, (zeros, zeros), jnp.moveaxis(x @ params["w"] + params["b"], 1, 0))
-        return jnp.moveaxis(hs, 0, 1)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["words"][batch["ids"]]
         for layer in params["layers"]:
-            x = run(layer, x)
+            x = lstm_layer(layer, x)
         return _cross_entropy(x @ params["out"], batch["labels"])
 
     def make(key: jax.Array) -> Any:

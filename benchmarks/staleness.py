@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import autopar
+from benchmarks.pipeline_models import lstm_layer
 
 STAGES, SEEDS, STEPS, EXAMPLES = 4, 5, 400, 128
 SCHEDULES = ("async", "stash", "spectrain")
@@ -116,28 +117,19 @@ def cnn(channels: int = 16, layers: int = 6, side: int = 8, classes: int = 10) -
 def residual_lstm(width: int = 48, layers: int = 4, words: int = 60, length: int = 12) -> Task:
     """LSTM layers, each added to what it is given."""
 
-    def run(params: Any, x: Array) -> Array:
-        def turn(state: Any, inputs: Array) -> tuple[Any, Array]:
-            h, c = state
-            i, f, g, o = jnp.split(inputs + h @ params["u"], 4, -1)
-            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        zeros = jnp.zeros((x.shape[0], width))
-        _, hs = jax.lax.scan(turn, (zeros, zeros), jnp.moveaxis(x @ params["w"], 1, 0))
-        return x + jnp.moveaxis(hs, 0, 1)
-
     def make(key: Array) -> Any:
         first, last, *keys = jax.random.split(key, 2 + 2 * layers)
         pairs = zip(keys[::2], keys[1::2], strict=True)
-        cells = [{"w": _dense(a, width, 4 * width), "u": _dense(b, width, 4 * width)} for a, b in pairs]
+        cells = [
+            {"w": _dense(a, width, 4 * width), "u": _dense(b, width, 4 * width), "b": jnp.zeros(4 * width)}
+            for a, b in pairs
+        ]
         return {"words": jax.random.normal(first, (words, width)), "cells": cells, "last": _dense(last, width, 2)}
 
     def logits(params: Any, ids: Array) -> Array:
         x = params["words"][ids]
         for cell in params["cells"]:
-            x = run(cell, x)
+            x = x + lstm_layer(cell, x)
         return x.mean(1) @ params["last"]
 
     return Task(make, logits, _sentences(words, length), 2e-2)
@@ -250,7 +242,7 @@ def staleness() -> None:
 
 
 def prediction_errors(task: Task, ahead: int, steps: int = STEPS, seed: int = 0) -> list[tuple[float, float]]:
-    """Of each step the RMSE of the weights as they were `ahead` steps before, and of what was predicted then."""
+    """Returns of each step the RMSE of weights as they were `ahead` steps before, and of those predicted then."""
     step, make = step_of(task)
     run, state = jax.jit(step), make(seed)
     weights = [state[0]]

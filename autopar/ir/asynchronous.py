@@ -19,7 +19,7 @@ from autopar.ir.schedule import Kind, Places, Schedule, Task, devices_from, one_
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Which call issues each task, counted from the one that brings its minibatch, and what it sees.
+    """Says which call issues each task, counted from the one that brings its minibatch, and what it sees.
 
     Attributes:
       places: The devices of each stage.

@@ -147,7 +147,7 @@ class MinibatchLister:
                     yield self._run(program, device, number)
 
     def _sums(self, call: int, number: int) -> Iterator[Join]:
-        """Of a minibatch's one part: what the update calls its sums."""
+        """Yields the joins of a minibatch's one part, which the update calls its sums."""
         part = Microbatch(self.called(number))
         for stage, values in self._joins.items():
             if self._calls.backward(stage) == call:

@@ -51,7 +51,7 @@ def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
 
 
 def _versions(plan: PipelinePlan) -> Columns:
-    """Which weights each stage's tasks see, where minibatches follow one another without a flush."""
+    """Tells which weights each stage's tasks see, where minibatches follow one another without a flush."""
     numbers, calls = range(len(plan.stages)), plan.calls
     behind = {"F": [calls.updates[k] for k in numbers]}
     behind["B"] = behind["F"] if calls.stashes else [calls.updates[k] - calls.backward(k) for k in numbers]
@@ -128,7 +128,7 @@ def _synchronous_note(plan: PipelinePlan) -> str:
 
 
 def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
-    """What differs without a flush: the function, by design."""
+    """Tells what differs without a flush: the function, by design."""
     seconds, last = pipeline_seconds(plan), plan.calls.last
     time = f" {seconds * 1e3:.2f} ms each once it is full;" if seconds else ""
     times, period = stage_times(plan), plan.devices * simulate_pipeline(plan).period

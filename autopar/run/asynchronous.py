@@ -69,7 +69,7 @@ class AsynchronousRunner:
         self._clock = jax.jit(lambda *inputs: emit(clock, {})(*inputs))
 
     def lister(self) -> MinibatchLister:
-        """What lists the actions of a flight."""
+        """Makes what lists the actions of a flight."""
         return MinibatchLister(self.step, self._everywhere, again=True)
 
     def lower(self) -> Any:
@@ -119,18 +119,18 @@ class AsynchronousRunner:
         return results, ended
 
     def rest_of(self, states: Mapping[int, Any]) -> list[dict[int, Any]]:
-        """What minibatches returned that ended when these new states were read."""
+        """Returns what minibatches returned that ended when these new states were read."""
         flight = next((leaf.flight for leaf in states.values() if isinstance(leaf, PendingArray)), None)
         return flight.rest_by_number if isinstance(flight, AsynchronousFlight) else []
 
     def structured(self, others: Mapping[int, Any]) -> Any:
-        """What a minibatch returns besides the state: the one part that has none of it, or a list of such parts."""
+        """Gives a minibatch's results besides the state: the one part that has none of it, or a list of such parts."""
         parts = jax.tree.leaves(self._out_tree.unflatten(range(self._out_tree.num_leaves)), is_leaf=self._has_no_state)
         apart = [jax.tree.map(others.__getitem__, part) for part in parts if self._has_no_state(part)]
         return apart[0] if len(apart) == 1 else apart
 
     def _has_no_state(self, node: Any) -> bool:
-        """Of a tree of the results' numbers."""
+        """Says of a tree of the results' numbers whether none is of the state."""
         numbers = jax.tree.leaves(node)
         return bool(numbers) and set(self.new_states.values()).isdisjoint(numbers)
 
@@ -147,7 +147,7 @@ class AsynchronousRunner:
         return flight if all(mine) and flight.goes_on(self, leaves) else None
 
     def _arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
-        """What a minibatch is given, by the step's inputs. NumPy's arrays are copied: they may be filled anew."""
+        """Finds what a minibatch is given, by input. NumPy's arrays are copied: they may be filled anew."""
         pairs = ((parts[0], leaf) for parts, leaf in zip(self.inputs, leaves, strict=True) if len(parts) == 1)
         given = ((v, _read(leaf)) for v, leaf in pairs if v not in self.step.homes)
         return {v: leaf.copy() if isinstance(leaf, np.ndarray) else leaf for v, leaf in given}
@@ -215,7 +215,7 @@ class AsynchronousFlight:
         return self._run(number)
 
     def _run(self, call: int) -> dict[int, Any] | None:
-        """What a call issues, of the newest minibatch first."""
+        """Runs what a call issues, of the newest minibatch first."""
         for number in sorted(self._minibatches, reverse=True):
             actions = self._minibatches[number].calls[call - number] if call - number >= 0 else []
             self._executed(actions)
@@ -227,7 +227,7 @@ class AsynchronousFlight:
         executor.run((pair for pair in actions if executor.takes_part(pair[0])), self._values)
 
     def _results(self, number: int) -> dict[int, Any]:
-        """What a minibatch returns besides the state; it is forgotten."""
+        """Returns what a minibatch returns besides the state, and forgets it."""
         minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
         states = set(self._runner.new_states.values())
         places = [k for k in range(len(self._step.outputs)) if k not in states]
@@ -268,7 +268,7 @@ class AsynchronousFlight:
         return self._leaves.results(outputs, self._values, found, self._first.__getitem__)
 
     def rest(self) -> list[Any]:
-        """What minibatches returned besides the state that ended when it was read, in their order."""
+        """Returns what minibatches returned besides the state that ended when it was read, in their order."""
         self.drained()
         return [self._runner.structured(results) for results in self.rest_by_number]
 
@@ -284,7 +284,7 @@ class AsynchronousFlight:
         return self._runner.inputs[k][0] in self._asynchronous.constants
 
     def _argument(self, value: Value) -> Any:
-        """What a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""
+        """Finds what a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""
         if isinstance(value.part, Microbatch):
             whole, _ = self._step.parts.get(value.var, (value.var, 0))
             return self._given[value.part.number][whole]
@@ -302,14 +302,14 @@ def _read(leaf: Any) -> Any:
 
 
 def _type_of(parts: Sequence[Var]) -> jax.ShapeDtypeStruct:
-    """Of a leaf that several stages may have part by part."""
+    """Returns shape and dtype of a leaf that several stages may have part by part."""
     first = parts[0]
     rows = (sum(v.shape[0] for v in parts),) if len(parts) > 1 else first.shape[:1]
     return jax.ShapeDtypeStruct((*rows, *first.shape[1:]), first.dtype)
 
 
 def _donated(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
-    """Of each update the positions of the leaves that it is the last to read: their buffers take the new ones."""
+    """Returns of each update the positions of the leaves that it is the last to read: their buffers take the new."""
     return {
         program: tuple(k for k, v in enumerate(program.block.inputs) if v in leaves)
         for program, leaves in last_updates(step).items()

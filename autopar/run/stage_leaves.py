@@ -38,7 +38,7 @@ class StageLeaves:
         self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
 
     def arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
-        """What this rank has of each of the step's inputs."""
+        """Finds what this rank has of each of the step's inputs."""
         arrays: dict[Var, Any] = {}
         for parts, leaf in zip(self._inputs, leaves, strict=True):
             arrays |= zip(parts, self._parts(parts, leaf), strict=True)
@@ -52,7 +52,7 @@ class StageLeaves:
                     values.at(value, device)
 
     def _parts(self, parts: Sequence[Var], leaf: Any) -> Sequence[Any]:
-        """What this rank has of the parts of a leaf, which another pipeline may have cut otherwise."""
+        """Finds what this rank has of the parts of a leaf, which another pipeline may have cut otherwise."""
         if len(parts) == 1 and not isinstance(leaf, StageArray):
             return [leaf]
         ends = tuple(itertools.accumulate(var.shape[0] for var in parts))
@@ -62,7 +62,7 @@ class StageLeaves:
         return [array[start:end] for start, end in zip((0, *ends), ends, strict=False)]
 
     def _moved(self, var: Var, place: StagePlace, value: Any) -> Any:
-        """What this rank has of a part; sent there where another pipeline has left it on other ranks."""
+        """Finds what this rank has of a part; sends it where another pipeline has left it on other ranks."""
         messages = self._executor.messages
         places = dict.fromkeys(self._executor.ranks[device] for device in self._leaves.get(var, ((), ()))[1])
         missing, me = [rank for rank in places if rank not in place.ranks], jax.process_index()

@@ -25,7 +25,7 @@ Array = Any
 
 
 class Arguments:
-    """What a call was given, and the microbatches' parts of it.
+    """Holds what a call was given, and the microbatches' parts of it.
 
     Args:
       arrays: By the step's inputs.
@@ -65,7 +65,7 @@ class Values:
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
 
     def empty(self) -> Values:
-        """The same devices, which hold nothing."""
+        """Makes one of the same devices, which hold nothing."""
         return Values(self._devices, self._argument, self._divided)
 
     def has(self, value: Value, device: int) -> bool:

@@ -62,5 +62,5 @@ def _flight(state: Any) -> Flight | None:
 
 
 def _rest(flight: Flight | None) -> list[Any]:
-    """What minibatches returned that were finished when the state was read."""
+    """Returns what minibatches returned that were finished when the state was read."""
     return [] if flight is None else flight.rest()

@@ -36,7 +36,7 @@ class Flight(Protocol):
         ...
 
     def rest(self) -> list[Any]:
-        """What minibatches returned besides the state that ended by that, in their order."""
+        """Returns what minibatches returned besides the state that ended by that, in their order."""
         ...
 
 
@@ -61,7 +61,7 @@ class PendingArray(TableLeaf):
 
     @property
     def place(self) -> int:
-        """Which of their leaves it is."""
+        """Says which of their leaves it is."""
         return self._place
 
     @property
