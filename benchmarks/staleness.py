@@ -9,6 +9,8 @@ ones. The data is made (noisy patterns, words that follow rules), since the pape
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -226,9 +228,14 @@ def train(task: Task, schedule: str, seeds: int = SEEDS, steps: int = STEPS) -> 
 
 
 def staleness() -> None:
-    """Table 1: the loss at the end of training, and the accuracy on new examples, of each method."""
+    """Table 1, in a process of its own, since JAX fixes the number of devices at its start."""
+    subprocess.run([sys.executable, "-m", "benchmarks.staleness"], check=True)
+
+
+def main(*names: str) -> None:
+    """The loss at the end of training, and the accuracy on new examples, of each method; `names`: of these models."""
     jax.config.update("jax_num_cpu_devices", STAGES)
-    for name, of in TASKS.items():
+    for name, of in ((name, TASKS[name]) for name in names or TASKS):
         print(f"{name}: loss of the last {LAST} minibatches, accuracy; mean and deviation of {SEEDS} seeds", flush=True)
         for schedule in ("plain", *SCHEDULES):
             found = list(train(of(), schedule))
@@ -275,3 +282,7 @@ def prediction() -> None:
                 f"{statistics.median(predicted):.2e}; lower in {lower:.0%} of the steps",
                 flush=True,
             )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
