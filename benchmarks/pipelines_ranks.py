@@ -127,6 +127,7 @@ class Rank:
         messages = getattr(getattr(latest, "runner", None), "messages", None)
         if messages is not None:
             messages.finish()
+            time.sleep(0.2)  # what the kernel has still to send
         return sent_by_interface() or 0
 
     def sleep(self, schedule: str, microbatches: int, task_s: float, count: int) -> tuple[float, float]:
