@@ -108,7 +108,8 @@ class Asynchronous:
       clocks: Leaf -> its new value by `clock`.
       constants: Leaves that stay as they are.
       results: What a step returns besides its state -> the same, or a copy of a leaf.
-      differences: Weight that is predicted -> a leaf of the pipeline's own, the change by its last update; 0 before.
+      differences: Weight that is predicted -> leaves of the pipeline's own, 0 before the first update: the change by
+        the last one; where that is of some rows, their numbers, too.
       ahead: Of each stage s, the updates by which its forwards and its backwards predict.
     """
 
@@ -118,7 +119,7 @@ class Asynchronous:
     clocks: Mapping[Var, Atom]
     constants: frozenset[Var]
     results: Mapping[Var, Var]
-    differences: Mapping[Var, Var]
+    differences: Mapping[Var, tuple[Var, ...]]
     ahead: tuple[tuple[int, int], ...] = ()
 
     def returned(self, out: Atom | tuple[Atom, ...]) -> tuple[Atom, ...]:

@@ -89,7 +89,7 @@ def test_a_run_is_its_replay(pipeline: Pipeline, options: dict[str, Any]) -> Non
     ],
 )
 def test_tables_on_their_touched_rows(pipeline: Pipeline, sampled: bool) -> None:
-    """A table is at one stage, which gives its rows to others that look words up in it; its rows aren't predicted."""
+    """A table is at one stage, which gives its rows to others that look words up in it."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(1e-2))
     step, make = language_model(tx, sampled=sampled)
     planned = autopar.parallelize(step, pipeline=pipeline, strategy="ps")
@@ -179,6 +179,35 @@ def test_constant_gradients_are_predicted_exactly(schedule: str) -> None:
         assert max(s for s, _ in ahead) >= 2
         # Stage 0's own backward is the last one: there the weights have the updates of all minibatches before.
         np.testing.assert_array_equal([weights[0] for weights in seen[4:]], [-0.5 * m for m in range(4, len(seen))])
+
+
+def test_touched_rows_are_predicted() -> None:
+    """A row that the last update touched is predicted by its change, others are read as they are."""
+
+    def step(state: Any, batch: Any) -> Any:
+        x, ids = batch
+
+        def loss_of(state: Any) -> Any:
+            rows = state["rows"][ids]  # [B, 2, 3]
+            return jnp.mean(jnp.sum(rows, (1, 2)) + jnp.sum(x * state["w"], -1)), rows
+
+        (loss, rows), grads = jax.value_and_grad(loss_of, has_aux=True)(state)
+        return jax.tree.map(lambda w, g: w - 0.5 * g, state, grads), (rows, loss)
+
+    state = {"rows": jnp.zeros((50, 3)), "w": jnp.zeros(3)}
+    pipeline = Pipeline([["rows"], ["w"]], "spectrain", ahead=[(2, 0), (0, 0)])
+    planned = autopar.parallelize(step, pipeline=pipeline, strategy="ps")
+    touched = [(7, 3), (3, 9), (3, 9), (9, 0), (49, 3), (3, 49), (3, 49)] * 2
+    batches = [(np.ones((4, 3), np.float32), np.tile(np.asarray(ids, np.int32), (4, 1))) for ids in touched]
+    seen = [np.asarray(rows)[0, :, 0] for _, _, (rows, _) in autopar.paired(planned, state, batches)]
+    plan = planned.latest.compiled.plan
+    assert plan.table("rows").lifted
+    for m, rows in enumerate(seen):
+        done = touched[: plan.pipeline.calls.version("F", 0, m)]
+        expected = [
+            -0.5 * (sum(r in ids for ids in done) + 2 * (done[-1:] != [] and r in done[-1])) for r in touched[m]
+        ]
+        np.testing.assert_array_equal(rows, expected)
 
 
 def test_a_wrong_prediction_is_seen() -> None:
