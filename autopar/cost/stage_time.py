@@ -126,5 +126,5 @@ def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:
     sizes = [round(activations) for activations in simulate_pipeline(plan).held]
     for k, stage in enumerate(plan.stages):
         for device in stage.devices:
-            sizes[device] += stage.state_bytes + (1 + plan.copies_of_weights(k)) * stage.gradient_bytes
+            sizes[device] += stage.state_bytes + stage.gradient_bytes + plan.version_bytes(k)
     return tuple(sizes)

@@ -23,7 +23,8 @@ class StagePlan:
       flops: Floating-point operations of its products for a microbatch.
       ahead_bytes, back_bytes: Sent for a microbatch to later stages, and to earlier ones.
       state_bytes: Of its weights, slots and other leaves, and of copies of other stages' weights.
-      gradient_bytes: Of the sums that it keeps over the microbatches.
+      gradient_bytes: Of the sums that it keeps over the microbatches: of tables the touched rows.
+      weight_bytes: Of its weights.
       activation_bytes: What the forward of a microbatch leaves for its backward.
       exchanged_bytes, exchanges: What each device of a tensor axis sends to the others for a microbatch, and how often.
     """
@@ -37,6 +38,7 @@ class StagePlan:
     back_bytes: int = 0
     state_bytes: int = 0
     gradient_bytes: int = 0
+    weight_bytes: int = 0
     activation_bytes: int = 0
     exchanged_bytes: int = 0
     exchanges: int = 0
@@ -108,10 +110,11 @@ class PipelinePlan:
         """When an asynchronous one issues its tasks."""
         return Calls(self.places, self.updates, self.last, stashes=self.schedule == "stash")
 
-    def copies_of_weights(self, stage: int) -> int:
+    def version_bytes(self, stage: int) -> int:
         """Counts what a device of a stage holds of its weights besides them: stashed versions, or the last change."""
-        stashed = self.calls.stashed(stage) if self.updates else 0
-        return stashed + bool(self.ahead and any(self.ahead[stage]))
+        own = self.stages[stage]
+        stashed = self.calls.stashed(stage) * own.weight_bytes if self.updates else 0
+        return stashed + own.gradient_bytes * bool(self.ahead and any(self.ahead[stage]))
 
     @property
     def scheduled(self) -> Schedule:

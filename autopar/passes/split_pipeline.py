@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from autopar.analysis.tensor import Division
 from autopar.cost.measurements import Measurements
 from autopar.cost.stage_time import pipeline_memory, stage_times
 from autopar.cost.units import format_bytes
@@ -21,7 +22,7 @@ from autopar.ir.schedule import AsynchronousRule
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.passes.staging.asynchronous import without_flush
 from autopar.passes.staging.divided import DividedLeaves
-from autopar.passes.staging.loads import StageLoad, stage_loads
+from autopar.passes.staging.loads import StageLoad, held_bytes, stage_loads
 from autopar.passes.staging.parts import find_parts, label_parts, other_homes, untied
 from autopar.passes.staging.prediction import with_prediction
 from autopar.passes.staging.programs import StageCutter
@@ -61,7 +62,7 @@ def split_pipeline(
         parts, labels = with_remat(parts, labels, pipeline.count)
     division = divided.within(chosen.cut).follow(parts)
     loads = stage_loads(parts, labels, homes, pipeline.places, division)
-    plan = _plan(program, pipeline, weights, homes, loads, measured)
+    plan = _plan(program, pipeline, weights, homes, loads, division, measured)
     statistics = parts.step.params.get("statistics", ())
     plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
@@ -93,6 +94,7 @@ def _plan(
     weights: Sequence[Var],
     homes: Mapping[Var, int],
     loads: Sequence[StageLoad],
+    division: Division,
     measured: Measurements,
 ) -> PipelinePlan:
     paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
@@ -109,6 +111,7 @@ def _plan(
                 back_bytes=load.back,
                 state_bytes=load.state + sum(load.copies.values()),
                 gradient_bytes=load.gradient,
+                weight_bytes=sum(held_bytes(v, division) for v in weights if homes[v] == k),
                 activation_bytes=load.activation,
                 exchanged_bytes=round(sum(load.exchanged.values())),
                 exchanges=sum(load.calls.values()),

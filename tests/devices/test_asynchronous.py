@@ -287,18 +287,26 @@ def test_a_drain_that_fails_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_versions_take_memory() -> None:
-    """A stash holds a version of stage 0's weights for each stage behind it; a prediction the last change of each."""
-    step, make = language_model(SGD)
-    plans = {
-        schedule: autopar.plan(autopar.parallelize(step, pipeline=Pipeline(stages_of(3), schedule)), make(), batch(0))
-        for schedule in ("async", "stash", "spectrain")
-    }
-    sizes = {schedule: pipeline_memory(plan.pipeline) for schedule, plan in plans.items()}
-    weights = [stage.gradient_bytes for stage in plans["async"].pipeline.stages]
-    more = {name: [a - b for a, b in zip(size, sizes["async"], strict=True)] for name, size in sizes.items()}
-    assert more["stash"] == [2 * weights[0], weights[1], 0]
-    ahead = plans["spectrain"].pipeline.ahead
-    assert more["spectrain"] == [w * any(s) for w, s in zip(weights, ahead, strict=True)]
+    """A stash holds a version of stage 0's weights for each stage behind it, of whole tables, too; a prediction the
+    last change of each, of tables' touched rows."""
+    step, make = language_model(optax.adagrad(1e-2))
+    for strategy in ("auto", "ps"):
+        plans = {
+            schedule: autopar.plan(
+                autopar.parallelize(step, pipeline=Pipeline(stages_of(3), schedule), strategy=strategy),
+                make(),
+                batch(0),
+            ).pipeline
+            for schedule in ("async", "stash", "spectrain")
+        }
+        sizes = {schedule: pipeline_memory(plan) for schedule, plan in plans.items()}
+        weights, sums = (
+            [getattr(stage, name) for stage in plans["async"].stages] for name in ("weight_bytes", "gradient_bytes")
+        )
+        assert (sums[0] != weights[0]) == (strategy == "ps") and sums[1] == weights[1]
+        more = {name: [a - b for a, b in zip(size, sizes["async"], strict=True)] for name, size in sizes.items()}
+        assert more["stash"] == [2 * weights[0], weights[1], 0]
+        assert more["spectrain"] == [w * any(s) for w, s in zip(sums, plans["spectrain"].ahead, strict=True)]
 
 
 def test_asynchronous_stages_are_asked_for() -> None:

@@ -138,16 +138,16 @@ def stage_loads(
             continue
         loads[home].homed.add(outer[inner])
         for stage in {r.stage for r in readers} - {home}:
-            loads[stage].copies[outer[inner]] = _held(inner, division)
+            loads[stage].copies[outer[inner]] = held_bytes(inner, division)
             for border in _borders(home, stage):
                 loads[border].tied += 2 * _bytes(inner)
     for inner, outer_var in zip(parts.body.outputs, parts.step.outputs, strict=True):
         if isinstance(inner, Var) and inner in made:
-            size, label = _held(outer_var, division), made[inner]
+            size, label = held_bytes(outer_var, division), made[inner]
             loads[label.stage].gradient += size
             loads[label.stage].moved[label.direction] += 2 * size  # the sum so far is read, and written
     for var, stage in homes.items():
-        loads[stage].state += _held(var, division)
+        loads[stage].state += held_bytes(var, division)
     return loads
 
 
@@ -190,7 +190,7 @@ def _add_value(
         own.ahead, own.back = (own.ahead + size, own.back) if stage > made.stage else (own.ahead, own.back + size)
     kept = {r.stage for r in readers if made.direction == "F" and r.direction != "F"}
     for stage in kept:
-        loads[stage].activation += _held(var, division)
+        loads[stage].activation += held_bytes(var, division)
 
 
 def _borders(start: int, end: int) -> Iterator[int]:
@@ -198,7 +198,7 @@ def _borders(start: int, end: int) -> Iterator[int]:
     return iter(range(min(start, end) + 1, max(start, end) + 1))
 
 
-def _held(var: Var, division: Division) -> int:
+def held_bytes(var: Var, division: Division) -> int:
     """Bytes of what a device has of a value."""
     return -(-_bytes(var) // division.devices) if var in division.axes else _bytes(var)
 
