@@ -37,6 +37,7 @@ with paused_collection():
     from autopar.planning.explanation import Explanation
     from autopar.planning.plan import plan
     from autopar.planning.simulate import Simulation, simulate
+    from autopar.planning.staleness import Staleness, staleness
     from autopar.planning.verification import Verification
     from autopar.planning.verify import verify
     from autopar.planning.why import Why, why
@@ -80,6 +81,7 @@ __all__ = [
     "Restored",
     "Simulation",
     "StageArray",
+    "Staleness",
     "StateError",
     "StateWarning",
     "StepError",
@@ -106,6 +108,7 @@ __all__ = [
     "save",
     "shard",
     "simulate",
+    "staleness",
     "uninterrupted",
     "verify",
     "watchdog",

@@ -49,6 +49,11 @@ class Calls:
         late = kind == "B" and not self.stashes
         return max(0, minibatch + late * self.backward(stage) - self.updates[stage])
 
+    def missed(self, stage: int) -> tuple[int, int]:
+        """Counts the updates by earlier minibatches that a forward misses, and a backward, in a full pipeline."""
+        forward = self.updates[stage]
+        return forward, forward if self.stashes else forward - self.backward(stage)
+
     def awaited(self, stage: int) -> int:
         """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all of them."""
         return 0 if self.updates[stage] > self.soonest(self.places).updates[stage] else stage

@@ -53,9 +53,7 @@ def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
 def _versions(plan: PipelinePlan) -> Columns:
     """Tells which weights each stage's tasks see, where minibatches follow one another without a flush."""
     numbers, calls = range(len(plan.stages)), plan.calls
-    behind = {"F": [calls.updates[k] for k in numbers]}
-    behind["B"] = behind["F"] if calls.stashes else [calls.updates[k] - calls.backward(k) for k in numbers]
-    columns = {f"{kind} misses": of for kind, of in behind.items()}
+    columns = {f"{kind} misses": [calls.missed(k)[i] for k in numbers] for i, kind in enumerate("FB")}
     if plan.ahead:
         equations = [by_the_equations(k, len(plan.stages)) for k in numbers]
         for i, kind in enumerate(("F", "B")):

@@ -6,7 +6,7 @@ The oracle of asynchronous pipelines, which are another function than the step o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from autopar.backends.stage_device import StageDevice
 from autopar.ir.asynchronous_timeline import asynchronous_timeline
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var
-from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
+from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value, Whole
 from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
 
 Array = Any
+#: Told of each version of a leaf when it is made.
+Watch = Callable[[Value, Array], None]
 
 
 def replay(
@@ -29,6 +31,7 @@ def replay(
     timeline: Timeline,
     arguments: Mapping[Var, Array],
     minibatches: Sequence[Mapping[Var, Array]] = (),
+    watch: Watch | None = None,
 ) -> dict[Value, Array]:
     """Returns the results of a timeline.
 
@@ -40,6 +43,7 @@ def replay(
       timeline: Of all devices.
       arguments: What the call was given, and the leaves of the state; of a leaf in several stages its parts.
       minibatches: Without a flush, what each minibatch was given.
+      watch: Called with each version of a leaf, the first ones, too, and by each replica.
 
     Raises:
       KeyError: a device reads what it doesn't have.
@@ -55,6 +59,8 @@ def replay(
         return device.put(jnp.zeros(value.var.shape, value.var.dtype) if given is None else given)
 
     held = {(k, value): first(value) for value, devices in timeline.given.items() for k in devices}
+    for (_, value), array in held.items() if watch is not None else ():
+        watch(value, array)
 
     def read(k: int, value: Value) -> Array:
         if (k, value) in held or value not in timeline.arguments:
@@ -74,7 +80,11 @@ def replay(
             operands, number = [read(at, value) for value in action.reads], (action.microbatch or 0) % step.microbatches
             sums, results = program.run(np.int32(number), sums, *operands)
             held |= {(at, name): total for name, total in zip(names, sums, strict=True)}
-            held |= {(at, action.writes[k]): x for k, x in zip(executable.read, results, strict=True)}
+            written = {action.writes[k]: x for k, x in zip(executable.read, results, strict=True)}
+            held |= {(at, value): x for value, x in written.items()}
+            for value, array in written.items() if watch is not None else ():
+                if isinstance(value.part, Whole):
+                    watch(value, array)
         elif isinstance(action, Send):
             held[action.target, action.value] = read(action.source, action.value)
         else:
@@ -91,7 +101,10 @@ def replay(
 
 
 def replay_minibatches(
-    step: StagedStep, new_states: Mapping[int, int], minibatches: Sequence[Sequence[Array]]
+    step: StagedStep,
+    new_states: Mapping[int, int],
+    minibatches: Sequence[Sequence[Array]],
+    watch: Watch | None = None,
 ) -> list[list[Array | None]]:
     """Returns what a step without a flush returns for each minibatch, drained behind the last one.
 
@@ -99,6 +112,7 @@ def replay_minibatches(
       step: The programs.
       new_states: Number of an input that is state -> number of the output that is its new value.
       minibatches: Flat arguments of each call. States are taken from the first one.
+      watch: As in `replay`.
 
     Returns:
       For each minibatch its flat results; of the state those behind the last one alone, None before.
@@ -113,7 +127,7 @@ def replay_minibatches(
         each |= clocks
         clocks = dict(zip(asynchronous.clocks, clock(*(each[v] for v in asynchronous.clock.inputs)), strict=True))
     timeline = asynchronous_timeline(step, len(minibatches))
-    found = replay(step, timeline, given[0], given)
+    found = replay(step, timeline, given[0], given, watch)
     made = {(v.var, v.part.number if isinstance(v.part, Microbatch) else -1): x for v, x in found.items()}
 
     def result(k: int, number: int) -> Array | None:

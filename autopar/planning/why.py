@@ -11,7 +11,9 @@ from autopar.cost.rates import NO_TIME
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Plan, TablePlan, require_plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.strategy import METHODS, TENSOR, Method, split_method
+from autopar.planning.why_schedule import schedule_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,16 @@ class Why:
 def why(plan: Plan, path: str, method: Method) -> Why:
     """Why a table isn't trained by another method: what that would take, beside what was chosen.
 
+    Of a weight in a pipeline's stage, `method` may be a schedule: which updates its tasks miss by that one.
+
     Args:
       plan: Of the step.
-      path: Of a table.
-      method: As in a strategy: `"allreduce"`, `("ps", "hosts")`.
+      path: Of a table, or of a weight in a stage.
+      method: As in a strategy: `"allreduce"`, `("ps", "hosts")`; or a schedule: `"stash"`, `"1f1b"`.
 
     Raises:
       StrategyError: there is no such method.
-      ArgumentsError: "auto" is none; or there is no such table.
+      ArgumentsError: "auto" is none; or there is no such table or weight, or no pipeline for a schedule.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -105,6 +109,10 @@ def why(plan: Plan, path: str, method: Method) -> Why:
       True
     """
     require_plan(plan, "why")
+    if isinstance(method, str) and method in SCHEDULES:
+        if plan.pipeline is None:
+            raise ArgumentsError(f"{method!r} is a schedule, and the plan of {plan.step} has no pipeline")
+        return Why(path, schedule_text(plan.pipeline, path, method))
     wanted, where = split_method(method)
     if wanted == "auto":
         raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS[1:])}")

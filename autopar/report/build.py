@@ -15,6 +15,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.planning.simulate import Simulation, simulate
+from autopar.planning.staleness import Staleness
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
@@ -57,6 +58,7 @@ def report(
     cluster: ClusterSpec | None = None,
     measured: Measured | None = None,
     table: str | None = None,
+    staleness: Staleness | None = None,
 ) -> Report:
     """Figures and tables of a plan: what each method sends, what a step takes, and what limits it on more devices.
 
@@ -67,13 +69,15 @@ def report(
     - parts, methods: predicted time of a step by part, and of its work on the table by method.
     - speedup: simulated on 1 to 10,000 devices, with what takes most of a step.
     - measured: predicted against measured times.
-    - Of a pipeline, schedule and devices: each device's tasks in time; how long it computes and waits.
+    - Of a pipeline, schedule and devices: each device's tasks in time; how long it computes and waits. Of an
+      asynchronous one, staleness: how far stale weights, and predicted ones, are from those that they stand for.
 
     Args:
       plan: Of `autopar.plan`.
       cluster: Whose devices are simulated; the plan's by default.
       measured: Times of steps, in seconds: label -> (predicted, measured), or (label, predicted, measured) of each.
       table: The path of the table that figures are of; the one with the most bytes by default.
+      staleness: What `autopar.staleness` measured.
 
     Raises:
       ArgumentsError: matplotlib isn't installed; `plan` is none; there is no such table, or its sizes aren't known; or
@@ -93,7 +97,7 @@ def report(
     if not isinstance(plan, Plan):
         raise ArgumentsError("report takes a plan: report(autopar.plan(step, state, batch, cluster=...))")
     if plan.pipeline is not None:
-        return _report_stages(made, plan, plan.pipeline, timings(measured) if measured is not None else ())
+        return _report_stages(made, plan, plan.pipeline, timings(measured) if measured is not None else (), staleness)
     shown = _shown(plan, table)
     where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
     measured_times = timings(measured) if measured is not None else ()
@@ -113,7 +117,9 @@ def report(
     return Report(title, made.figures, made.captions, made.tables, tuple(made.notes))
 
 
-def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: Sequence[Timing]) -> Report:
+def _report_stages(
+    made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: Sequence[Timing], staleness: Staleness | None
+) -> Report:
     from autopar.report import stages  # draws
 
     simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
@@ -132,6 +138,16 @@ def _report_stages(made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: S
         "What each device does while the microbatches are in the pipeline: it computes (blue) or waits (grey).",
         stages.device_figure(pipeline),
     )
+    if pipeline.updates:
+        made.tables["versions"] = stages.version_rows(pipeline)
+    if staleness is not None and staleness.tasks:
+        made.tables["staleness"] = stages.staleness_rows(staleness)
+        made.draw(
+            "staleness",
+            "How far the weights that tasks find are from those that are there when their minibatch's last backward "
+            "starts (root of the mean square), as they are (stale), and as they are predicted.",
+            stages.staleness_figure(staleness),
+        )
     if not pipeline.is_timed:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
     if measured:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
 from matplotlib.patches import Rectangle
 
 from autopar.cost.stage_time import simulate_pipeline
 from autopar.ir.stage_plan import PipelinePlan
+from autopar.planning.staleness import Staleness
 from autopar.report.data import TableRow
 from autopar.report.style import (
     BLUE,
@@ -21,6 +23,7 @@ from autopar.report.style import (
     blank,
     fit_size,
     format_seconds,
+    label_ends,
     name_axes,
 )
 
@@ -83,6 +86,52 @@ def device_figure(plan: PipelinePlan) -> ReportFigure:
     axes.set_xticks([])
     name_axes(axes, "time of the microbatches", "device")
     return fit_size(figure)
+
+
+def staleness_figure(measured: Staleness) -> ReportFigure:
+    """How far weights are from those that they stand for, as in SpecTrain's figure 8: as they are, and as predicted.
+    Of each stage's forwards, or of backwards where these miss nothing."""
+    tasks = {task.stage: task for task in reversed(measured.tasks)}
+    shown = [tasks[stage] for stage in sorted(tasks)]
+    figure, panels = blank(width=max(WIDTH, 1.75 * len(shown)), panels=len(shown))
+    for axes, task in zip(panels, shown, strict=True):
+        updates = range(1, len(task.stale) + 1)
+        axes.plot(updates, task.stale, color=ORANGE, linewidth=1.2)
+        axes.plot(updates, task.predicted, color=BLUE, linewidth=1.2)
+        axes.set_ylim(bottom=0)
+        axes.ticklabel_format(axis="y", scilimits=(-2, 2))
+        what = f"{task.kind} of stage {task.stage}, s = {task.ahead}"
+        name_axes(axes, "updates", "RMSE" if axes is panels[0] else "", title=what)
+    label_ends(panels[-1], [(shown[-1].stale[-1], "stale", ORANGE), (shown[-1].predicted[-1], "predicted", BLUE)])
+    return fit_size(figure)
+
+
+def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
+    """A row for the forwards, and one for the backwards, of each stage that miss updates; medians."""
+    return [
+        {
+            "stage": task.stage,
+            "task": _WORDS[task.kind],
+            "s": task.ahead,
+            "RMSE stale": statistics.median(task.stale),
+            "RMSE predicted": statistics.median(task.predicted),
+        }
+        for task in measured.tasks
+    ]
+
+
+def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
+    """A row for each stage of an asynchronous pipeline: the updates that its tasks miss, and what is done about it."""
+    return [
+        {
+            "stage": k,
+            "forward misses": forward,
+            "backward misses": backward,
+            **({} if not plan.ahead else {"forward predicts": plan.ahead[k][0], "backward predicts": plan.ahead[k][1]}),
+            "stashed versions": plan.calls.stashed(k),
+        }
+        for k, (forward, backward) in enumerate(map(plan.calls.missed, range(len(plan.stages))))
+    ]
 
 
 def stage_rows(plan: PipelinePlan) -> Sequence[TableRow]:

@@ -339,6 +339,46 @@ def test_batches_may_be_filled_anew() -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_staleness_is_measured() -> None:
+    """Weights that move by 0.5 in each update are s times that from where they will be; predicted they are there."""
+    step, state, x = linear(4)
+    planned = autopar.parallelize(step, pipeline=Pipeline([[str(k)] for k in range(4)], "spectrain"))
+    plan = autopar.plan(planned, state, x)
+    found = autopar.staleness(planned, state, [x] * 9)
+    assert [(t.stage, t.kind, t.ahead) for t in found.tasks] == [
+        (k, kind, s) for k, each in enumerate(plan.pipeline.ahead) for kind, s in zip("FB", each, strict=True) if s
+    ]
+    for task in found.tasks:
+        assert task.stale == (0.5 * task.ahead,) * (9 - task.ahead) and set(task.predicted) == {0.0}
+    assert re.search(r"0 +F +3 +1.50e\+00 +0.00e\+00 +100%", str(found))
+    report = autopar.report(plan, staleness=found)
+    assert "staleness" in report.figures and len(report.tables["versions"]) == 4
+    assert report.tables["staleness"][0]["RMSE stale"] == 1.5
+    with pytest.raises(autopar.ArgumentsError, match="4 batches; versions are compared over 3 updates"):
+        autopar.staleness(planned, state, [x] * 4)
+    synchronous = autopar.parallelize(step, pipeline=Pipeline(2, microbatches=2))
+    with pytest.raises(autopar.ArgumentsError, match="no asynchronous pipeline"):
+        autopar.staleness(synchronous, state, [x] * 9)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        ("spectrain", "miss 2 updates of .* predict the weights 3 and 1 updates ahead$"),
+        ("async", "By async its forwards miss 2 updates of earlier minibatches, its backwards none$"),
+        ("stash", "its backwards 2, for which 2 older versions of the stage's weights"),
+        ("1f1b", "By 1f1b no task misses an update"),
+    ],
+)
+def test_why_a_stage_has_no_other_schedule(schedule: str, told: str) -> None:
+    step, make = language_model(SGD)
+    pipeline = Pipeline(stages_of(4), "spectrain", ahead=[(3, 0), (3, 1), (2, 1), (2, 2)])
+    plan = autopar.plan(autopar.parallelize(step, pipeline=pipeline), make(), batch(0))
+    assert re.search(told, str(autopar.why(plan, plan.pipeline.stages[1].weights[0], schedule)))
+    with pytest.raises(autopar.ArgumentsError, match="no weight of a stage"):
+        autopar.why(plan, "nothing", schedule)
+
+
 def test_what_is_told(tmp_path: Path) -> None:
     step, make = language_model(SGD)
     planned = autopar.parallelize(step, pipeline=Pipeline(stages_of(4), "spectrain"))
