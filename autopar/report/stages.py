@@ -99,7 +99,7 @@ def staleness_figure(measured: Staleness) -> ReportFigure:
         axes.plot(updates, task.stale, color=ORANGE, linewidth=1.2)
         axes.plot(updates, task.predicted, color=BLUE, linewidth=1.2)
         axes.set_ylim(bottom=0)
-        axes.ticklabel_format(axis="y", scilimits=(-2, 2))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
         what = f"{task.kind} of stage {task.stage}, s = {task.ahead}"
         name_axes(axes, "updates", "RMSE" if axes is panels[0] else "", title=what)
     label_ends(panels[-1], [(shown[-1].stale[-1], "stale", ORANGE), (shown[-1].predicted[-1], "predicted", BLUE)])
