@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from autopar.cost.stage_time import Simulated, StageTimes, simulate_schedule
 from autopar.ir.asynchronous import Calls
-from autopar.ir.schedule import Kind, Schedule, Task
+from autopar.ir.schedule import Kind, Places, Schedule, Task
 
 #: Of two times that are the same but for rounding, as a share of a minibatch's.
 _SAME = 1e-6
+#: Of slack, and the period that it may have beside the shortest one.
+_MOST_SLACK, _NEAR = 3, 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,21 @@ def steps_ahead(calls: Calls, times: StageTimes) -> tuple[tuple[int, int], ...]:
         return statistics.mode(found[Task(kind, stage, m)] for m in steady)
 
     return tuple((of("F", k), of("B", k)) for k in range(len(calls.places)))
+
+
+def choose_slack(places: Places, times: StageTimes) -> int:
+    """Returns how many minibatches more, for each border between stages, hide the links: as few as come near the best.
+
+    Without them there is one minibatch in flight for each device, and a stage waits where what comes back over links
+    takes longer than the other stages compute.
+
+    Args:
+      places: The devices of each stage.
+      times: Of tasks and sends.
+    """
+    calls = [Calls.soonest(places, slack=slack) for slack in range(_MOST_SLACK + 1)]
+    periods = [simulate_schedule(each.schedule(each.enough), times).period for each in calls]
+    return next(slack for slack, period in enumerate(periods) if period <= _NEAR * min(periods))
 
 
 def _updated(calls: Calls, stage: int, device: int, schedule: Schedule, simulated: Simulated) -> Iterator[float]:

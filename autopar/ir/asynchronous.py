@@ -1,7 +1,8 @@
 """When an asynchronous pipeline does what: one minibatch a call, no flush, an update behind each backward. Data only.
 
 Call t brings minibatch t. Stage k runs F(t), then B(t - b) of the minibatch that came b calls before, one for each
-device behind the stage's own (1F1B without its end), then the update of minibatch t - u. So the version of a leaf that
+device behind the stage's own (1F1B without its end), and one for each border behind it where slow links are to be
+hidden; then the update of minibatch t - u. So the version of a leaf that
 a task sees, the number of updates that it has behind it, follows from the calls, whatever the tasks take.
 
 Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap et al., 2018), section 3.
@@ -9,12 +10,13 @@ Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.ir.program import Atom, Block, Var
-from autopar.ir.schedule import Kind, Places, Schedule, Task, devices_from, one_f_one_b
+from autopar.ir.schedule import Kind, Places, Schedule, Task, forwards_ahead, one_f_one_b
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +29,25 @@ class Calls:
         stages (the factor of a clip by the global norm) for a call that comes later than theirs.
       last: When all of a minibatch is done.
       stashes: Whether a backward sees the version that its forward saw.
+      slack: Minibatches more, for each border between stages, than there are devices: they are on links.
     """
 
     places: Places
     updates: tuple[int, ...]
     last: int
     stashes: bool = False
+    slack: int = 0
 
     @staticmethod
-    def soonest(places: Places, *, stashes: bool = False) -> Calls:
+    def soonest(places: Places, *, stashes: bool = False, slack: int = 0) -> Calls:
         """Returns those of updates that need no other stage."""
-        updates = tuple(devices_from(places, k) + len(replicas) - 2 for k, replicas in enumerate(places))
-        return Calls(places, updates, max(updates), stashes)
+        made = Calls(places, (), 0, stashes, slack)
+        updates = tuple(made.backward(k) + len(replicas) - 1 for k, replicas in enumerate(places))
+        return dataclasses.replace(made, updates=updates, last=max(updates))
 
     def backward(self, stage: int) -> int:
         """Returns b of a stage."""
-        return devices_from(self.places, stage) - 1
+        return forwards_ahead(self.places, stage, self.slack) - 1
 
     def version(self, kind: Kind, stage: int, minibatch: int) -> int:
         """Returns the version of its stage's leaves that a task sees."""
@@ -56,7 +61,7 @@ class Calls:
 
     def awaited(self, stage: int) -> int:
         """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all of them."""
-        return 0 if self.updates[stage] > self.soonest(self.places).updates[stage] else stage
+        return 0 if self.updates[stage] > self.soonest(self.places, slack=self.slack).updates[stage] else stage
 
     def stashed(self, stage: int) -> int:
         """Counts the old versions that a device of a stage keeps for backwards."""
@@ -75,7 +80,7 @@ class Calls:
 
     def schedule(self, minibatches: int) -> AsynchronousSchedule:
         """Lists the tasks of so many minibatches."""
-        made = one_f_one_b(self.places, minibatches)
+        made = one_f_one_b(self.places, minibatches, self.slack)
         return AsynchronousSchedule("stash" if self.stashes else "async", self.places, made.orders, self)
 
 

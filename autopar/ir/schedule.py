@@ -105,12 +105,12 @@ def gpipe(places: Places, microbatches: int) -> Schedule:
     return _by_stages("gpipe", places, microbatches, lambda stage: microbatches)
 
 
-def one_f_one_b(places: Places, microbatches: int) -> Schedule:
+def one_f_one_b(places: Places, microbatches: int, slack: int = 0) -> Schedule:
     """A forward and a backward in turn as soon as there is one: stage k holds the activations of S - k microbatches.
 
     A stage of several devices holds as many as there are devices from it on, spread over its replicas.
     """
-    return _by_stages("1f1b", places, microbatches, lambda stage: devices_from(places, stage))
+    return _by_stages("1f1b", places, microbatches, lambda stage: forwards_ahead(places, stage, slack))
 
 
 def zero_bubble(places: Places, microbatches: int) -> Schedule:
@@ -144,6 +144,12 @@ def interleaved(places: Places, microbatches: int) -> Schedule:
 def devices_from(places: Places, stage: int) -> int:
     """Counts the devices of the stages from one on."""
     return sum(map(len, places[stage:]))
+
+
+def forwards_ahead(places: Places, stage: int, slack: int = 0) -> int:
+    """Counts the forwards of a stage before its first backward: one for each device from there on, and `slack` for each
+    border between stages."""
+    return devices_from(places, stage) + slack * (len(places) - 1 - stage)
 
 
 def _by_stages(

@@ -58,6 +58,7 @@ class PipelinePlan:
       candidates: Where the number of stages was chosen, what there was to choose from, in words, and its seconds.
       updates: Of an asynchronous pipeline the call of each stage's update, counted from the minibatch's; else none.
       last: When all of a minibatch is done, what it returns, too.
+      slack: Of an asynchronous one, minibatches for each border between stages besides those of devices.
       ahead: Of one that predicts, s of each stage: of its forwards and of its backwards.
       statistics: Lines of sums over the batch that are taken over each microbatch: the step is another function.
     """
@@ -72,6 +73,7 @@ class PipelinePlan:
     send_byte_s: float = 0.0
     updates: tuple[int, ...] = ()
     last: int = 0
+    slack: int = 0
     ahead: tuple[tuple[int, int], ...] = ()
     statistics: tuple[str, ...] = ()
     candidates: tuple[tuple[str, float], ...] = ()
@@ -103,12 +105,13 @@ class PipelinePlan:
             remat=self.remat,
             statistics="microbatch" if self.statistics else "batch",
             ahead=self.ahead or None,
+            slack=self.slack if self.updates else None,
         )
 
     @property
     def calls(self) -> Calls:
         """When an asynchronous one issues its tasks."""
-        return Calls(self.places, self.updates, self.last, stashes=self.schedule == "stash")
+        return Calls(self.places, self.updates, self.last, self.schedule == "stash", self.slack)
 
     def version_bytes(self, stage: int) -> int:
         """Counts what a device of a stage holds of its weights besides them: stashed versions, or the last change."""

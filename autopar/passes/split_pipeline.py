@@ -14,8 +14,9 @@ from autopar.analysis.tensor import Division
 from autopar.cost.measurements import Measurements
 from autopar.cost.stage_time import pipeline_memory, stage_times
 from autopar.cost.units import format_bytes
-from autopar.cost.versions import steps_ahead
+from autopar.cost.versions import choose_slack, steps_ahead
 from autopar.errors import StrategyError
+from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import Pipeline, StagedStep
 from autopar.ir.program import Program, Var
 from autopar.ir.schedule import AsynchronousRule
@@ -78,10 +79,12 @@ def _without_flush(
     """The step and its plan where minibatches follow one another without a flush."""
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
-    staged = without_flush(staged, program, plan.places, stashes=rule.stashes)
+    plan = dataclasses.replace(plan, updates=Calls.soonest(plan.places).updates, statistics=())
+    slack = choose_slack(plan.places, stage_times(plan)) if pipeline.slack is None else pipeline.slack
+    staged = without_flush(staged, program, plan.places, stashes=rule.stashes, slack=slack)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
-    plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, statistics=())
+    plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
     if not rule.predicts:
         return staged, plan
     ahead = pipeline.ahead or steps_ahead(calls, stage_times(plan))

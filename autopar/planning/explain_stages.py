@@ -115,6 +115,15 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     return notes
 
 
+def _slack_notes(plan: PipelinePlan) -> Sequence[str]:
+    if not plan.slack:
+        return []
+    return [
+        f"{plan.slack} minibatch{'es' * (plan.slack > 1)} more for each border between stages are in flight, to hide "
+        "links: as many updates more are missed (slack=0 has one minibatch in flight for each device)."
+    ]
+
+
 def _synchronous_note(plan: PipelinePlan) -> str:
     simulated, seconds, count = simulate_pipeline(plan), pipeline_seconds(plan), plan.microbatches
     time = f"{seconds * 1e3:.2f} ms, " if seconds else ""
@@ -142,6 +151,7 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
         f"{plan.schedule}{', remat' * plan.remat}: minibatches follow one another without a flush,{time} the devices "
         f"wait {waits:.0%}. Times and bytes of the table are those of a minibatch.",
         f"This is another function than the step on one device, by design. {sees}",
+        *_slack_notes(plan),
         f"A call returns the results of the minibatch that came {last} call{'s' * (last != 1)} before, None as long as "
         "there is none: autopar.paired(step, state, batches). autopar.drain(state) finishes those on their way.",
     ]

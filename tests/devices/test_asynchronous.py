@@ -65,6 +65,8 @@ def check_run(planned: Any, make: Callable[[], Any], epochs: int = 2, count: int
         (Pipeline(2, "spectrain", replicas=(2, 1)), {"tied": True}),
         (Pipeline(3, "spectrain"), {"tx": CLIPPED, "dropout": 0.2}),
         (Pipeline(2, "stash", replicas=(1, 3)), {}),
+        (Pipeline(3, "spectrain", slack=1), {"tied": True}),
+        (Pipeline(2, "stash", replicas=(2, 1), slack=2), {}),
         (Pipeline(2, "spectrain", remat=True), {"stacked": True, "tx": optax.adamw(0.01)}),
         long(Pipeline(1, "spectrain"), {}),
         long(Pipeline(2, "stash", replicas=2), {"tied": True, "dropout": 0.2}),
@@ -102,7 +104,8 @@ def test_tables_on_their_touched_rows(pipeline: Pipeline, sampled: bool) -> None
     [
         Pipeline(stages_of(4), "async"),
         Pipeline(stages_of(3), "stash"),
-        Pipeline(stages_of(2), "async", replicas=(2, 1)),
+        Pipeline(stages_of(2), "async", replicas=(2, 1), slack=1),
+        Pipeline(stages_of(3), "stash", slack=2),
     ],
 )
 def test_tasks_see_the_versions_that_are_simulated(pipeline: Pipeline) -> None:
@@ -409,6 +412,8 @@ def test_what_is_told(tmp_path: Path) -> None:
         ({"schedule": "1f1b", "asynchronous": True}, "asynchronous=True with schedule='1f1b'"),
         ({"schedule": "spectrain", "stages_per_device": 2}, "stages_per_device=2 with schedule='spectrain'"),
         ({"schedule": "async", "ahead": [(1, 0)] * 2}, "which predicts no weights"),
+        ({"schedule": "1f1b", "slack": 1}, "slack=1 with schedule='1f1b', which isn't asynchronous"),
+        ({"schedule": "async", "slack": -1}, "slack=-1: give a number of minibatches, 0 or more"),
         ({"schedule": "spectrain", "ahead": [(1, 0)]}, "give two numbers for each of 2 stages"),
         ({"asynchronous": 1, "schedule": "auto"}, "asynchronous=1: give True or False"),
     ],

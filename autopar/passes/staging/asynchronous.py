@@ -17,11 +17,11 @@ from autopar.errors import StrategyError
 from autopar.ir.asynchronous import Asynchronous, Calls
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
-from autopar.ir.schedule import Places, devices_from
+from autopar.ir.schedule import Places
 from autopar.ir.slicing import eliminate_dead, needed_equations
 
 
-def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool) -> StagedStep:
+def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool, slack: int) -> StagedStep:
     """The step with what an asynchronous pipeline has besides.
 
     Args:
@@ -29,16 +29,17 @@ def without_flush(staged: StagedStep, program: Program, places: Places, *, stash
       program: What they were cut of.
       places: The devices of each stage.
       stashes: Whether backwards see the versions of their forwards.
+      slack: Minibatches for each border, besides those of devices.
 
     Raises:
       StrategyError: the update of a stage needs leaves of another, or of a version that is gone.
     """
-    return _Cutter(staged, program, places).run(stashes)
+    return _Cutter(staged, program, Calls.soonest(places, stashes=stashes, slack=slack)).run()
 
 
 class _Cutter:
-    def __init__(self, staged: StagedStep, program: Program, places: Places) -> None:
-        self._staged, self._program, self._places = staged, program, places
+    def __init__(self, staged: StagedStep, program: Program, soonest: Calls) -> None:
+        self._staged, self._program, self._soonest = staged, program, soonest
         block = program.block
         self._paths = {v: leaf.path for v, leaf in zip(block.inputs, program.inputs, strict=True)}
         self._states = {block.inputs[leaf]: block.outputs[out] for leaf, out in program.new_states.items()}
@@ -50,7 +51,7 @@ class _Cutter:
         self._results = dict.fromkeys(a for k, a in enumerate(block.outputs) if k in others and isinstance(a, Var))
         self._programs = [p for p in map(self._without_clocks, staged.programs) if p is not None]
 
-    def run(self, stashes: bool) -> StagedStep:
+    def run(self) -> StagedStep:
         news = dict(self._news())
         results = dict(self._apart(news))
         self._tie()
@@ -60,7 +61,7 @@ class _Cutter:
         inputs = self._program.block.inputs
         clock = Block(tuple(v for v in inputs if v in self._read(needed)), tuple(needed), tuple(self._clocks.values()))
         asynchronous = Asynchronous(
-            calls=Calls(self._places, calls, max(p.call for p in self._programs), stashes),
+            calls=dataclasses.replace(self._soonest, updates=calls, last=max(p.call for p in self._programs)),
             news=news,
             clock=clock,
             clocks=self._clocks,
@@ -202,8 +203,8 @@ class _Cutter:
 
     def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:
         """The call of each program's run, which it is given, and of each stage's update."""
-        stages = range(len(self._places))
-        backward, first = [devices_from(self._places, k) - 1 for k in stages], Calls.soonest(self._places).updates
+        first = self._soonest.updates
+        backward = [self._soonest.backward(k) for k in range(len(first))]
         sums = {self._staged.joins[v][0]: p.stage for p in self._programs for v in p.outputs if v in self._staged.joins}
         leaves = {*self._homes, *news.values()}
         updates, calls = list(first), dict[StageProgram, int]()

@@ -16,6 +16,7 @@ from autopar.cost.partition import Chain, Partition, partition
 from autopar.cost.rates import NOMINAL, StageRates
 from autopar.cost.stage_time import StageTimes, simulate_schedule
 from autopar.cost.units import format_bytes
+from autopar.cost.versions import choose_slack
 from autopar.errors import StrategyError
 from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import AUTO, Pipeline
@@ -210,7 +211,8 @@ def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], ra
     held = [float(stage.activation) for stage in stages]
     times = StageTimes(kinds, ahead=[*sends[1:], 0.0], back=sends, activations=held)
     if pipeline.is_asynchronous:
-        calls = Calls.soonest(pipeline.places)
+        slack = choose_slack(pipeline.places, times) if pipeline.slack is None else pipeline.slack
+        calls = Calls.soonest(pipeline.places, slack=slack)
         simulated = simulate_schedule(calls.schedule(calls.enough), times)
     else:
         simulated = simulate_schedule(pipeline.scheduled(pipeline.microbatch_count), times)

@@ -64,9 +64,12 @@ def check_runs_without_a_flush() -> None:
         run(*args)
 
     StageExecutor._run = delayed
-    for schedule, options in (("stash", {"tied": True, "dropout": 0.2}), ("spectrain", {"tx": CLIPPED})):
+    for schedule, slack, options in (
+        ("stash", 1, {"tied": True, "dropout": 0.2}),
+        ("spectrain", 0, {"tx": CLIPPED}),
+    ):
         step, make = language_model(options.pop("tx", optax.sgd(0.1, momentum=0.9)), **options)
-        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, schedule))
+        planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, schedule, slack=slack))
         batches = [batch(k) for k in range(2 * COUNT + 1)]
         state, _, results = [*autopar.paired(planned, make(), batches)][-1]
         compiled = planned.latest.compiled

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from autopar.cost.stage_time import StageTimes, simulate_schedule
-from autopar.cost.versions import by_the_equations, simulate_versions, steps_ahead
+from autopar.cost.versions import by_the_equations, choose_slack, simulate_versions, steps_ahead
 from autopar.ir.asynchronous import Calls
 from autopar.ir.schedule import Task
 
 
-def calls(*replicas: int, stashes: bool = False) -> Calls:
+def calls(*replicas: int, stashes: bool = False, slack: int = 0) -> Calls:
     """Of stages of so many devices, whose updates are behind their backwards."""
     ends = [sum(replicas[: k + 1]) for k in range(len(replicas))]
     places = tuple(tuple(range(end - count, end)) for count, end in zip(replicas, ends, strict=True))
-    return Calls.soonest(places, stashes=stashes)
+    return Calls.soonest(places, stashes=stashes, slack=slack)
 
 
 def times(stages: int, forward: float, backward: float) -> StageTimes:
@@ -44,12 +44,29 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (2, 1, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("seconds", [(1.0, 1.0), (1.0, 2.0), (3.0, 1.0), (1.0, 0.3)])
-def test_what_is_seen_in_time_is_what_the_calls_say(replicas: tuple[int, ...], seconds: tuple[float, float]) -> None:
+@pytest.mark.parametrize("slack", [0, 2])
+def test_what_is_seen_in_time_is_what_the_calls_say(
+    replicas: tuple[int, ...], seconds: tuple[float, float], slack: int
+) -> None:
     """Whatever tasks take. A version is never newer, or older, than the order of the devices' tasks has it."""
-    made, uneven = calls(*replicas), [1.0 + 0.7 * k for k in range(len(replicas))]
+    made, uneven = calls(*replicas, slack=slack), [1.0 + 0.7 * k for k in range(len(replicas))]
     each = StageTimes({kind: [s * u for u in uneven] for kind, s in zip("FB", seconds, strict=True)})
     for task, version in simulate_versions(made, each).seen.items():
         assert version == made.version(task.kind, task.stage, task.microbatch)
+
+
+@pytest.mark.parametrize(
+    ("stages", "send", "slack", "period"),
+    [(4, 0.0, 0, 3.0), (1, 9.0, 0, 3.0), (4, 1.0, 1, 3.0), (2, 2.9, 2, 3.0), (2, 5.0, 1, 5.0), (4, 3.0, 2, 3.0)],
+)
+def test_minibatches_hide_links(stages: int, send: float, slack: int, period: float) -> None:
+    """As many more are in flight as it takes, until a stage, or a link, never waits."""
+    made, each = calls(*[1] * stages), times(stages, 1, 2)
+    each = StageTimes(each.seconds, ahead=[send] * stages, back=[send] * stages)
+    assert choose_slack(made.places, each) == slack
+    hidden = calls(*[1] * stages, slack=slack)
+    found = [simulate_schedule(c.schedule(c.enough), each).period for c in (made, hidden)]
+    assert found[1] == pytest.approx(period, rel=0.1) and (slack == 0 or found[0] > 1.1 * found[1])
 
 
 def test_nobody_waits_once_the_pipeline_is_full() -> None:
