@@ -91,7 +91,7 @@ def outcome(program: Program, folder: Path, *, dense: bool = False) -> Outcome:
             plan, failed = _entry(session, module.batch(0)).compiled.plan, None
         except Exception as error:
             plan, failed = None, error
-        if plan is not None and not plan.lifts and not dense:
+        if plan is not None and not plan.lifts and not dense and not program.pipeline:
             return Outcome("dense", tuple(str(p.reason) for p in plan.parameters if "table" in p.path))
         finite: list[bool] = []
         try:

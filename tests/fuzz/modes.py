@@ -23,6 +23,8 @@ class Mode:
     optimised: bool = False
     strategies: tuple[str | tuple[str, ...], ...] = (*["ps"] * 9, "auto")
     options: tuple[Options, ...] = _ANYWHERE
+    #: Schedule and number of stages of each pipeline that is drawn.
+    pipelines: tuple[tuple[str, int] | tuple[()], ...] = ((),)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -48,5 +50,12 @@ MODES: Mapping[str, Mode] = {
         ),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
+        Mode(
+            "stages",
+            devices=2,
+            strategies=("ps", "auto"),
+            options=((("replan", "off"),),),
+            pipelines=(("async", 2), ("stash", 2), ("spectrain", 2), ("spectrain", 1), ("1f1b", 2), ("zero-bubble", 2)),
+        ),
     )
 }

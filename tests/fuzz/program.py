@@ -24,6 +24,7 @@ class Program:
     devices: int = 1
     strategy: str | tuple[str, ...] = "ps"
     options: tuple[tuple[str, Any], ...] = ()
+    pipeline: tuple[str, int] | tuple[()] = ()
     tables: int = 1
     rows: int = 11
     ids: int = 4
@@ -141,7 +142,8 @@ def draw(seed: int, mode: Mode) -> Program:
     drawn: dict[str, Any] = {"events": ("step", "step")}
     drawn |= {name: value for group in d.groups() for name, value in fields[group].items()}
     strategy = d.one("strategy", mode.strategies)
-    return Program(seed=seed, devices=mode.devices, strategy=strategy, donate=donate, **drawn)
+    pipeline = d.one("pipeline", mode.pipelines)
+    return Program(seed=seed, devices=mode.devices, strategy=strategy, pipeline=pipeline, donate=donate, **drawn)
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -144,6 +144,7 @@ def text_of(program: Program) -> str:
         f"SEED, TABLES, ROWS, WIDTH, IDS, PARTS = {', '.join(map(str, figures))}",
         f"DTYPE = {program.dtype}",
         f"DEVICES, OPTIONS = {program.devices}, {options!r}",
+        f"PIPELINE = {program.pipeline!r}",
         f"NUMBER, NUMPY = {number}, {program.numpy}",
     ]
     nodes: list[ast.AST] = [node for group in (*single.values(), *several.values()) for node in group]

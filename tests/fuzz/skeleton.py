@@ -22,6 +22,7 @@ import autopar
 SEED, TABLES, ROWS, WIDTH, IDS, PARTS = 0, 1, 11, 3, 4, 2
 DTYPE: Any = float
 DEVICES, OPTIONS = 1, {"strategy": "ps", "donate": False}
+PIPELINE: Any = ()
 NUMBER, NUMPY = 1.0, False
 STORED = (lambda t: t, lambda t: t)
 CHAIN: Any = []
@@ -155,14 +156,21 @@ class Session:
             options |= {"mesh": jax.make_mesh((DEVICES,), ("data",), **kinds)}
         if fun is evaluate:
             options = {name: option for name, option in options.items() if name in ("mesh", "strategy")}
+        elif PIPELINE:
+            schedule, stages = PIPELINE
+            microbatches = 2 if schedule in ("1f1b", "zero-bubble") else None
+            options |= {"mesh": None, "pipeline": autopar.Pipeline(stages, schedule, microbatches)}
         return autopar.parallelize(fun, batch_axis=AXES, **options)
 
     def see(self, tree):
         self.seen.append(jax.tree.map(whole, autopar.materialize(tree)))
 
     def train(self, batch, step=None):
-        self.older = [*self.older[-1:], self.state]
-        self.state, results = self.call(step or self.step, self.state, batch)
+        self.older, step = [*self.older[-1:], self.state], step or self.step
+        if PIPELINE:  # without a flush, nothing is late where each minibatch is drained
+            ((self.state, _, results),) = autopar.paired(lambda s, b: self.call(step, s, b), self.state, [batch])
+        else:
+            self.state, results = self.call(step, self.state, batch)
         self.see(results)
 
     def older_state(self):
