@@ -256,7 +256,7 @@ def verify_versions(timeline: Timeline, *, stashes: bool) -> None:
     """Raise AssertionError, naming the action, unless tasks see the versions that their schedule promises.
 
     Counted by what is updated in the list itself: a forward sees the newest version, a backward too, or, where versions
-    are stashed, that of its minibatch's forward; an update makes of the newest one the next.
+    are stashed, that of its minibatch's forward; an update that of its minibatch, or the one that it makes.
     """
     newest: dict[tuple[int, Var], int] = {(k, v.var): 0 for v, devices in timeline.given.items() for k in devices}
     forward: dict[tuple[int, Var], int] = {}
@@ -272,6 +272,7 @@ def verify_versions(timeline: Timeline, *, stashes: bool) -> None:
                 expected = forward.get((action.microbatch or 0, value.var), expected)
             elif phase == "update":
                 expected = action.microbatch or 0
+                expected += value.version > expected and newest[key] > expected
             assert value.version == expected, (
                 f"{phase}{action.program.stage}({action.microbatch}) on device {action.device} sees version "
                 f"{value.version} of {value.var.type} in place of {expected}"

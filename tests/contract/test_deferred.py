@@ -283,7 +283,7 @@ USES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("name", every(2, USES))
 def test_uses(name: str) -> None:
     assert differ(USES[name](), steps=60, log_steps=9) == []
 
