@@ -11,7 +11,7 @@ do: the step is refused with its line. Sources: GPipe (Huang et al., 2018), sect
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
-from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations
+from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations, reduce_equation
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_rows import push_partial
@@ -78,6 +78,7 @@ def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool)
     outputs, states = walk.program(program, inputs)
     batch_axes = {v: axis for v, axis in zip(program.block.inputs, axes, strict=True) if axis is not None}
     local, _ = eliminate_dead(Block(tuple(parts), tuple(walk.equations), tuple(outputs)))
+    local = _with_same_apart(local)
     statistics: tuple[Source | None, ...] = ()
     if own_statistics:
         local, statistics = _with_own_statistics(local, count)
@@ -117,6 +118,30 @@ def _with_own_bodies(equation: Equation) -> Equation:
     """What is computed of the whole batch may be computed of its parts as well."""
     bodies = tuple(clone(body)[0] for body in equation.bodies)
     return dataclasses.replace(equation, bodies=bodies) if bodies else equation
+
+
+def _with_same_apart(local: Block) -> Block:
+    """The program whose loops and branches don't make both what differs between microbatches and what is the same."""
+    varying, equations = set(local.inputs), list[Equation]()
+    for equation in local.equations:
+        is_varying = not varying.isdisjoint(equation.inputs) or _by_number(equation)
+        if is_varying and equation.op != "ap.reduce":
+            same = _same_outputs(equation, varying) if equation.bodies else []
+            if any(same) and not all(same):
+                first = _with_own_bodies(reduce_equation(equation, same))
+                equations.append(first)
+                equation = reduce_equation(equation, [not is_same for is_same in same])
+                outputs = tuple(Var(v.type) if v in first.outputs else v for v in equation.outputs)  # a loop's counter
+                equation = dataclasses.replace(equation, outputs=outputs)
+            varying.update(equation.outputs)
+        equations.append(equation)
+    return local.with_equations(equations)
+
+
+def _same_outputs(equation: Equation, varying: Set[Var]) -> list[bool]:
+    """Of each output of a loop or branch whether it alone would follow from nothing that differs."""
+    alone = [reduce_equation(equation, [v is out for v in equation.outputs]) for out in equation.outputs]
+    return [not e.effects and varying.isdisjoint(e.inputs) and not _by_number(e) for e in alone]
 
 
 def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equation], body: Sequence[Equation]) -> None:

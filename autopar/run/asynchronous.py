@@ -268,9 +268,10 @@ class AsynchronousFlight:
         return self._leaves.results(outputs, self._values, found, self._first.__getitem__)
 
     def rest(self) -> list[Any]:
-        """Returns what minibatches returned besides the state that ended when it was read, in their order."""
+        """Returns what minibatches returned besides the state that ended when it was read, in their order. Where that
+        is nothing, no call waits for it, and none is left."""
         self.drained()
-        return [self._runner.structured(results) for results in self.rest_by_number]
+        return [self._runner.structured(results) for results in self.rest_by_number if results]
 
     def _spread_scalars(self, found: Mapping[Value, tuple[int, ...]]) -> dict[Value, tuple[int, ...]]:
         """Send every device what isn't a leaf of one stage; returns who has it then."""
