@@ -62,9 +62,9 @@ test-versions:
 clean:
 	rm -rf docs/_build .venv .venv-3.* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-# One stamp an extra, so that `make demo` fetches nothing that only the linters need.
+# One stamp an extra, so that `make demo` fetches nothing that only the linters need. What is imported is compiled then.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input -e '.[$*]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile -e '.[$*]'
 	@touch $@
 
 $(VENV)/bin/python:

@@ -124,7 +124,7 @@ def _with(value: float) -> Callable[[np.ndarray], np.ndarray]:
     return start
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", every(2, NUMBERS))
 def test_numbers(name: str) -> None:
     assert differ(NUMBERS[name](), steps=60, log_steps=7) == []
 

@@ -66,7 +66,7 @@ def check_run(planned: Any, make: Callable[[], Any], epochs: int = 2, count: int
         (Pipeline(3, "spectrain"), {"tx": CLIPPED, "dropout": 0.2}),
         (Pipeline(2, "stash", replicas=(1, 3)), {}),
         (Pipeline(3, "spectrain", slack=1), {"tied": True}),
-        (Pipeline(2, "stash", replicas=(2, 1), slack=2), {}),
+        long(Pipeline(2, "stash", replicas=(2, 1), slack=2), {}),
         (Pipeline(2, "spectrain", remat=True), {"stacked": True, "tx": optax.adamw(0.01)}),
         long(Pipeline(1, "spectrain"), {}),
         long(Pipeline(2, "stash", replicas=2), {"tied": True, "dropout": 0.2}),

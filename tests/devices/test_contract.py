@@ -23,7 +23,7 @@ AXES = {
 ROWS = pairwise(AXES) + pairwise({**AXES, "method": ("shards",), "model": WITHOUT_TABLES})[::3]
 
 
-@pytest.mark.parametrize("row", every(3, ROWS), ids=lambda r: "-".join(r.values()))
+@pytest.mark.parametrize("row", every(4, ROWS), ids=lambda r: "-".join(r.values()))
 def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     chosen = OPTIMIZERS[row["optimizer"]]
     case = MODELS[row["model"]].make(chosen.make())

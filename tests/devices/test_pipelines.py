@@ -368,7 +368,7 @@ def test_more_stages_than_weights() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "options"),
     [
-        (autopar.Pipeline(2, "1f1b", 4), {}),
+        long(autopar.Pipeline(2, "1f1b", 4), {}),
         long(autopar.Pipeline(4, "zero-bubble", 8), {}),
         long(autopar.Pipeline(4, "1f1b", 2), {"strategy": "tensor", "mesh": (4, 2)}),
     ],

@@ -26,7 +26,7 @@ AXES = {
 ROWS = pairwise(AXES)[::2] + pairwise({**AXES, "method": ("shards",), "model": WITHOUT_TABLES})[::4]
 
 
-@pytest.mark.parametrize("row", every(3, ROWS), ids=lambda r: "-".join(r.values()))
+@pytest.mark.parametrize("row", every(5, ROWS), ids=lambda r: "-".join(r.values()))
 def test_contract(row: dict[str, str]) -> None:
     case = MODELS[row["model"]].make(OPTIMIZERS[row["optimizer"]].make())
     strategy = {"**": "ps"} if row["method"] == "shards" else row["method"]

@@ -117,7 +117,9 @@ def _difference(planned: Any, step: Any, make: Any, steps: int = 3) -> float:
 
 
 @pytest.mark.parametrize(
-    ("layers", "shape"), [long("listed", (1, 4)), ("listed", (4, 2)), ("stacked", (2, 2)), ("tied", (2, 2))], ids=str
+    ("layers", "shape"),
+    [long("listed", (1, 4)), long("listed", (4, 2)), ("stacked", (2, 2)), ("tied", (2, 2))],
+    ids=str,
 )
 def test_a_transformer(layers: str, shape: tuple[int, int]) -> None:
     step, make = transformer("listed" if layers == "tied" else layers, tied=layers == "tied")
@@ -245,6 +247,7 @@ def test_plans_and_checkpoints(tmp_path: Any) -> None:
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-12)
 
 
+@pytest.mark.long
 def test_plans_and_checkpoints_of_stages(tmp_path: Any) -> None:
     step, make = transformer("stacked")
     options = {"mesh": _mesh(3, 2), "tensor_axis": "tensor"}
