@@ -47,6 +47,15 @@ def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = 
     return equation
 
 
+def halves(equation: Equation, wanted: Sequence[bool]) -> tuple[Equation, Equation]:
+    """Returns a loop or branch twice: without the outputs that aren't wanted, and without those that are."""
+    first, second = (reduce_equation(equation, [w == half for w in wanted]) for half in (True, False))
+    # What a loop counts by, both have.
+    outputs = tuple(Var(v.type) if v in first.outputs else v for v in second.outputs)
+    bodies = tuple(clone(body)[0] for body in second.bodies)
+    return first, dataclasses.replace(second, outputs=outputs, bodies=bodies, original=None)
+
+
 def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
     """A remat's body, or the branches of a cond: an operand goes if no branch reads it."""
     reduced = [eliminate_dead(b, wanted, effects=effects) for b in equation.bodies]

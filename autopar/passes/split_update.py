@@ -24,7 +24,7 @@ from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
-from autopar.ir.slicing import clone, eliminate_dead, nearest_line, needed_equations, reduce_equation
+from autopar.ir.slicing import clone, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_rows import push_partial
@@ -128,11 +128,8 @@ def _with_same_apart(local: Block) -> Block:
         if is_varying and equation.op != "ap.reduce":
             same = _same_outputs(equation, varying) if equation.bodies else []
             if any(same) and not all(same):
-                first = _with_own_bodies(reduce_equation(equation, same))
+                first, equation = halves(equation, same)
                 equations.append(first)
-                equation = reduce_equation(equation, [not is_same for is_same in same])
-                outputs = tuple(Var(v.type) if v in first.outputs else v for v in equation.outputs)  # a loop's counter
-                equation = dataclasses.replace(equation, outputs=outputs)
             varying.update(equation.outputs)
         equations.append(equation)
     return local.with_equations(equations)

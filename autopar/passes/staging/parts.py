@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.analysis.flow import dependent
 from autopar.analysis.stages import NOWHERE, Label, label_equations, split_backward
 from autopar.ir.program import Block, Equation, Program, Var
-from autopar.ir.slicing import eliminate_dead, needed_equations
+from autopar.ir.slicing import eliminate_dead, halves, needed_equations
 
 #: Rows of a table and all of it.
 _ROWS = ("ap.pull", "ap.commit")
@@ -37,7 +37,11 @@ def find_parts(program: Program) -> Parts:
     first = Block(program.block.inputs, equations[:k], equations[k].inputs)
     before = needed_equations(first, [a for a in first.outputs if isinstance(a, Var)])
     known = {v for e in before for v in e.outputs}
-    rest = [e for e in equations[:k] if known.isdisjoint(e.outputs)]  # what the update alone reads
+    rest = []  # what the update alone reads
+    for equation in equations[:k]:
+        is_known = [v in known for v in equation.outputs]
+        if not all(is_known) or not is_known:
+            rest.append(halves(equation, is_known)[1] if any(is_known) else equation)
     return Parts(before, equations[k], (*rest, *equations[k + 1 :]))
 
 

@@ -100,18 +100,22 @@ class StageCutter:
         return axes
 
     def _joins(self, renamed: Mapping[Var, Var]) -> Iterator[tuple[Var, tuple[Var, str | int]]]:
-        """What is joined over the microbatches. What no microbatch makes is copied by each."""
-        made = {v for e in self.parts.body.equations for v in e.outputs}
-        step = self.parts.step
+        """What is joined over the microbatches. What no microbatch makes each copies, and what is joined twice."""
+        labels = {v: self.labels[e] for e in self.parts.body.equations for v in e.outputs}
+        step, joined = self.parts.step, set[Var]()
         for inner, outer, join in zip(self.parts.body.outputs, step.outputs, step.params["joins"], strict=True):
-            if isinstance(inner, Var) and inner in made:
+            label = labels.get(inner) if isinstance(inner, Var) else None
+            if isinstance(inner, Var) and label is not None and inner not in joined:
+                joined.add(inner)
                 yield inner, (outer, join)
                 continue
             source = renamed.get(inner, inner) if isinstance(inner, Var) else inner
             stage = self.homes.get(source, self.pipeline.count - 1) if isinstance(source, Var) else 0
+            is_own = label is not None and label.stage != NOWHERE
+            key: _Key = (label.direction, label.stage, 0) if is_own else ("F", stage, 0)
             copy = Var(inner.type)
             equation = Equation("copy", (source,), (copy,), primitive=jax.lax.copy_p)
-            self.equations.setdefault(("F", stage, 0), []).append(equation)
+            self.equations.setdefault(key, []).append(equation)
             yield copy, (outer, join)
 
     def _before(self) -> None:
