@@ -269,6 +269,13 @@ class Program:
         """Index of a state input -> index of the output that is its new value."""
         return {o.state: k for k, o in enumerate(self.outputs) if o.state is not None}
 
+    @property
+    def echoes(self) -> dict[int, int]:
+        """Index of an output that is an input, and no state's new value -> index of that input."""
+        inputs, states = {v: k for k, v in enumerate(self.block.inputs)}, set(self.new_states.values())
+        outputs = ((k, a) for k, a in enumerate(self.block.outputs) if isinstance(a, Var) and k not in states)
+        return {k: inputs[a] for k, a in outputs if a in inputs}
+
 
 def family_of(equation: Equation) -> int | None:
     """The family whose rows an operation of ours is about; None of any other equation."""

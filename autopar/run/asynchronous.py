@@ -6,7 +6,7 @@ A call brings a minibatch, and issues what `ir.asynchronous` says. So leaves of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class AsynchronousRunner:
     Args:
       step: The programs.
       new_states: Number of an input that is state -> number of the output that is its new value.
+      echoes: Number of an output that is as it was given, and no state -> number of that input.
       devices: All of them, by number; this process runs the programs of its own.
       out_tree: The structure of the results.
       donate: Whether a state that isn't on its way is updated in place. One that is, is in any case.
@@ -48,6 +49,7 @@ class AsynchronousRunner:
         self,
         step: StagedStep,
         new_states: Mapping[int, int],
+        echoes: Mapping[int, int],
         devices: Sequence[StageDevice],
         out_tree: Any,
         donate: bool,
@@ -65,6 +67,8 @@ class AsynchronousRunner:
         moving = self.asynchronous.news
         #: Numbers of the inputs that are leaves which updates change, in the order of a flight's leaves.
         self.moving = [k for k, parts in enumerate(self.inputs) if k in new_states and parts[0] in moving]
+        #: Those of the echoes that are whole parts of the results.
+        self.passed = dict(self._passed(echoes))
         clock = self.asynchronous.clock
         self._clock = jax.jit(lambda *inputs: emit(clock, {})(*inputs))
 
@@ -116,7 +120,14 @@ class AsynchronousRunner:
         for k, out in self.new_states.items():
             if out not in results:
                 results[out] = new_clocks.get(self.inputs[k][0], leaves[k])
-        return results, ended
+        return results | {out: leaves[k] for out, k in self.passed.items()}, ended
+
+    def _passed(self, echoes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+        end = 0
+        for part in self._out_tree.children():
+            start, end = end, end + part.num_leaves
+            if all(out in echoes for out in range(start, end)):
+                yield from ((out, echoes[out]) for out in range(start, end))
 
     def rest_of(self, states: Mapping[int, Any]) -> list[dict[int, Any]]:
         """Returns what minibatches returned that ended when these new states were read."""
@@ -130,9 +141,9 @@ class AsynchronousRunner:
         return apart[0] if len(apart) == 1 else apart
 
     def _has_no_state(self, node: Any) -> bool:
-        """Says of a tree of the results' numbers whether none is of the state."""
+        """Says of a tree of the results' numbers whether none is of the state, or passed through."""
         numbers = jax.tree.leaves(node)
-        return bool(numbers) and set(self.new_states.values()).isdisjoint(numbers)
+        return bool(numbers) and {*self.new_states.values(), *self.passed}.isdisjoint(numbers)
 
     def _flight(self, leaves: Sequence[Any]) -> AsynchronousFlight | None:
         """The one that goes on: all moving leaves are of its last call."""
@@ -229,7 +240,7 @@ class AsynchronousFlight:
     def _results(self, number: int) -> dict[int, Any]:
         """Returns what a minibatch returns besides the state, and forgets it."""
         minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
-        states = set(self._runner.new_states.values())
+        states = {*self._runner.new_states.values(), *self._runner.passed}
         places = [k for k in range(len(self._step.outputs)) if k not in states]
         named = [self._asynchronous.returned(self._step.outputs[k]) for k in places]
         outputs = [each[0] if len(each) == 1 else each for each in named]

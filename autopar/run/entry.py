@@ -169,8 +169,9 @@ class Entry:
         """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
         staged: StagedStep = self.compiled.program.staged
         if staged.asynchronous is not None:
-            devices = self.stage_devices[: pipeline.devices]
-            return AsynchronousRunner(staged, self.compiled.analysed.new_states, devices, self.out_tree, self.donate)
+            devices, analysed = self.stage_devices[: pipeline.devices], self.compiled.analysed
+            states = analysed.new_states
+            return AsynchronousRunner(staged, states, analysed.echoes, devices, self.out_tree, self.donate)
         devices, schedule = self.stage_devices[: pipeline.devices], pipeline.scheduled(staged.microbatches)
         wanted: dict[Var, Sequence[int]] = {}
         if len({device.process_index for device in devices}) > 1:
