@@ -1,4 +1,5 @@
-"""Random programs on 4 devices whose seeds are always the same, a few; `make fuzz` runs fresh ones."""
+"""Random programs on several devices whose seeds are always the same, a few, and those in which there were faults;
+`make fuzz` runs fresh ones."""
 
 from __future__ import annotations
 
@@ -6,8 +7,31 @@ from pathlib import Path
 
 import pytest
 
+from autopar import jax_compat
+from tests.fuzz.check import outcome
+from tests.fuzz.program import Program
 from tests.support.fuzzed import check_sample
 
 
-def test_random_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sample("devices", tmp_path, monkeypatch)
+@pytest.mark.parametrize("mode", ["devices", "stages"])
+def test_random_sessions(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sample(mode, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        Program(pipeline=("spectrain", 2), results=("the table",)),  # a result that is a version
+        Program(pipeline=("stash", 2), gradient="counted loop"),  # a loop's constant beside its sums
+        Program(pipeline=("async", 2), events=("another planned step",)),  # nothing is returned but the state
+        Program(pipeline=("async", 2), call="params, rest, batch", events=("another planned step",)),
+        Program(pipeline=("1f1b", 2), gradient="one after the other", optimizer="zero nans"),  # one value joined twice
+        Program(pipeline=("spectrain", 2), guard="where finite"),  # two programs of a stage tell the loss
+        Program(pipeline=("spectrain", 1), where="table in a branch"),  # a branch that forward and update need parts of
+    ],
+    ids=str,
+)
+def test_faults_that_were_found(program: Program, tmp_path: Path) -> None:
+    with jax_compat.enable_x64():
+        found = outcome(program, tmp_path)
+    assert found.status == "ok", found
