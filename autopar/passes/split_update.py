@@ -55,14 +55,14 @@ def split_update(program: Program, bound: BoundPlan, *, own_statistics: bool = F
     try:
         return _split(program, bound, count, own_statistics)
     except NotLocal as error:
-        remedy = (
-            error.remedy
-            or "Say with batch_axis= which leaves of the batch have no examples, or leave microbatches= out. "
-            "(Pipeline(statistics='microbatch') takes sums over each microbatch, which is another function)"
+        what, wrong, out = f"microbatches={count}", "isn't the same function of a batch in parts", "microbatches="
+        other = " (Pipeline(statistics='microbatch') takes sums over each microbatch, which is another function)"
+        if count == 1:
+            what, wrong, out, other = "pipeline", "can't be cut into forwards, backwards and updates", "pipeline=", ""
+        remedy = error.remedy or (
+            f"Say with batch_axis= which leaves of the batch have no examples, or leave {out} out.{other}"
         )
-        raise StrategyError(
-            f"microbatches={count}: {program.name} isn't the same function of a batch in parts: {error}. {remedy}"
-        ) from error
+        raise StrategyError(f"{what}: {program.name} {wrong}: {error}. {remedy}") from error
 
 
 def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool) -> tuple[Program, str]:
