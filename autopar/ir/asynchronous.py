@@ -1,9 +1,9 @@
 """When an asynchronous pipeline does what: one minibatch a call, no flush, an update behind each backward. Data only.
 
 Call t brings minibatch t. Stage k runs F(t), then B(t - b) of the minibatch that came b calls before, one for each
-device behind the stage's own (1F1B without its end), and one for each border behind it where slow links are to be
-hidden; then the update of minibatch t - u. So the version of a leaf that
-a task sees, the number of updates that it has behind it, follows from the calls, whatever the tasks take.
+device behind the stage's own (1F1B without its end), and some for each border behind it where links are slow; then the
+update of minibatch t - u. So the version of a leaf that a task sees, the number of updates that it has behind it,
+follows from the calls, whatever the tasks take.
 
 Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap et al., 2018), section 3.
 """

@@ -123,10 +123,11 @@ def _with_own_bodies(equation: Equation) -> Equation:
 def _with_same_apart(local: Block) -> Block:
     """The program whose loops and branches don't make both what differs between microbatches and what is the same."""
     varying, equations = set(local.inputs), list[Equation]()
+    read = {a for e in local.equations if e.op != "ap.reduce" for a in e.inputs} | {*local.outputs}
     for equation in local.equations:
         is_varying = not varying.isdisjoint(equation.inputs) or _by_number(equation)
         if is_varying and equation.op != "ap.reduce":
-            same = _same_outputs(equation, varying) if equation.bodies else []
+            same = _same_outputs(equation, varying, read) if equation.bodies else []
             if any(same) and not all(same):
                 first, equation = halves(equation, same)
                 equations.append(first)
@@ -135,10 +136,14 @@ def _with_same_apart(local: Block) -> Block:
     return local.with_equations(equations)
 
 
-def _same_outputs(equation: Equation, varying: Set[Var]) -> list[bool]:
-    """Of each output of a loop or branch whether it alone would follow from nothing that differs."""
-    alone = [reduce_equation(equation, [v is out for v in equation.outputs]) for out in equation.outputs]
-    return [not e.effects and varying.isdisjoint(e.inputs) and not _by_number(e) for e in alone]
+def _same_outputs(equation: Equation, varying: Set[Var], read: Set[Atom]) -> list[bool]:
+    """Of each output of a loop or branch whether it is read, not as a sum, and follows from nothing that differs."""
+
+    def is_same(out: Var) -> bool:
+        alone = reduce_equation(equation, [v is out for v in equation.outputs])
+        return not alone.effects and varying.isdisjoint(alone.inputs) and not _by_number(alone)
+
+    return [out in read and is_same(out) for out in equation.outputs]
 
 
 def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equation], body: Sequence[Equation]) -> None:
