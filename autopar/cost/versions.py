@@ -96,7 +96,8 @@ def _updated(calls: Calls, stage: int, device: int, schedule: Schedule, simulate
     """When a device has done each update of its stage: behind the backward that it follows, and behind what the device
     has been issued until then."""
     ends = simulated.ends
-    own = [(t.microbatch + (t.kind == "B") * calls.backward(stage), ends[t]) for t in schedule.orders[device]]
+    issued = {"F": calls.forward(stage), "B": calls.backward(stage)}
+    own = [(task.microbatch + issued[task.kind], ends[task]) for task in schedule.orders[device]]
     for minibatch in range(sum(task.stage == stage and task.kind == "B" for task in ends)):
         before = [end for call, end in own if call <= minibatch + calls.updates[stage]]
         yield max(ends[Task("B", calls.awaited(stage), minibatch)], *before, 0.0)

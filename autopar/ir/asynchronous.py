@@ -1,9 +1,10 @@
 """When an asynchronous pipeline does what: one minibatch a call, no flush, an update behind each backward. Data only.
 
-Call t brings minibatch t. Stage k runs F(t), then B(t - b) of the minibatch that came b calls before, one for each
-device behind the stage's own (1F1B without its end), and some for each border behind it where links are slow; then the
-update of minibatch t - u. So the version of a leaf that a task sees, the number of updates that it has behind it,
-follows from the calls, whatever the tasks take.
+Call t brings minibatch t. Stage k runs F(t - f), then B(t - b) of the minibatch that came b calls before, then the
+update of minibatch t - u. F is a call later for each border ahead of the stage where links are slow, so that what it
+reads is sent beside the call before; B is behind it by a call for each device behind the stage's own (1F1B without its
+end), and by those of the borders behind it. So the version of a leaf that a task sees, the number of updates that it
+has behind it, follows from the calls, whatever the tasks take.
 
 Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap et al., 2018), section 3.
 """
@@ -29,7 +30,7 @@ class Calls:
         stages (the factor of a clip by the global norm) for a call that comes later than theirs.
       last: When all of a minibatch is done.
       stashes: Whether a backward sees the version that its forward saw.
-      slack: Minibatches more, for each border between stages, than there are devices: they are on links.
+      slack: Calls for what crosses a border between stages: as many minibatches more than devices are on links.
     """
 
     places: Places
@@ -45,19 +46,22 @@ class Calls:
         updates = tuple(made.backward(k) + len(replicas) - 1 for k, replicas in enumerate(places))
         return dataclasses.replace(made, updates=updates, last=max(updates))
 
+    def forward(self, stage: int) -> int:
+        """Returns f of a stage."""
+        return self.slack * stage
+
     def backward(self, stage: int) -> int:
         """Returns b of a stage."""
-        return forwards_ahead(self.places, stage, self.slack) - 1
+        return self.forward(stage) + forwards_ahead(self.places, stage, self.slack) - 1
 
     def version(self, kind: Kind, stage: int, minibatch: int) -> int:
         """Returns the version of its stage's leaves that a task sees."""
-        late = kind == "B" and not self.stashes
-        return max(0, minibatch + late * self.backward(stage) - self.updates[stage])
+        return max(0, minibatch - self.missed(stage)[kind == "B"])
 
     def missed(self, stage: int) -> tuple[int, int]:
         """Counts the updates by earlier minibatches that a forward misses, and a backward, in a full pipeline."""
-        forward = self.updates[stage]
-        return forward, forward if self.stashes else forward - self.backward(stage)
+        forward = self.updates[stage] - self.forward(stage)
+        return forward, forward if self.stashes else self.updates[stage] - self.backward(stage)
 
     def awaited(self, stage: int) -> int:
         """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all of them."""
@@ -65,7 +69,8 @@ class Calls:
 
     def stashed(self, stage: int) -> int:
         """Counts the old versions that a device of a stage keeps for backwards."""
-        return -(-self.backward(stage) // len(self.places[stage])) if self.stashes else 0
+        between = self.backward(stage) - self.forward(stage)
+        return -(-between // len(self.places[stage])) if self.stashes else 0
 
     @property
     def period(self) -> int:
@@ -101,9 +106,9 @@ class AsynchronousSchedule(Schedule):
         """Yields all tasks, call by call."""
         stages, count = range(self.stages), sum(map(len, self.orders)) // (2 * self.stages)
         for call in range(count + self.calls.backward(0)):
-            yield from (Task("F", k, call) for k in stages if call < count)
-            minibatches = [(k, call - self.calls.backward(k)) for k in reversed(stages)]
-            yield from (Task("B", k, m) for k, m in minibatches if 0 <= m < count)
+            forwards = (Task("F", k, call - self.calls.forward(k)) for k in stages)
+            backwards = (Task("B", k, call - self.calls.backward(k)) for k in reversed(stages))
+            yield from (task for task in (*forwards, *backwards) if 0 <= task.microbatch < count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -195,7 +195,7 @@ class MinibatchLister:
 
     def _last_backward(self, stage: int, device: int, version: int) -> int:
         """The last minibatch of a device whose forward sees a version; negative without one."""
-        replicas, last = self._calls.places[stage], version + self._calls.updates[stage]
+        replicas, last = self._calls.places[stage], version + self._calls.missed(stage)[0]
         back = (last - replicas.index(device)) % len(replicas)
         return last - back if version == 0 or back == 0 else -1 - last - self._calls.backward(stage)
 

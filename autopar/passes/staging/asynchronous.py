@@ -204,7 +204,9 @@ class _Cutter:
     def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:
         """The call of each program's run, which it is given, and of each stage's update."""
         first = self._soonest.updates
-        backward = [self._soonest.backward(k) for k in range(len(first))]
+        forward, backward = (
+            [of(k) for k in range(len(first))] for of in (self._soonest.forward, self._soonest.backward)
+        )
         sums = {self._staged.joins[v][0]: p.stage for p in self._programs for v in p.outputs if v in self._staged.joins}
         leaves = {*self._homes, *news.values()}
         updates, calls = list(first), dict[StageProgram, int]()
@@ -229,7 +231,7 @@ class _Cutter:
                 f"pipeline: the update of {self._program.name} needs sums over the weights of several stages, which "
                 "without a flush are of several versions. Take a synchronous schedule"
             )
-        of_phase = {"before": [0] * len(backward), "F": [0] * len(backward), "B": backward}
+        of_phase = {"before": forward, "F": forward, "B": backward}
         self._programs = [
             dataclasses.replace(p, call=calls[p] if p.phase == "update" else of_phase[p.phase][p.stage])
             for p in self._programs
