@@ -20,7 +20,7 @@ RANKS, MICROBATCHES = 2, 16
 SCHEDULES = ("1f1b", "gpipe", "zero-bubble", *(ASYNCHRONOUS := ("async", "stash", "spectrain")))
 #: Steps of a turn, and those of them that aren't timed. Without a flush a rank may be some steps ahead of another, and
 #: finds messages of the turn before: a turn is many times as long as that.
-STEPS, FIRST, LONG, FILLED = 5, 1, 36, 12
+STEPS, FIRST, LONG, FILLED = 5, 1, 20, 8
 TURNS = 3
 _MODULE = "benchmarks.pipelines_ranks"
 
