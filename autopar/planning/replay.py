@@ -59,8 +59,9 @@ def replay(
         return device.put(jnp.zeros(value.var.shape, value.var.dtype) if given is None else given)
 
     held = {(k, value): first(value) for value, devices in timeline.given.items() for k in devices}
-    for (_, value), array in held.items() if watch is not None else ():
-        watch(value, array)
+    if watch is not None:
+        for (_, value), array in held.items():
+            watch(value, array)
 
     def read(k: int, value: Value) -> Array:
         if (k, value) in held or value not in timeline.arguments:
@@ -82,8 +83,8 @@ def replay(
             held |= {(at, name): total for name, total in zip(names, sums, strict=True)}
             written = {action.writes[k]: x for k, x in zip(executable.read, results, strict=True)}
             held |= {(at, value): x for value, x in written.items()}
-            for value, array in written.items() if watch is not None else ():
-                if isinstance(value.part, Whole):
+            for value, array in written.items():
+                if watch is not None and isinstance(value.part, Whole):
                     watch(value, array)
         elif isinstance(action, Send):
             held[action.target, action.value] = read(action.source, action.value)

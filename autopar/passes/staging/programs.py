@@ -111,8 +111,9 @@ class StageCutter:
                 continue
             source = renamed.get(inner, inner) if isinstance(inner, Var) else inner
             stage = self.homes.get(source, self.pipeline.count - 1) if isinstance(source, Var) else 0
-            is_own = label is not None and label.stage != NOWHERE
-            key: _Key = (label.direction, label.stage, 0) if is_own else ("F", stage, 0)
+            key: _Key = ("F", stage, 0)
+            if label is not None and label.stage != NOWHERE:
+                key = (label.direction, label.stage, 0)
             copy = Var(inner.type)
             equation = Equation("copy", (source,), (copy,), primitive=jax.lax.copy_p)
             self.equations.setdefault(key, []).append(equation)
