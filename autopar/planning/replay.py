@@ -26,12 +26,16 @@ Array = Any
 Watch = Callable[[Value, Array], None]
 
 
+def _unwatched(value: Value, array: Array) -> None:
+    """Nobody asks."""
+
+
 def replay(
     step: StagedStep,
     timeline: Timeline,
     arguments: Mapping[Var, Array],
     minibatches: Sequence[Mapping[Var, Array]] = (),
-    watch: Watch | None = None,
+    watch: Watch = _unwatched,
 ) -> dict[Value, Array]:
     """Returns the results of a timeline.
 
@@ -59,9 +63,8 @@ def replay(
         return device.put(jnp.zeros(value.var.shape, value.var.dtype) if given is None else given)
 
     held = {(k, value): first(value) for value, devices in timeline.given.items() for k in devices}
-    if watch is not None:
-        for (_, value), array in held.items():
-            watch(value, array)
+    for (_, value), array in held.items():
+        watch(value, array)
 
     def read(k: int, value: Value) -> Array:
         if (k, value) in held or value not in timeline.arguments:
@@ -84,7 +87,7 @@ def replay(
             written = {action.writes[k]: x for k, x in zip(executable.read, results, strict=True)}
             held |= {(at, value): x for value, x in written.items()}
             for value, array in written.items():
-                if watch is not None and isinstance(value.part, Whole):
+                if isinstance(value.part, Whole):
                     watch(value, array)
         elif isinstance(action, Send):
             held[action.target, action.value] = read(action.source, action.value)
@@ -105,7 +108,7 @@ def replay_minibatches(
     step: StagedStep,
     new_states: Mapping[int, int],
     minibatches: Sequence[Sequence[Array]],
-    watch: Watch | None = None,
+    watch: Watch = _unwatched,
 ) -> list[list[Array | None]]:
     """Returns what a step without a flush returns for each minibatch, drained behind the last one.
 
