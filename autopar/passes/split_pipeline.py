@@ -68,19 +68,19 @@ def split_pipeline(
     plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
     if isinstance(pipeline.rule, AsynchronousRule):
-        staged, plan = _without_flush(staged, program, plan, pipeline)
+        staged, plan = _without_flush(staged, program, plan, pipeline, measured)
     _check_memory(plan, measured)
     return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
 
 
 def _without_flush(
-    staged: StagedStep, program: Program, plan: PipelinePlan, pipeline: Pipeline
+    staged: StagedStep, program: Program, plan: PipelinePlan, pipeline: Pipeline, measured: Measurements
 ) -> tuple[StagedStep, PipelinePlan]:
     """The step and its plan where minibatches follow one another without a flush."""
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
-    plan = dataclasses.replace(plan, updates=Calls.soonest(plan.places).updates, statistics=())
-    slack = choose_slack(plan.places, stage_times(plan)) if pipeline.slack is None else pipeline.slack
+    plan = dataclasses.replace(plan, statistics=())
+    slack = _slack(plan, measured) if pipeline.slack is None else pipeline.slack
     staged = without_flush(staged, program, plan.places, stashes=rule.stashes, slack=slack)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
@@ -89,6 +89,19 @@ def _without_flush(
         return staged, plan
     ahead = pipeline.ahead or steps_ahead(calls, stage_times(plan))
     return with_prediction(staged, ahead), dataclasses.replace(plan, ahead=tuple(ahead))
+
+
+def _slack(plan: PipelinePlan, measured: Measurements) -> int:
+    """Chooses the slack that hides the links, or the most that the devices' memory has room for."""
+
+    def with_slack(slack: int) -> PipelinePlan:
+        calls = Calls.soonest(plan.places, slack=slack)
+        return dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
+
+    slack = choose_slack(plan.places, stage_times(with_slack(0)))
+    while slack and measured.memory is not None and max(pipeline_memory(with_slack(slack))) > measured.memory:
+        slack -= 1
+    return slack
 
 
 def _plan(

@@ -137,7 +137,7 @@ def _with_same_apart(local: Block) -> Block:
 
 
 def _same_outputs(equation: Equation, varying: Set[Var], read: Set[Atom]) -> list[bool]:
-    """Of each output of a loop or branch whether it is read, not as a sum, and follows from nothing that differs."""
+    """Says of each output of a loop or branch whether it is read, not as a sum, and follows from what is the same."""
 
     def is_same(out: Var) -> bool:
         alone = reduce_equation(equation, [v is out for v in equation.outputs])

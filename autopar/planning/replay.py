@@ -18,11 +18,11 @@ from autopar.backends.stage_device import StageDevice
 from autopar.ir.asynchronous_timeline import asynchronous_timeline
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var
-from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value, Whole
+from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
 from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
 
 Array = Any
-#: Told of each version of a leaf when it is made.
+#: Told of each value when it is made, versions of leaves among them.
 Watch = Callable[[Value, Array], None]
 
 
@@ -36,31 +36,36 @@ def replay(
     arguments: Mapping[Var, Array],
     minibatches: Sequence[Mapping[Var, Array]] = (),
     watch: Watch = _unwatched,
+    tensor: int = 1,
 ) -> dict[Value, Array]:
     """Returns the results of a timeline.
 
-    The programs are those of the devices, compiled for one; nothing else is theirs: values are moved at the moment in
-    which the list says so, and forgotten where it says so.
+    The programs are those of the devices, compiled for one place; nothing else is theirs: values are moved at the
+    moment in which the list says so, and forgotten where it says so.
 
     Args:
       step: The programs.
       timeline: Of all devices.
       arguments: What the call was given, and the leaves of the state; of a leaf in several stages its parts.
       minibatches: Without a flush, what each minibatch was given.
-      watch: Called with each version of a leaf, the first ones, too, and by each replica.
+      watch: Called with each value that a program makes, and before with the first version of each leaf.
+      tensor: T, the devices that divide the products of a stage: rounding follows from how they are divided.
 
     Raises:
       KeyError: a device reads what it doesn't have.
     """
-    device, executables = StageDevice((jax.local_devices()[0],)), stage_executables(step, timeline)
+    device, executables = StageDevice(tuple(jax.local_devices()[:tensor])), stage_executables(step, timeline)
     programs = {
         program: CompiledProgram(*(lowered.compile() for lowered in each.lower(device)))
         for program, each in executables.items()
     }
 
+    def put(value: Value, array: Array) -> Array:
+        return device.put(array, step.divided.get(value.var))
+
     def first(value: Value) -> Array:
         given = arguments.get(value.var)
-        return device.put(jnp.zeros(value.var.shape, value.var.dtype) if given is None else given)
+        return put(value, jnp.zeros(value.var.shape, value.var.dtype) if given is None else given)
 
     held = {(k, value): first(value) for value, devices in timeline.given.items() for k in devices}
     for (_, value), array in held.items():
@@ -70,11 +75,11 @@ def replay(
         if (k, value) in held or value not in timeline.arguments:
             return held[k, value]
         if not isinstance(value.part, Microbatch):
-            return device.put(arguments[value.var])
+            return put(value, arguments[value.var])
         whole, axis = step.parts.get(value.var, (value.var, 0))
         if minibatches:
-            return device.put(minibatches[value.part.number][whole])
-        return device.put(jnp.split(jnp.asarray(arguments[whole]), step.microbatches, axis)[value.part.number])
+            return put(value, minibatches[value.part.number][whole])
+        return put(value, jnp.split(jnp.asarray(arguments[whole]), step.microbatches, axis)[value.part.number])
 
     for action, drops in zip(timeline.actions, timeline.drops, strict=True):
         if isinstance(action, Run):
@@ -84,11 +89,9 @@ def replay(
             operands, number = [read(at, value) for value in action.reads], (action.microbatch or 0) % step.microbatches
             sums, results = program.run(np.int32(number), sums, *operands)
             held |= {(at, name): total for name, total in zip(names, sums, strict=True)}
-            written = {action.writes[k]: x for k, x in zip(executable.read, results, strict=True)}
-            held |= {(at, value): x for value, x in written.items()}
-            for value, array in written.items():
-                if isinstance(value.part, Whole):
-                    watch(value, array)
+            for k, array in zip(executable.read, results, strict=True):
+                held[at, action.writes[k]] = array
+                watch(action.writes[k], array)
         elif isinstance(action, Send):
             held[action.target, action.value] = read(action.source, action.value)
         else:
@@ -109,6 +112,7 @@ def replay_minibatches(
     new_states: Mapping[int, int],
     minibatches: Sequence[Sequence[Array]],
     watch: Watch = _unwatched,
+    tensor: int = 1,
 ) -> list[list[Array | None]]:
     """Returns what a step without a flush returns for each minibatch, drained behind the last one.
 
@@ -116,7 +120,7 @@ def replay_minibatches(
       step: The programs.
       new_states: Number of an input that is state -> number of the output that is its new value.
       minibatches: Flat arguments of each call. States are taken from the first one.
-      watch: As in `replay`.
+      watch, tensor: As in `replay`.
 
     Returns:
       For each minibatch its flat results; of the state those behind the last one alone, None before.
@@ -131,7 +135,7 @@ def replay_minibatches(
         each |= clocks
         clocks = dict(zip(asynchronous.clocks, clock(*(each[v] for v in asynchronous.clock.inputs)), strict=True))
     timeline = asynchronous_timeline(step, len(minibatches))
-    found = replay(step, timeline, given[0], given, watch)
+    found = replay(step, timeline, given[0], given, watch, tensor)
     made = {(v.var, v.part.number if isinstance(v.part, Microbatch) else -1): x for v, x in found.items()}
 
     def result(k: int, number: int) -> Array | None:

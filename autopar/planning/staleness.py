@@ -30,7 +30,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class TaskStaleness:
-    """Of the forwards or the backwards of a stage.
+    """How stale the forwards or the backwards of a stage are.
 
     Attributes:
       stage: Its number.
@@ -50,7 +50,7 @@ class TaskStaleness:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """What `staleness` returns; `str()` is a table of medians. `tasks` has those whose s isn't 0."""
+    """How stale the tasks of a pipeline are, those whose s isn't 0; `str()` is a table of medians."""
 
     schedule: str
     tasks: tuple[TaskStaleness, ...]
@@ -110,7 +110,7 @@ def staleness(step: AnyStep, state: Any, batches: Iterable[Any]) -> Staleness:
     leaves = [pure.leaves(*unwrapped(step, (state, batch), {}, "staleness")[1:]) for batch in minibatches]
     watched = _Watched(staged, ahead)
     given = [[materialize(leaf) for leaf in each] for each in leaves]
-    replay_minibatches(staged, entry.compiled.analysed.new_states, given, watched.see)
+    replay_minibatches(staged, entry.compiled.analysed.new_states, given, watched.see, plan.tensor)
     return Staleness(plan.schedule, tuple(watched.found()))
 
 

@@ -32,7 +32,7 @@ def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
     step: StagedStep = entry.compiled.program.staged
     first = [copied(materialize(leaf)) for leaf in leaves]
-    expected = replay_minibatches(step, program.new_states, [first] * steps)
+    expected = replay_minibatches(step, program.new_states, [first] * steps, tensor=entry.compiled.plan.pipeline.tensor)
     given, found = [copied(leaf) for leaf in first], []
     states: dict[int, Any] = {}
     for _ in range(steps):

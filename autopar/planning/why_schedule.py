@@ -1,4 +1,4 @@
-"""What `why` says of a schedule that a pipeline didn't take: the updates that a weight's tasks would miss by it."""
+"""`why` of a schedule that a pipeline didn't take: the updates that a weight's tasks would miss by it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def schedule_text(plan: PipelinePlan, path: str, schedule: str) -> str:
 
 
 def _versions(plan: PipelinePlan, stage: int, schedule: str) -> str:
-    """Which versions a stage's tasks see by a schedule."""
+    """Tells which versions a stage's tasks see by a schedule."""
     rule = SCHEDULES[schedule]
     if not isinstance(rule, AsynchronousRule):
         return f"{schedule} no task misses an update: each call ends with a flush, where devices wait for one another"

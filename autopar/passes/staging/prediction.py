@@ -49,7 +49,7 @@ def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> Sta
     for x, change in changes.items():
         homes |= dict.fromkeys(change.leaves, homes[x])
         if x in staged.divided:
-            divided[change.values] = staged.divided[x]
+            divided |= dict.fromkeys((change.values, news[change.values]), staged.divided[x])
     asynchronous = dataclasses.replace(
         staged.asynchronous,
         news=news,
@@ -93,7 +93,7 @@ def _changes(staged: StagedStep) -> dict[Var, _Change]:
             found[x] = _Change(Var(x.type))
             continue
         assert x not in staged.divided and not commit.params["guarded"], "a stage's table is whole, and has all rows"
-        _, rows, route = commit.inputs
+        rows, route = commit.inputs[1:3]
         numbers = ArrayType((route.type.rows,), np.dtype(np.int32))
         found[x] = _Change(Var(rows.type), Var(numbers), commit)
     return found
@@ -150,12 +150,9 @@ def _telling_changes(
         if change.commit is None:
             equations += expand(lambda new, old: new - old, equations[0], (new, x), values)
             continue
-        (_, rows, route), axis = change.commit.inputs, change.commit.params["axis"]
+        (rows, route), axis = change.commit.inputs[1:3], change.commit.params["axis"]
         extent, old = x.shape[axis], Var(rows.type)
-        pull = {"axis": axis, "state": True}
-        equations.append(
-            dataclasses.replace(change.commit, op="ap.pull", inputs=(x, route), outputs=(old,), params=pull)
-        )
+        equations.append(_like(change.commit, "ap.pull", (x, route), old, {"axis": axis, "state": True}))
         equations += expand(lambda new, old: new - old, change.commit, (rows, old), values)
         equations.append(_numbers(change.commit, extent, route))
 
@@ -169,12 +166,12 @@ def _telling_changes(
 
 
 def _numbers(like: Equation, extent: int, route: Atom) -> Equation:
-    """What tells the numbers of a route's rows; padding has that of a row that isn't touched."""
+    """Makes what tells the numbers of a route's rows; padding has that of a row that isn't touched."""
     type_ = ArrayType((route.type.rows,), np.dtype(np.int32))
     params = {"axis": 0, "shape": type_.shape, "dtype": type_.dtype, "extent": extent}
     return _like(like, "ap.row_iota", (route,), Var(type_), params)
 
 
 def _like(like: Equation, op: str, inputs: tuple[Atom, ...], output: Var, params: Mapping[str, Any]) -> Equation:
-    """Another equation of the same line."""
+    """Makes another equation of the same line."""
     return dataclasses.replace(like, op=op, inputs=inputs, outputs=(output,), params=params)

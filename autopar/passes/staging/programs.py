@@ -100,7 +100,7 @@ class StageCutter:
         return axes
 
     def _joins(self, renamed: Mapping[Var, Var]) -> Iterator[tuple[Var, tuple[Var, str | int]]]:
-        """What is joined over the microbatches. What no microbatch makes each copies, and what is joined twice."""
+        """Yields what is joined over the microbatches. Each copies what none of them makes, or what is joined twice."""
         labels = {v: self.labels[e] for e in self.parts.body.equations for v in e.outputs}
         step, joined = self.parts.step, set[Var]()
         for inner, outer, join in zip(self.parts.body.outputs, step.outputs, step.params["joins"], strict=True):
