@@ -21,13 +21,13 @@ def test_random_sessions(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "program",
     [
-        Program(pipeline=("spectrain", 2), results=("the table",)),  # a result that is a version
-        Program(pipeline=("stash", 2), gradient="counted loop"),  # a loop's constant beside its sums
-        Program(pipeline=("async", 2), events=("another planned step",)),  # nothing is returned but the state
-        Program(pipeline=("async", 2), call="params, rest, batch", events=("another planned step",)),
-        Program(pipeline=("1f1b", 2), gradient="one after the other", optimizer="zero nans"),  # one value joined twice
-        Program(pipeline=("spectrain", 2), guard="where finite"),  # two programs of a stage tell the loss
-        Program(pipeline=("spectrain", 1), where="table in a branch"),  # a branch that forward and update need parts of
+        Program(pipeline=("spectrain", 2, 0), results=("the table",)),  # a result that is a version
+        Program(pipeline=("stash", 2, 0), gradient="counted loop"),  # a loop's constant beside its sums
+        Program(pipeline=("async", 2, 0), events=("another planned step",)),  # nothing is returned but the state
+        Program(pipeline=("async", 2, 0), call="params, rest, batch", events=("another planned step",)),
+        Program(pipeline=("1f1b", 2, None), gradient="one after the other", optimizer="zero nans"),  # two joins of one
+        Program(pipeline=("spectrain", 2, 0), guard="where finite"),  # two programs of a stage tell the loss
+        Program(pipeline=("spectrain", 1, 0), where="table in a branch"),  # a branch in two programs
     ],
     ids=str,
 )

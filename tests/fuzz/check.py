@@ -61,9 +61,9 @@ def _load(program: Program, folder: Path) -> SimpleNamespace:
     return module
 
 
-def _entry(session: Any, batch: Any) -> Any:
-    """What is compiled for the session's first step."""
-    taken = []
+def _arguments(session: Any, batch: Any) -> tuple[Any, ...]:
+    """What the session's step is called with."""
+    taken: list[tuple[Any, ...]] = []
 
     def take(*arguments: Any) -> Any:
         taken.append(arguments)
@@ -72,7 +72,8 @@ def _entry(session: Any, batch: Any) -> Any:
     try:
         session.call(take, session.state, batch)
     except _Taken:
-        return session.step.entry(*taken[0])
+        pass
+    return taken[0]
 
 
 def outcome(program: Program, folder: Path, *, dense: bool = False) -> Outcome:
@@ -88,7 +89,8 @@ def outcome(program: Program, folder: Path, *, dense: bool = False) -> Outcome:
         module = _load(program, folder)
         try:
             session = module.Session(True)
-            plan, failed = _entry(session, module.batch(0)).compiled.plan, None
+            plan = session.step.entry(*_arguments(session, module.batch(0))).compiled.plan
+            failed: Exception | None = None
         except Exception as error:
             plan, failed = None, error
         if plan is not None and not plan.lifts and not dense and not program.pipeline:
@@ -102,8 +104,10 @@ def outcome(program: Program, folder: Path, *, dense: bool = False) -> Outcome:
             if failed is not None:
                 raise failed
             mine = module.run(session)
+            if program.pipeline and program.pipeline[2] is not None:  # minibatches that follow one another: a replay
+                autopar.verify(session.step, *_arguments(session, module.batch(0)), steps=5)
         except Exception as error:
-            refused = isinstance(error, autopar.AutoparError)
+            refused = isinstance(error, autopar.AutoparError) and not isinstance(error, autopar.VerificationError)
             return Outcome("refused" if refused else "crash", (_first_line(error),), _place(error))
         counted = finite.index(False) + 1 if False in finite else len(finite)
         start = jax.tree.map(np.asarray, module.start())

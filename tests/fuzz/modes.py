@@ -8,6 +8,8 @@ from typing import Any
 
 #: Pairs (name, value), as `parallelize` takes them.
 Options = tuple[tuple[str, Any], ...]
+#: Schedule, number of stages, slack (None of synchronous ones).
+Pipeline = tuple[str, int, int | None] | tuple[()]
 
 _ANYWHERE: tuple[Options, ...] = ((("replan", "off"),), (("microbatches", 2),))
 
@@ -23,8 +25,7 @@ class Mode:
     optimised: bool = False
     strategies: tuple[str | tuple[str, ...], ...] = (*["ps"] * 9, "auto")
     options: tuple[Options, ...] = _ANYWHERE
-    #: Schedule and number of stages of each pipeline that is drawn.
-    pipelines: tuple[tuple[str, int] | tuple[()], ...] = ((),)
+    pipelines: tuple[Pipeline, ...] = ((),)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,7 +56,15 @@ MODES: Mapping[str, Mode] = {
             devices=2,
             strategies=("ps", "auto"),
             options=((("replan", "off"),),),
-            pipelines=(("async", 2), ("stash", 2), ("spectrain", 2), ("spectrain", 1), ("1f1b", 2), ("zero-bubble", 2)),
+            pipelines=(
+                ("async", 2, 0),
+                ("stash", 2, 2),
+                ("spectrain", 2, 0),
+                ("spectrain", 2, 1),
+                ("spectrain", 1, 0),
+                ("1f1b", 2, None),
+                ("zero-bubble", 2, None),
+            ),
         ),
     )
 }

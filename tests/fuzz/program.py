@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tests.fuzz import pieces, sessions, updates
-from tests.fuzz.modes import Mode
+from tests.fuzz.modes import Mode, Pipeline
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class Program:
     devices: int = 1
     strategy: str | tuple[str, ...] = "ps"
     options: tuple[tuple[str, Any], ...] = ()
-    pipeline: tuple[str, int] | tuple[()] = ()
+    pipeline: Pipeline = ()
     tables: int = 1
     rows: int = 11
     ids: int = 4

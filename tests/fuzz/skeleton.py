@@ -157,9 +157,9 @@ class Session:
         if fun is evaluate:
             options = {name: option for name, option in options.items() if name in ("mesh", "strategy")}
         elif PIPELINE:
-            schedule, stages = PIPELINE
-            microbatches = 2 if schedule in ("1f1b", "zero-bubble") else None
-            options |= {"mesh": None, "pipeline": autopar.Pipeline(stages, schedule, microbatches)}
+            schedule, stages, slack = PIPELINE
+            microbatches = 2 if slack is None else None
+            options |= {"mesh": None, "pipeline": autopar.Pipeline(stages, schedule, microbatches, slack=slack)}
         return autopar.parallelize(fun, batch_axis=AXES, **options)
 
     def see(self, tree):
