@@ -31,8 +31,10 @@ def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
     step: StagedStep = entry.compiled.program.staged
+    pipeline = entry.compiled.plan.pipeline
+    assert pipeline is not None, "a step without a flush has stages"
     first = [copied(materialize(leaf)) for leaf in leaves]
-    expected = replay_minibatches(step, program.new_states, [first] * steps, tensor=entry.compiled.plan.pipeline.tensor)
+    expected = replay_minibatches(step, program.new_states, [first] * steps, tensor=pipeline.tensor)
     given, found = [copied(leaf) for leaf in first], []
     states: dict[int, Any] = {}
     for _ in range(steps):
