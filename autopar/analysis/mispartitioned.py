@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
@@ -103,6 +104,19 @@ def mispartitioned(equation: Equation) -> str | None:
     if equation.bodies or equation.primitive is None:  # or an operation of autopar's own
         return None
     return _found(equation.op, equation.params, equation.inputs)
+
+
+def scatter_with_nan(primitive: Any, params: _Params, operand: Any, indices: Any, updates: Any) -> Any:
+    """Scatter a maximum or minimum of floats; an element is NaN if one of its updates is, or was.
+
+    Whether there is a NaN is a maximum of integers, which an AllReduce keeps.
+    """
+    (result,) = jax_compat.bind(primitive, (operand, indices, updates), params)
+    same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    options = {name: params[name] for name in same}
+    old, new = (jax.lax.convert_element_type(jax.lax.ne(x, x), np.int32) for x in (operand, updates))
+    is_nan = jax.lax.gt(jax.lax.scatter_max(old, indices, new, **options), np.int32(0))
+    return jax.lax.select(is_nan, jax.lax.full_like(result, np.nan), result)
 
 
 def _found(op: str, params: _Params, operands: Sequence[Any]) -> str | None:

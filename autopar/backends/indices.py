@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.mispartitioned import scatter_with_nan
 from autopar.analysis.rules import resized
 
 Array = Any
@@ -98,15 +99,21 @@ def scatter_rows(params: Mapping[str, Any], base: Array, local: Array, updates: 
     options = {k: v for k, v in params.items() if k not in _OURS}
     mode = jax.lax.GatherScatterMode.CLIP if params["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
     options |= {"mode": mode, "indices_are_sorted": False, "unique_indices": False}
-    if params["clip"] or local.size != local.shape[-1]:
+
+    def scatter(updates: Array, local: Array) -> Array:
+        if params["op"] in ("scatter-max", "scatter-min") and jax_compat.is_float(base.dtype):
+            return scatter_with_nan(primitive, options, base, local, updates)
         return jax_compat.bind(primitive, [base, local, updates], options)[0]
+
+    if params["clip"] or local.size != local.shape[-1]:
+        return scatter(updates, local)
     rows, position = base.shape[params["axis"]], params["position"]
     inside = local[..., position].reshape(()) < rows  # see `set_at`
     local = local.at[..., position].min(rows - 1)
     if params["op"] == "scatter-add":  # in place
         added = jnp.where(inside, updates, jnp.zeros_like(updates))
-        return jax_compat.bind(primitive, [base, local, added], options)[0]
-    return jnp.where(inside, jax_compat.bind(primitive, [base, local, updates], options)[0], base)
+        return scatter(added, local)
+    return jnp.where(inside, scatter(updates, local), base)
 
 
 def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:

@@ -21,7 +21,7 @@ from autopar import jax_compat
 from autopar.analysis.batch import BatchAxes, follow_batch
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
-from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartitioned
+from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartitioned, scatter_with_nan
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.expand import expand
@@ -208,15 +208,10 @@ def _reduced_with_nan(equation: Equation) -> Sequence[Equation]:
 
 
 def _scattered_with_nan(equation: Equation) -> Sequence[Equation]:
-    """The same of each element: whether there is a NaN is a maximum of integers."""
-    same = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    params = {name: equation.params[name] for name in same}
+    """The same of each element."""
 
     def scattered(operand: Any, indices: Any, updates: Any) -> Any:
-        (result,) = jax_compat.bind(equation.primitive, (operand, indices, updates), equation.params)
-        old, new = (jax.lax.convert_element_type(jax.lax.ne(x, x), np.int32) for x in (operand, updates))
-        is_nan = jax.lax.gt(jax.lax.scatter_max(old, indices, new, **params), np.int32(0))
-        return jax.lax.select(is_nan, jax.lax.full_like(result, np.nan), result)
+        return scatter_with_nan(equation.primitive, equation.params, operand, indices, updates)
 
     return expand(scattered, equation, equation.inputs, equation.outputs[0])
 

@@ -15,6 +15,7 @@ from tests.support.nested_reductions import NESTINGS, check
 from tests.support.pairs import diagonal
 
 V, D = 11, 3
+METHODS = ["ps", "allgather", "allreduce_rows"]
 
 
 def step(state: Any, batch: Any) -> Any:
@@ -39,7 +40,7 @@ def batch_of(hot: bool, factor: float, weight: float) -> Any:
     return {"ids": ids, "weights": weights, "factor": np.float32(factor), "hot": np.zeros((1,) if hot else ())}
 
 
-@pytest.mark.parametrize(("method", "emit"), diagonal(["ps", "allgather", "allreduce_rows"], ["pjit", "pmap"]))
+@pytest.mark.parametrize(("method", "emit"), diagonal(METHODS, ["pjit", "pmap"]))
 def test_what_is_not_finite(method: str, emit: str) -> None:
     hot = method == "allgather"
     axes = {"batch/ids": 0, "batch/weights": 0, "**": None}
@@ -69,7 +70,24 @@ def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
     assert np.isnan(mine).tolist() == [True, True, True]
 
 
-@pytest.mark.parametrize(("method", "emit"), diagonal(["ps", "allgather", "allreduce_rows"], ["pmap", "pjit"]))
+@pytest.mark.parametrize(("method", "op"), [*((method, "max") for method in METHODS), ("allgather", "min")])
+def test_a_maximum_written_to_rows_keeps_a_nan(method: str, op: str) -> None:
+    """A row with a NaN, one that gets a NaN, and both at once; found by random programs."""
+
+    def write(state: Any, batch: Any) -> Any:
+        new = state - jax.grad(lambda t: jnp.sum(jnp.sin(t[batch["ids"]]) * batch["weights"]))(state)
+        return getattr(new.at[batch["other"]], op)(batch["values"])
+
+    planned = autopar.parallelize(write, strategy=method, mesh=mesh_of(4), state_argnums=(0,), donate=False)
+    batch = {"ids": np.array([1, 2, 1, 4, 4, 4, 4, 1], np.int32), "weights": np.ones((8, D), np.float32)}
+    batch |= {"other": np.array([2, 9, 3, 3, 0, 5, 2, 9], np.int32), "values": np.ones((8, D), np.float32)}
+    batch["weights"][1], batch["values"][[2, 6]] = np.nan, np.nan
+    state = np.random.default_rng(1).normal(size=(50, D)).astype(np.float32)
+    np.testing.assert_allclose(autopar.materialize(planned(state, batch)), jax.jit(write)(state, batch), rtol=1e-6)
+    assert planned.plan is not None and planned.plan.lifts
+
+
+@pytest.mark.parametrize(("method", "emit"), diagonal(METHODS, ["pmap", "pjit"]))
 @pytest.mark.parametrize("name", ["branch in a loop", "loop in a checkpoint"])
 def test_reductions_in_nestings(name: str, method: str, emit: str) -> None:
     """Partial sums that meet an infinity in a loop are summed first, too."""
