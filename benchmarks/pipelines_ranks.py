@@ -58,10 +58,17 @@ class Rank:
         return plan, None if plan is None else pipeline_seconds(plan)
 
     def prepare(
-        self, name: str, system: str, microbatches: int, schedule: str = "", stages: Any = None, **sizes: int
+        self,
+        name: str,
+        system: str,
+        microbatches: int,
+        schedule: str = "",
+        stages: Any = None,
+        slack: int | None = None,
+        **sizes: int,
     ) -> float | None:
-        """Makes a system's step and state; what its plan predicts, in seconds. `stages`: of a pipeline, and `schedule`,
-        where the system isn't named so."""
+        """Makes a system's step and state; what its plan predicts, in seconds. `stages` and `slack`: of a pipeline, and
+        `schedule`, where the system isn't named so."""
         import jax
 
         import autopar
@@ -79,7 +86,7 @@ class Rank:
             count = jax.process_count() if stages is None else stages
             rule = SCHEDULES[schedule or system]
             given = None if isinstance(rule, AsynchronousRule) else microbatches
-            pipeline = autopar.Pipeline(count, rule.name, given, profile=stages is None)
+            pipeline = autopar.Pipeline(count, rule.name, given, profile=stages is None, slack=slack)
             step = autopar.parallelize(step_of(loss), pipeline=pipeline)
         return self._begin(name, system, step, make)[1]
 
