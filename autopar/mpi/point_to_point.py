@@ -23,9 +23,11 @@ _PAUSE_S = 0.5e-3
 class Incoming:
     """An array that is on its way to this rank."""
 
-    def __init__(self, buffer: np.ndarray, requests: list[Any], waiting: Waiting, open_: set[Incoming]) -> None:
+    def __init__(
+        self, buffer: np.ndarray, requests: list[Any], source: int, waiting: Waiting, open_: set[Incoming]
+    ) -> None:
         """`open_`: all that MPI still writes to, whoever has forgotten them."""
-        self._buffer, self._requests, self._waiting, self._open = buffer, requests, waiting, open_
+        self._buffer, self._requests, self.source, self._waiting, self._open = buffer, requests, source, waiting, open_
         open_.add(self)
 
     def wait(self) -> np.ndarray:
@@ -47,8 +49,10 @@ class PointToPoint:
     def __init__(self, comm: Any) -> None:
         self._comm = comm.Dup()
         self._waiting = choose_waiting(self._comm)
-        #: What is being sent: requests, and the array that they read.
-        self._outgoing: list[tuple[list[Any], np.ndarray]] = []
+        #: Ranks whose memory this one doesn't share, as MPI sees it.
+        self._far = _ranks_apart(self._comm)
+        #: What is being sent: requests, the array that they read, and to whom.
+        self._outgoing: list[tuple[list[Any], np.ndarray, int]] = []
         self._incoming: set[Incoming] = set()
         self.sent_bytes: dict[int, int] = {}
 
@@ -57,26 +61,41 @@ class PointToPoint:
         message = np.ascontiguousarray(array)
         requests = [self._comm.Isend(piece, target) for piece in pieces(message, LIMIT)]
         self.sent_bytes[target] = self.sent_bytes.get(target, 0) + message.nbytes
-        self._outgoing = [(left, kept) for left, kept in self._outgoing if not _are_done(left)]
-        self._outgoing.append((requests, message))
+        self._outgoing = [sending for sending in self._outgoing if not _are_done(sending[0])]
+        self._outgoing.append((requests, message, target))
 
     def receive(self, shape: tuple[int, ...], dtype: Any, source: int) -> Incoming:
         """Begin to receive an array."""
         buffer = np.empty(shape, dtype)
         requests = [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)]
-        return Incoming(buffer, requests, self._waiting, self._incoming)
+        return Incoming(buffer, requests, source, self._waiting, self._incoming)
 
     def during(self, is_done: Callable[[], bool]) -> None:
-        """Let messages go on until other threads have computed something: over TCP they do only while MPI is called."""
-        while not is_done() and (self._outgoing or self._incoming):
+        """Let messages between machines go on until other threads have computed something: over TCP they do only while
+        MPI is called. (Where memory is shared, the receiver copies by itself.)"""
+        while not is_done() and self._is_far_open():
             self._comm.Iprobe()
             time.sleep(_PAUSE_S)
 
+    def _is_far_open(self) -> bool:
+        peers = [*(target for *_, target in self._outgoing), *(incoming.source for incoming in self._incoming)]
+        return not self._far.isdisjoint(peers)
+
     def finish(self) -> None:
         """Wait until all that was sent has gone."""
-        requests = [r for left, _ in self._outgoing for r in left]
+        requests = [r for left, *_ in self._outgoing for r in left]
         self._waiting.finish(requests)
         self._outgoing = []
+
+
+def _ranks_apart(comm: Any) -> set[int]:
+    """Collective."""
+    from mpi4py import MPI
+
+    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    apart = set(range(comm.Get_size())).difference(near.allgather(comm.Get_rank()))
+    near.Free()
+    return apart
 
 
 def _are_done(requests: list[Any]) -> bool:
