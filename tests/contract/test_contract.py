@@ -53,7 +53,7 @@ EXTRA += [{"model": model, "optimizer": "adam", "sparse": "exact"} for model in 
 
 
 @pytest.mark.parametrize(
-    "row", every(3, [r for r in ROWS if r["sparse"] == "exact"] + EXTRA), ids=lambda r: "-".join(r.values())
+    "row", every(4, [r for r in ROWS if r["sparse"] == "exact"] + EXTRA), ids=lambda r: "-".join(r.values())
 )
 def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     check(**row)

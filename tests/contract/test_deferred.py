@@ -124,7 +124,7 @@ def _with(value: float) -> Callable[[np.ndarray], np.ndarray]:
     return start
 
 
-@pytest.mark.parametrize("name", every(2, NUMBERS))
+@pytest.mark.parametrize("name", every(3, NUMBERS))
 def test_numbers(name: str) -> None:
     assert differ(NUMBERS[name](), steps=60, log_steps=7) == []
 
@@ -283,7 +283,7 @@ USES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", every(2, USES))
+@pytest.mark.parametrize("name", every(3, USES))
 def test_uses(name: str) -> None:
     assert differ(USES[name](), steps=60, log_steps=9) == []
 

@@ -64,7 +64,7 @@ def check_run(planned: Any, make: Callable[[], Any], epochs: int = 2, count: int
         (Pipeline(4, "spectrain"), {}),
         (Pipeline(2, "spectrain", replicas=(2, 1)), {"tied": True}),
         (Pipeline(3, "spectrain"), {"tx": CLIPPED, "dropout": 0.2}),
-        (Pipeline(2, "stash", replicas=(1, 3)), {}),
+        long(Pipeline(2, "stash", replicas=(1, 3)), {}),
         (Pipeline(3, "spectrain", slack=1), {"tied": True}),
         long(Pipeline(2, "stash", replicas=(2, 1), slack=2), {}),
         (Pipeline(2, "spectrain", remat=True), {"stacked": True, "tx": optax.adamw(0.01)}),

@@ -17,6 +17,7 @@ import autopar
 from autopar.measure import calibrate
 from autopar.run.drift import AlphaWatch
 from tests.support.meshes import mesh_of
+from tests.support.pairs import long
 from tests.support.rates import rates as seconds_of
 from tests.support.row_steps import same
 
@@ -69,7 +70,7 @@ def trained(planned: Any, optimizer: str, *stretches: tuple[int, int]) -> list[w
     return told
 
 
-@pytest.mark.parametrize("optimizer", TX)
+@pytest.mark.parametrize("optimizer", ["adagrad", long("adam")])
 def test_the_plan_is_made_again(optimizer: str) -> None:
     """320 ids of 400 rows, then of 12: messages become short. One warning, which says so."""
     planned = autopar.parallelize(training(optimizer)[0], strategy="ps", mesh=mesh_of(4), replan="auto")

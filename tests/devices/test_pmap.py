@@ -38,6 +38,7 @@ def test_contract(row: dict[str, str]) -> None:
     assert found.ok, str(found)
 
 
+@pytest.mark.long
 def test_gradients_of_a_loop_are_reduced_after_it() -> None:
     """XLA reduces an LSTM's dense gradients in every iteration; a device's own program adds them up first."""
     case = MODELS["lstm_lm"].make(OPTIMIZERS["clipped"].make())

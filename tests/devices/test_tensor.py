@@ -118,7 +118,7 @@ def _difference(planned: Any, step: Any, make: Any, steps: int = 3) -> float:
 
 @pytest.mark.parametrize(
     ("layers", "shape"),
-    [long("listed", (1, 4)), long("listed", (4, 2)), ("stacked", (2, 2)), ("tied", (2, 2))],
+    [long("listed", (1, 4)), long("listed", (4, 2)), long("stacked", (2, 2)), ("tied", (2, 2))],
     ids=str,
 )
 def test_a_transformer(layers: str, shape: tuple[int, int]) -> None:

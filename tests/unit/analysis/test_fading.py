@@ -121,7 +121,7 @@ def _infinite(table: np.ndarray) -> np.ndarray:
     return table
 
 
-@pytest.mark.parametrize("name", every(2, CASES))
+@pytest.mark.parametrize("name", every(4, CASES))
 def test_numbers(name: str) -> None:
     assert differ(CASES[name](), steps=170, log_steps=LONG) == []
 
