@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.backends.processes import Processes
 from autopar.backends.reductions import reduce_across
+from autopar.launch.group import StoreGroup
 
 Array = Any
 
@@ -75,9 +75,9 @@ class Devices:
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
 
     @functools.cached_property
-    def processes(self) -> Processes:
+    def processes(self) -> StoreGroup:
         """Those that own the devices."""
-        return Processes.of(self.mesh)
+        return StoreGroup.of(self.mesh)
 
     def spec(self, along: int | None, over: str | tuple[str, ...] = "") -> P:
         """Spread along an axis of the array (over other axes of the mesh than the data axis), or replicated."""

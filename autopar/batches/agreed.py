@@ -1,7 +1,7 @@
 """Batches of streams that differ by process: before each one the processes tell each other how much they have of it.
 
 All see the same answers, so all end, leave a batch out, or raise at the same one, and none waits for batches that don't
-come. The exchange is on the host (`backends.processes`) and doesn't wait for steps in flight.
+come. The exchange is on the host (`launch.group`) and doesn't wait for steps in flight.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.backends.processes import Processes
 from autopar.batches.parts import Held, Part, filled
 from autopar.batches.sources import Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.ir.paths import path_name
+from autopar.launch.group import StoreGroup
 
 
-def agreed(source: Stream, processes: Processes, last: Last, epoch: int, start: int) -> Iterator[Part]:
+def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start: int) -> Iterator[Part]:
     """Batches of an epoch, from number `start` on, made of what all processes have; `source` is this one's.
 
     `last`: what is done where they don't give as much: "error"; "drop": such a batch is left out, and the epoch ends
@@ -50,7 +50,7 @@ def agreed(source: Stream, processes: Processes, last: Last, epoch: int, start: 
         yield dataclasses.replace(filled(part, full), number=number, total=count * full, reals=sizes, held=held)
 
 
-def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, processes: Processes) -> None:
+def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, processes: StoreGroup) -> None:
     k = next((k for k, n in enumerate(sizes) if n > full or (n != full and last == "error")), None)
     if k is None:
         return
@@ -81,7 +81,7 @@ def _leaves(part: Part | None) -> list[list[Any]] | None:
     return descriptions
 
 
-def _check_leaves(descriptions: Sequence[list[list[Any]] | None], number: int, processes: Processes) -> None:
+def _check_leaves(descriptions: Sequence[list[list[Any]] | None], number: int, processes: StoreGroup) -> None:
     for k, theirs in enumerate(descriptions):
         if theirs is None:
             raise ArgumentsError(f"shard: the source of process {processes.members[k]} gives no batch at all")

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
-from autopar.backends.processes import Processes
 from autopar.batches.agreed import agreed
 from autopar.batches.loops import tell_all
 from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
@@ -25,6 +24,7 @@ from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis, check_batch_axis
+from autopar.launch.group import StoreGroup
 from autopar.mpi.world import world
 
 
@@ -303,7 +303,7 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
     return jax.make_array_from_callback(shape, sharding, own)
 
 
-def _check_same(part: Part, processes: Processes) -> None:
+def _check_same(part: Part, processes: StoreGroup) -> None:
     """That the first batch is the same one on all processes."""
     digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
     for leaf in jax.tree.leaves(part.batch):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,9 @@ from autopar.analysis.work import equation_work
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch
-from autopar.backends.processes import Processes, own_devices
 from autopar.cost.rates import StageRates
 from autopar.ir.program import Block, Var
+from autopar.launch.group import StoreGroup
 from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.mpi.point_to_point import point_to_point
 
@@ -32,7 +32,7 @@ _RUNS = 5
 _known: dict[tuple[Any, ...], StageRates] = {}
 
 
-def stage_rates_of(devices: Sequence[Any], processes: Processes) -> StageRates:
+def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
     """The rates of these devices, each at work by itself; measured at first need, in this process.
 
     Devices of one kind are taken to be equal: the first one is measured, and sends from it to the second. Collective
@@ -40,12 +40,12 @@ def stage_rates_of(devices: Sequence[Any], processes: Processes) -> StageRates:
     """
     key = tuple(devices)
     if key not in _known:
-        measured = _measure(own_devices(devices), _sent_seconds(devices))
+        measured = _measure(_own(devices), _sent_seconds(devices))
         _known[key] = first_rates(processes, measured)
     return _known[key]
 
 
-def first_rates(processes: Processes, rates: StageRates) -> StageRates:
+def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
     """Those of the first process: all plan by the same figures."""
     first = processes.gather(json.dumps(dataclasses.asdict(rates)).encode(), "rates of stages")[0]
     return StageRates(**json.loads(first))
@@ -60,7 +60,7 @@ def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: 
       microbatches: M.
     """
     run = jax.jit(lambda number, *inputs: emit(block, {}, Microbatch(number, microbatches, None))(*inputs))
-    device = own_devices(devices)[0]
+    device = _own(devices)[0]
     inputs = jax.device_put([_example(v) for v in block.inputs], device)
     number = jnp.int32(0)
     seconds = _seconds(lambda: run(number, *inputs))
@@ -123,3 +123,8 @@ def _seconds(run: Callable[[], Any]) -> float:
         jax.block_until_ready(run())
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
+
+
+def _own(devices: Iterable[Any]) -> list[Any]:
+    """Those of this process."""
+    return [device for device in devices if device.process_index == jax.process_index()]

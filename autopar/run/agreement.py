@@ -21,11 +21,11 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.across import is_global
-from autopar.backends.processes import Processes
 from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, StepError
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Block, Literal, Program
+from autopar.launch.group import StoreGroup
 from autopar.launch.sameness import shown
 from autopar.tables.kinds import is_table
 
@@ -33,7 +33,7 @@ from autopar.tables.kinds import is_table
 _SAMPLE = 1 << 20
 
 
-def check_same_call(processes: Processes, program: Program, options: Mapping[str, str], leaves: Sequence[Any]) -> None:
+def check_same_call(processes: StoreGroup, program: Program, options: Mapping[str, str], leaves: Sequence[Any]) -> None:
     """Compare a call that is to be planned.
 
     Args:
@@ -91,7 +91,7 @@ def check_same_call(processes: Processes, program: Program, options: Mapping[str
         )
 
 
-def check_same_maker(processes: Processes, name: str, block: Block, leaves: Sequence[Any]) -> None:
+def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Sequence[Any]) -> None:
     """Compare a function that makes a state, and its arguments.
 
     Raises:
@@ -108,7 +108,7 @@ def check_same_maker(processes: Processes, name: str, block: Block, leaves: Sequ
         )
 
 
-def check_same_plan(processes: Processes, compiled: Compiled) -> None:
+def check_same_plan(processes: StoreGroup, compiled: Compiled) -> None:
     """Compare what was planned: everything that it is made of was the same.
 
     Raises:
@@ -125,7 +125,7 @@ def check_same_plan(processes: Processes, compiled: Compiled) -> None:
         )
 
 
-def _raise_program(processes: Processes, name: str, text: list[str]) -> None:
+def _raise_program(processes: StoreGroup, name: str, text: list[str]) -> None:
     k, a, b = _compare(processes, name, text)
     raise StepError(
         f"{name} isn't the same function on process {k} as on process {processes.members[0]}: traced, it has "
@@ -133,7 +133,7 @@ def _raise_program(processes: Processes, name: str, text: list[str]) -> None:
     )
 
 
-def _compare(processes: Processes, name: str, text: list[str]) -> tuple[int, str, str]:
+def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[int, str, str]:
     """(a process, the first line that differs on the first process, and on that one)."""
     packed = zlib.compress(json.dumps(text).encode())  # the store takes a few MB
     all_ = [json.loads(zlib.decompress(x)) for x in processes.gather(packed, f"comparing {name}")]

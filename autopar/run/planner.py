@@ -11,7 +11,6 @@ from typing import Any
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices
-from autopar.backends.processes import Processes
 from autopar.backends.stage_device import StageDevice
 from autopar.compile import (
     Analysed,
@@ -29,6 +28,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
+from autopar.launch.group import StoreGroup
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
@@ -77,7 +77,7 @@ class Planner:
     devices: Devices | None = None
     per_device: PerDevice | None = None
     stage_devices: Sequence[StageDevice] = ()
-    stage_processes: Processes | None = None
+    stage_processes: StoreGroup | None = None
     in_stages: Callable[[], Planner] | None = None
 
     @property
@@ -86,7 +86,7 @@ class Planner:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     @functools.cached_property
-    def processes(self) -> Processes | None:
+    def processes(self) -> StoreGroup | None:
         """Those that run the step together; None if it is this one alone."""
         processes = self.stage_processes if self.devices is None else self.devices.processes
         return processes if processes is not None and processes.several else None

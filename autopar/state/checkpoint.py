@@ -1,7 +1,7 @@
 """`save` and `restore`: a state on disk, and back onto as many ranks or devices as there are then.
 
-Who writes what: ordinary arrays, which are the same on all ranks, rank 0 by Orbax; rows of tables those who have
-them, each rank its own files, at the same time. Nobody sees the checkpoint before all is written: see `files.folder`.
+Who writes what: ordinary arrays, which are the same on all processes, the first one by Orbax; rows of tables those who
+have them, each process its own files, at the same time. Nobody sees the checkpoint before all is written: see `files.folder`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning, warn
+from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
-from autopar.launch.together import led, together
-from autopar.mpi.world import World, world
 from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
 from autopar.state.files import manifest as manifests
@@ -51,8 +50,8 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
     """Save a state, in place of what was saved at this path before.
 
     All or nothing: however the save ends (an error, a kill, a power cut), what can be restored is the checkpoint before
-    or this one, whole. Returns when this one is on the disk. With several ranks all of them call it, and the path is on
-    a file system that all of them see.
+    or this one, whole. Returns when this one is on the disk. Where there are several ranks, or processes of
+    `jax.distributed`, all of them call it, and the path is on a file system that all of them see.
 
     Args:
       path: A directory for this checkpoint alone; it is made. For several checkpoints name several:
@@ -75,12 +74,12 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
       >>> state["w"], position
       (Array([0., 1., 2.], dtype=float32), {'epoch': 0, 'batch': 10})
     """
-    ranks = _ranks()
+    group = everyone()
     with PROGRESS.during("saving a checkpoint"):
-        _save(Folder.of(path), state, position, ranks)
+        _save(Folder.of(path), state, position, group)
 
 
-def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, ranks: World) -> None:
+def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, group: Group) -> None:
     known: list[SavedLeaf] = []
 
     def look() -> str:
@@ -91,14 +90,14 @@ def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, ranks:
         lines += [leaf.record.told for leaf in known]
         return "\n".join(lines)
 
-    check_same_state(together(ranks, CheckpointError, look))
-    version = led(ranks, CheckpointError, folder.begin)
+    check_same_state(group, group.together(CheckpointError, look, "what is saved"))
+    version = group.led(CheckpointError, folder.begin, "a new version")
     try:
-        written = together(ranks, CheckpointError, lambda: _write(version, known, ranks))
-        manifest = _manifest(state, known, written, position, ranks)
-        led(ranks, CheckpointError, lambda: folder.commit(version, manifest.write(version)))
+        written = group.together(CheckpointError, lambda: _write(version, known, group), "files")
+        manifest = _manifest(state, known, written, position, group)
+        group.led(CheckpointError, lambda: folder.commit(version, manifest.write(version)), "the checkpoint")
     finally:  # of what was there before, or of what was written in vain
-        if ranks.rank == 0:
+        if group.rank == 0:
             folder.clean()
 
 
@@ -112,8 +111,8 @@ def restore(
 ) -> Restored:
     """What was saved at a path, onto the ranks and devices that there are now.
 
-    How many ranks or devices saved it makes no difference: each rank reads the rows that it is to have. With several
-    ranks all of them call it.
+    How many ranks or devices saved it makes no difference: each rank reads the rows that it is to have. Where there are
+    several, or processes of `jax.distributed`, all of them call it.
 
     Args:
       path: As of `save`.
@@ -149,13 +148,13 @@ def restore(
         raise ArgumentsError("restore takes batch= and call= together with step=, to know the step's plan")
     if step is not None:
         step, batch, call = unbound("restore", "state", step, batch, call)
-    ranks = _ranks()
+    group = everyone()
     with PROGRESS.during("restoring a checkpoint"):
-        return _restore(Folder.of(path), like, step, batch, call, ranks)
+        return _restore(Folder.of(path), like, step, batch, call, group)
 
 
-def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, ranks: World) -> Restored:
-    version, manifest = _manifest_of(folder, ranks)
+def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, group: Group) -> Restored:
+    version, manifest = _manifest_of(folder, group)
     _warn_of_unchecked(version, manifest)
     template: Any = like
     numbers = list(range(len(manifest.leaves)))
@@ -167,7 +166,7 @@ def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, c
         else:
             numbers = matched(manifest, like)
 
-    together(ranks, CheckpointError, look)
+    group.together(CheckpointError, look, "what is restored")
     records = [manifest.leaves[k] for k in numbers]
     if like is None:  # ordinary arrays, of the kind that they were
         places = [LeafPlace("array" if record.type == "jax" else record.type) for record in records]
@@ -177,22 +176,15 @@ def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, c
         shapes = shapes_of(manifest)
         saved = jax.tree.unflatten(jax.tree.structure(template), [shapes[k] for k in numbers])
         places = places_of_step(step, saved, places, batch, call)
-    # All are checked, each by one of the ranks, before any is read by any.
-    together(ranks, CheckpointError, lambda: check_files(version, manifest.files[ranks.rank :: ranks.size]))
+    # All are checked, each by one process, before any is read by any.
+    mine = manifest.files[group.rank :: group.size]
+    group.together(CheckpointError, lambda: check_files(version, mine), "checksums")
     leaves: list[Any] = []
-    together(ranks, CheckpointError, lambda: leaves.extend(read_leaves(version, records, places, ranks)))
+    group.together(
+        CheckpointError, lambda: leaves.extend(read_leaves(version, records, places, group.rank)), "reading files"
+    )
     state = jax.tree.unflatten(jax.tree.structure(template), leaves)
     return Restored(state, None if manifest.position is None else dict(manifest.position))
-
-
-def _ranks() -> World:
-    ranks = world()
-    if ranks.size == 1 and jax.process_count() > 1:
-        raise CheckpointError(
-            f"JAX has {jax.process_count()} processes, which no MPI launcher started: checkpoints of several processes "
-            "need MPI. Start them with mpiexec"
-        )
-    return ranks
 
 
 def _position(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -207,7 +199,7 @@ def _position(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
         ) from error
 
 
-def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[Any, Any]:
+def _write(version: Path, leaves: Sequence[SavedLeaf], group: Group) -> tuple[Any, Any]:
     """This rank's files: ((leaf, shard, file) of rows, files of ordinary arrays)."""
     await_visible(version)
     rows = []
@@ -215,7 +207,7 @@ def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[An
     for number, leaf in enumerate(leaves):
         if leaf.record.kind == "rows":
             rows += [(number, shard, write_rows(version, name, part)) for name, shard, part in leaf.parts()]
-    if ranks.rank == 0:
+    if group.rank == 0:
         dense = write_dense(version, {x.record.name: x.array() for x in leaves if x.record.kind == "dense"})
     if rows:
         with named(version / ROWS, "written"):
@@ -223,7 +215,7 @@ def _write(version: Path, leaves: Sequence[SavedLeaf], ranks: World) -> tuple[An
     return rows, dense
 
 
-def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], position: Any, ranks: World) -> Manifest:
+def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], position: Any, group: Group) -> Manifest:
     files: dict[int, dict[int, FileRecord]] = {}
     for rows, _ in written:
         for number, shard, file in rows:
@@ -238,13 +230,13 @@ def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], p
         describe_tree(state),
         tuple(records),
         _position(position),
-        ranks.size,
+        group.size,
         dense,
         importlib.metadata.version("autopar"),
     )
 
 
-def _manifest_of(folder: Folder, ranks: World) -> tuple[Path, Manifest]:
+def _manifest_of(folder: Folder, group: Group) -> tuple[Path, Manifest]:
     """The version that counts, and what is in it."""
 
     def read() -> tuple[Path, int | None, bytes]:
@@ -252,7 +244,7 @@ def _manifest_of(folder: Folder, ranks: World) -> tuple[Path, Manifest]:
         with named(version / manifests.NAME, "read"):
             return version, crc32, (version / manifests.NAME).read_bytes()
 
-    version, crc32, data = led(ranks, CheckpointError, read)
+    version, crc32, data = group.led(CheckpointError, read, "the manifest")
     return version, Manifest.parse(data, version, crc32)
 
 

@@ -18,7 +18,6 @@ from autopar.backends.host.storage import HostRows
 from autopar.errors import CheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
-from autopar.mpi.world import World
 from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import LeafRecord, Manifest
@@ -155,7 +154,7 @@ def shapes_of(manifest: Manifest) -> list[Any]:
     ]
 
 
-def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[LeafPlace], ranks: World) -> list[Any]:
+def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[LeafPlace], rank: int) -> list[Any]:
     """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
     nothing."""
     dense = {}
@@ -167,7 +166,7 @@ def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[L
             dense[record.name] = (shape, record.numpy_dtype, place.sharding if own and spread else None)
     arrays = read_dense(version, dense)
     return [
-        _read(version, record, place, arrays.get(record.name), ranks.rank)
+        _read(version, record, place, arrays.get(record.name), rank)
         for record, place in zip(records, places, strict=True)
     ]
 

@@ -15,6 +15,7 @@ from autopar import jax_compat
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
+from autopar.launch.group import Group
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import file_name
 from autopar.tables.deferred import DeferredTable
@@ -143,15 +144,15 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
     return SavedLeaf(record, leaf)
 
 
-def check_same_state(lines: Sequence[str]) -> None:
-    """That all ranks save the same; each says in text what it saves, and the CheckpointError names the first that
+def check_same_state(group: Group, lines: Sequence[str]) -> None:
+    """That all processes save the same; each says in text what it saves, and the CheckpointError names the first that
     differs."""
-    for rank, text in enumerate(lines):
+    for member, text in zip(group.members, lines, strict=True):
         if text != lines[0]:
             mine, theirs = lines[0].splitlines(), text.splitlines()
             pairs = ((a, b) for a, b in zip(mine, theirs, strict=False) if a != b)
             a, b = next(pairs, (f"{len(mine)} leaves", f"{len(theirs)} leaves"))
             raise CheckpointError(
-                f"rank {rank} saves another state than rank 0: {b} instead of {a}. All ranks save the same state, at "
-                "the same step, with the same position"
+                f"{group.noun} {member} saves another state than {group.noun} {group.members[0]}: {b} instead of {a}. "
+                f"All {group.nouns} save the same state, at the same step, with the same position"
             )

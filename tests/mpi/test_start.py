@@ -146,9 +146,9 @@ def test_a_launcher_of_another_mpi(run_ranks: Run) -> None:
 
 
 def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
-    """They share their devices, but can have no tables on hosts and no stages."""
+    """They share their devices and checkpoints, but can have no tables on hosts and no stages."""
     script = """
-    import os, jax, jax.numpy as jnp
+    import os, pathlib, jax, jax.numpy as jnp
     rank = int(os.environ.pop("PMI_RANK"))
     jax.distributed.initialize(os.environ["COORDINATOR"], 2, rank, cluster_detection_method="deactivate")
     import autopar
@@ -157,8 +157,24 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
 
     ids = next(iter(autopar.shard([jnp.full(2, rank)], per_process=True)))
-    _, total = autopar.parallelize(step, strategy="ps")(jnp.ones((64, 2)), ids)
+    planned = autopar.parallelize(step, strategy="ps")
+    table, total = planned(jnp.ones((64, 2)), ids)
     assert total == 2 and jax.process_count() == 2
+    state = {"table": table, "count": jnp.int32(3)}
+    autopar.save("saved", state, position={"batch": 1})
+    files = [path.name for path in pathlib.Path("saved").rglob("*.npy")]
+    assert len(files) == 2, files
+    found, position = autopar.restore("saved", state)
+    assert position == {"batch": 1} and found["count"] == 3
+    assert type(found["table"]) is type(table), (type(table), type(found["table"]))
+    assert [s.data.shape for s in getattr(table, "stored", table).addressable_shards] == [(32, 2)]
+    assert (autopar.materialize(planned(found["table"], ids)[0]) == autopar.materialize(planned(table, ids)[0])).all()
+    for position in {"batch": 2}, {"batch": {1}}:
+        try:
+            autopar.save("saved", found["count"], position=position if rank else {"batch": 1})
+        except autopar.CheckpointError as error:
+            print(error)
+    assert autopar.restore("saved").position == {"batch": 1}
     stages = autopar.Pipeline(stages=2, microbatches=1)
     for options in {"strategy": ("ps", "hosts")}, {"pipeline": stages}:
         try:
@@ -171,6 +187,8 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     job = run_ranks(2, script, COORDINATOR=address)
     assert job.code == 0, job.output
+    for message in "process 1 saves another state than process 0", r"process 1: position=.* can't be saved":
+        assert all(re.search(message, text) for text in job.ranks), job.output
     for what in "tables on hosts", "stages on several processes":
         message = rf"step: {what} need MPI, but these 2 processes .*`mpirun -n 2 \S+python\S* .*train.py`"
         assert all(re.search(message, text) for text in job.ranks), job.output

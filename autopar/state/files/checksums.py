@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from autopar.errors import CheckpointError
-from autopar.launch.together import go_on
+from autopar.launch.group import go_on
 from autopar.state.files.folder import flush, named
 from autopar.state.files.manifest import FileRecord
 

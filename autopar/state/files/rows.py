@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import CheckpointError
-from autopar.launch.together import go_on
+from autopar.launch.group import go_on
 from autopar.state.files.folder import named
 from autopar.state.files.manifest import FileRecord, LeafRecord
 

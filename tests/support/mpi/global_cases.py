@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.backends import layouts
 from autopar.backends.across import local
-from autopar.backends.processes import Processes
 from autopar.cost import Rates
+from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops, probe
 from tests.support import dense_steps
 from tests.support.explained import explained
@@ -30,7 +30,7 @@ from tests.zoo import MODELS, OPTIMIZERS
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
 BATCH = 2 * COUNT
 ROWS = 12 * COUNT + 1
-ALL = Processes(tuple(range(RANKS)))
+ALL = StoreGroup(tuple(range(RANKS)))
 calibrate.calibrate_rates = lambda devices, plan, advance: RATES
 #: Compiling is what takes time.
 PLAIN, PS = jax.jit(step), autopar.parallelize(step, strategy="ps")

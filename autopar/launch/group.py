@@ -1,0 +1,260 @@
+"""`Group`: processes that take part in something together, and what they must agree on before they do.
+
+Two kinds, which speak by other means: ranks by MPI (`MpiGroup`), and processes that `jax.distributed` connects by its
+key-value store (`StoreGroup`), on the host. Neither goes through the devices: a message doesn't wait for the programs
+in flight there, needs no compilation, and may be of any size. Every process must come to every exchange, in the same
+order.
+
+A process that fails alone leaves the others waiting for it, in the next exchange or for ever. So where work may fail
+each says how it went (`together`, `led`), and what went wrong anywhere is raised everywhere, with the process's number.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+import logging
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.sharding import Mesh
+
+from autopar import jax_compat
+from autopar.errors import ArgumentsError, AutoparError
+from autopar.launch.progress import PROGRESS
+from autopar.mpi.limits import machine_name
+from autopar.mpi.world import World, world
+
+T = TypeVar("T")
+
+_logger = logging.getLogger("autopar")
+
+#: How long is waited in the store before it is said for whom, in seconds.
+_PATIENCE_S = 20
+#: Seconds between two looks at whether the other ranks are there: files take long, and whoever writes wants the core.
+_PAUSE_S = 5e-4
+#: Exchanges so far between some processes: each has a name of its own in the store. Unavoidably global, as those are.
+_exchanges: Counter[tuple[int, ...]] = Counter()
+
+
+class Group(abc.ABC):
+    """Processes in an order of their own.
+
+    Attributes:
+      members: Their numbers among all processes of the job.
+      noun, nouns: What messages call one, and several.
+    """
+
+    members: tuple[int, ...]
+    noun: str
+    nouns: str
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.members)
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than this one: arrays then have parts that this process can't read."""
+        return self.size > 1
+
+    @property
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """This process's place among them."""
+
+    @abc.abstractmethod
+    def gather(self, value: bytes, about: str) -> list[bytes]:
+        """Each process's value, in their order. Collective.
+
+        Args:
+          value: This process's.
+          about: What it is for; every process must say the same.
+        """
+
+    def together(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> list[T]:
+        """What `work()` returns on each process, in their order. Collective, but `work` itself must not be.
+
+        Args:
+          kind: What an error that isn't autopar's own is raised as.
+          work: What this process does. What it returns is sent to all of them.
+          about: What it is.
+
+        Raises:
+          AutoparError: on every process, if any failed: of the class of the first failing one's error where that is
+            one of autopar's, else of `kind`.
+        """
+        own: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as error:
+            own = error
+        if not self.several:
+            if own is None:
+                return [result]
+            raise own if isinstance(own, AutoparError) else kind(_text(own)) from own
+        failure = None
+        if own is not None:
+            failure = (type(own) if isinstance(own, AutoparError) else kind, _text(own), machine_name())
+        outcomes = [pickle.loads(data) for data in self.gather(pickle.dumps((failure, result)), about)]
+        failed = [(member, *failure) for member, (failure, _) in zip(self.members, outcomes, strict=True) if failure]
+        if not failed:
+            return [value for _, value in outcomes]
+        first, raised, text, machine = failed[0]
+        if len(failed) == self.size and len({text for _, _, text, _ in failed}) == 1:
+            raise raised(text) from own
+        where = "" if machine == machine_name() else f" (on machine {machine})"
+        who = ", ".join(str(member) for member, *_ in failed)
+        others = f" {self.nouns.capitalize()} {who} failed." if len(failed) > 1 else ""
+        raise raised(f"{self.noun} {first}{where}: {text}{others}") from own
+
+    def led(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> T:
+        """What `work()` returns on the first process, on all of them; only that one does it. Collective.
+
+        Errors as of `together`, but one of autopar's own as the first process raised it.
+        """
+        failure: AutoparError | None = None
+
+        def lead() -> T | None:
+            nonlocal failure
+            try:
+                return work() if self.rank == 0 else None
+            except AutoparError as error:
+                failure = error
+                return None
+
+        outcome = self.together(kind, lambda: (lead(), failure and (type(failure), str(failure))), about)[0]
+        if outcome[1] is not None:
+            raised, text = outcome[1]
+            raise raised(text) from failure
+        return cast(T, outcome[0])
+
+
+@dataclass(frozen=True)
+class MpiGroup(Group):
+    """All ranks of an MPI job, or this process alone."""
+
+    world: World
+    noun, nouns = "rank", "ranks"
+
+    @property
+    def members(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All ranks."""
+        return tuple(range(self.world.size))
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank."""
+        return self.world.rank
+
+    def gather(self, value: bytes, about: str) -> list[bytes]:
+        """Each rank's value, in their order. Collective; leaves the core to ranks that still work."""
+        if not self.several:
+            return [value]
+        with PROGRESS.during(f"waiting for the others, {about}", "waits"):
+            all_done = self.world.comm.Ibarrier()
+            while not all_done.Test():
+                time.sleep(_PAUSE_S)
+            return self.world.comm.allgather(value)
+
+
+@dataclass(frozen=True)
+class StoreGroup(Group):
+    """The processes that own devices of a mesh, in order. One that waits for another says for whom."""
+
+    members: tuple[int, ...]
+    noun, nouns = "process", "processes"
+
+    @staticmethod
+    def of(mesh: Mesh) -> StoreGroup:
+        """Those of a mesh."""
+        return StoreGroup(tuple(sorted({d.process_index for d in mesh.devices.flat})))
+
+    @property
+    def rank(self) -> int:
+        """This process's place among them.
+
+        Raises:
+          ArgumentsError: it has none.
+        """
+        me = jax.process_index()
+        if me not in self.members:
+            raise ArgumentsError(
+                f"process {me} has no device in the mesh, whose devices are those of {self.members}. Make the mesh of "
+                "all devices, jax.devices(), or run the step on those processes alone"
+            )
+        return self.members.index(me)
+
+    def gather(self, value: bytes, about: str) -> list[bytes]:
+        """Each process's value, in their order. Waits for all of them, and says so if one doesn't come.
+
+        Raises:
+          AutoparError: another process exchanges something else.
+        """
+        if not self.several:
+            return [value]
+        store = jax_compat.key_value_store()
+        assert store is not None, "a mesh over several processes needs jax.distributed, and so its store"
+        before = PROGRESS.last
+        PROGRESS.mark(before.step, "an agreement of processes", "waits")
+        try:
+            return self._exchange(store, value, about)
+        finally:
+            PROGRESS.mark(before.step, before.what, before.kind)
+
+    def _exchange(self, store: jax_compat.KeyValueStore, value: bytes, about: str) -> list[bytes]:
+        number = _exchanges[self.members]
+        _exchanges[self.members] += 1
+        store.key_value_set_bytes(self._key(number, self.rank), about.encode() + b"\0" + value)
+        values = []
+        for k, member in enumerate(self.members):
+            with PROGRESS.during(about, "waits"):
+                theirs, _, data = self._wait(store, self._key(number, k), member, about).partition(b"\0")
+            if theirs != about.encode():
+                raise AutoparError(
+                    f"process {member} is at '{theirs.decode()}' where this one, process {jax.process_index()}, is at "
+                    f"'{about}'. All processes have to make the same calls in the same order"
+                )
+            values.append(data)
+        if number:  # all have come to this one, so all have read the one before
+            store.key_value_delete(self._key(number - 1, self.rank))
+        return values
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"autopar/{'-'.join(map(str, self.members))}/{number}/{rank}"
+
+    @staticmethod
+    def _wait(store: jax_compat.KeyValueStore, key: str, member: int, about: str) -> bytes:
+        for turn in itertools.count(1):
+            try:
+                return store.blocking_key_value_get_bytes(key, 1000 * _PATIENCE_S)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+                waited = turn * _PATIENCE_S
+                _logger.warning("%s: waiting for process %d since %d s; all have to come", about, member, waited)
+        raise AssertionError("itertools.count doesn't end")
+
+
+def everyone() -> Group:
+    """All processes of the job: ranks of an MPI launcher, else those that `jax.distributed` connects. Collective under
+    a launcher, the first time."""
+    ranks = world()
+    count = jax.process_count() if ranks.size == 1 else 1
+    return StoreGroup(tuple(range(count))) if count > 1 else MpiGroup(ranks)
+
+
+def go_on(what: str) -> None:
+    """Tell the watchdog that long work makes progress."""
+    PROGRESS.mark(PROGRESS.last.step, what)
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
