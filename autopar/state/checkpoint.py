@@ -1,7 +1,8 @@
 """`save` and `restore`: a state on disk, and back onto as many ranks or devices as there are then.
 
 Who writes what: ordinary arrays, which are the same on all processes, the first one by Orbax; rows of tables those who
-have them, each process its own files, at the same time. Nobody sees the checkpoint before all is written: see `files.folder`.
+have them, each process its own files, at the same time. Nobody sees the checkpoint before all is written: see
+`files.folder`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from tests.support.entry_steps import (
     whole,
 )
 from tests.support.explained import explained
+from tests.support.pairs import diagonal
 
 
 @pytest.fixture(autouse=True)
@@ -189,8 +190,7 @@ def test_numbers(loss: Loss) -> None:
     compared(loss)
 
 
-@pytest.mark.parametrize("loss", [whole, tower, filled], ids=lambda x: x.__name__)
-@pytest.mark.parametrize("wrong", [V, V + 4, 2**31 - 1, -V - 3])
+@pytest.mark.parametrize(("loss", "wrong"), diagonal([whole, tower, filled], [V, V + 4, 2**31 - 1, -V - 3]))
 def test_ids_out_of_range(loss: Loss, wrong: int) -> None:
     """Looked up and dropped as plain JAX does it: the nearest row, or NaN for `jnp.take`."""
     batch = batch_of(0)
@@ -198,8 +198,7 @@ def test_ids_out_of_range(loss: Loss, wrong: int) -> None:
     compared(loss, [batch])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("loss", [whole, tower], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(("loss", "value"), diagonal([whole, tower], [np.nan, np.inf, -np.inf]))
 def test_rows_that_are_not_finite(loss: Loss, value: float) -> None:
     for looked_up in (True, False):
         batch, state = batch_of(0), make_state()

@@ -18,6 +18,7 @@ from jax import lax
 import autopar
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
+from tests.support.pairs import long
 from tests.support.partitioned import convolution, start_of, window
 
 N = 4
@@ -325,8 +326,14 @@ def relative(mine: Any, theirs: Any, old: Any) -> float:
     return max(float(np.abs(np.asarray(a) - b).max() / np.abs(b - np.asarray(c)).max()) for a, b, c in leaves)
 
 
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-@pytest.mark.parametrize("gradients", [PER_EXAMPLE, in_scan, in_cond, in_remat, in_custom_vjp])
+@pytest.mark.parametrize(
+    ("gradients", "emit"),
+    [
+        *((gradients, "pjit") for gradients in (PER_EXAMPLE, in_scan, in_cond, in_remat, in_custom_vjp)),
+        (PER_EXAMPLE, "pmap"),
+        *(long(gradients, "pmap") for gradients in (in_scan, in_cond, in_remat, in_custom_vjp)),
+    ],
+)
 def test_clipped_gradients_by_example(gradients: Any, emit: Any) -> None:
     """With `emit="pmap"` a guard: XLA partitions nothing there."""
     step, (params, batch) = private(gradients), images()

@@ -18,8 +18,22 @@ World = tuple[int, int]
 #: others where it may differ.
 CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "global_cases": {
-        (2, 1): (),
-        (2, 2): ("check_tables", "check_a_mesh_with_two_axes"),
+        (2, 1): (
+            "check_methods",
+            "check_a_model_against_the_oracle",
+            "check_state_in_place",
+            "check_results_can_be_read",
+            "check_growth",
+            "check_tables",
+            "check_init",
+            "check_explain_and_verify",
+            "check_rates_are_the_first_ones",
+            "check_turns_are_measured_together",
+            "check_what_differs_between_processes",
+            "check_a_mesh_of_ones_own",
+            "check_a_mesh_with_two_axes",
+        ),
+        (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
         (3, 1): ("check_what_differs_between_processes",),
     },
     "host_cases": {
@@ -56,6 +70,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
 #: The rest of the product.
 MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "global_cases": {
+        (2, 1): (),
         (2, 2): ("check_methods", "check_results_can_be_read", "check_growth"),
         (3, 1): ("check_methods", "check_growth"),
     },

@@ -32,7 +32,10 @@ def _pairs(row: Mapping[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]
 
 def diagonal(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     """Parameters for all pairs of two values, by name; only as many as have each value once aren't `long`."""
-    axes = [axis if isinstance(axis, Mapping) else {str(value): value for value in axis} for axis in (first, second)]
+    axes = [
+        axis if isinstance(axis, Mapping) else {getattr(value, "__name__", str(value)): value for value in axis}
+        for axis in (first, second)
+    ]
     some = {(i % len(axes[0]), i % len(axes[1])) for i in range(max(map(len, axes)))}
     return [
         pytest.param(a, b, id=f"{x}-{y}", marks=() if (i, j) in some else pytest.mark.long)
