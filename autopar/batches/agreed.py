@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start:
         part = next(parts, None)
         mine = {"size": 0 if part is None else part.size, "full": source.full, "leaves": _leaves(part or source.latest)}
         about = f"batch {number} of shard's source"
-        answers = [json.loads(x) for x in processes.gather(json.dumps(mine).encode(), about)]
+        answers = processes.values(mine, about)
         sizes = tuple(answer["size"] for answer in answers)
         if not any(sizes) or (last == "drop" and not all(sizes)):
             return
@@ -54,13 +53,12 @@ def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, proce
     k = next((k for k, n in enumerate(sizes) if n > full or (n != full and last == "error")), None)
     if k is None:
         return
-    who = f"process {processes.members[k]}"
     what = f"has {sizes[k]} examples in batch {number}, its full size is {full}"
     if not sizes[k]:
         what = f"has {number} batches, other processes have more"
     raise ArgumentsError(
-        f"shard: {who} {what}. shard(source, per_process=True, last='drop') leaves out what not all have, "
-        "last='pad' fills it up"
+        f"shard: {processes.name(k)} {what}. shard(source, per_process=True, last='drop') leaves out what not all "
+        "have, last='pad' fills it up"
     )
 
 
@@ -84,14 +82,14 @@ def _leaves(part: Part | None) -> list[list[Any]] | None:
 def _check_leaves(descriptions: Sequence[list[list[Any]] | None], number: int, processes: StoreGroup) -> None:
     for k, theirs in enumerate(descriptions):
         if theirs is None:
-            raise ArgumentsError(f"shard: the source of process {processes.members[k]} gives no batch at all")
+            raise ArgumentsError(f"shard: the source of {processes.name(k)} gives no batch at all")
         if theirs != descriptions[0]:
             assert descriptions[0] is not None, "looked at first"
             pairs = itertools.zip_longest(descriptions[0], theirs, fillvalue=["no such leaf", "", [], None])
             a, b = next((a, b) for a, b in pairs if a != b)
             what = "is another one" if a[:3] == b[:3] else f"is {b[1]}{b[2]} there and {a[1]}{a[2]} here"
             raise ArgumentsError(
-                f"shard: batch {number} of process {processes.members[k]} doesn't fit that of process "
-                f"{processes.members[0]}: {b[0]} {what}. Only the examples may differ: what isn't by example "
+                f"shard: batch {number} of {processes.name(k)} doesn't fit that of "
+                f"{processes.name(0)}: {b[0]} {what}. Only the examples may differ: what isn't by example "
                 "(batch_axis=) is shared by all devices, and so the same on all processes"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis, check_batch_axis
-from autopar.launch.group import StoreGroup
+from autopar.launch.group import StoreGroup, odd_one
 from autopar.mpi.world import world
 
 
@@ -133,14 +132,14 @@ def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Optio
             "the same part: give a multiple of their number"
         )
     reader = reader_of(source, options.batch_axis, added)
-    about = json.dumps([reader.count, batch_size, shuffle, options.last, options.epochs])
-    all_ = [json.loads(x) for x in options.devices.processes.gather(about.encode(), "shard")]
+    processes = options.devices.processes
+    all_ = processes.values([reader.count, batch_size, shuffle, options.last, options.epochs], "shard")
     for k, other in enumerate(all_):
         if other[1:] != all_[0][1:] or (not options.per_process and other != all_[0]):
-            here, there = options.devices.processes.members[0], options.devices.processes.members[k]
             raise ArgumentsError(
-                f"shard: [examples, batch_size, shuffle, last, epochs] are {other} on process {there} and {all_[0]} on "
-                f"process {here}. If each process has a part of the data, say shard(source, per_process=True)"
+                f"shard: [examples, batch_size, shuffle, last, epochs] are {other} on {processes.name(k)} and "
+                f"{all_[0]} on {processes.name(0)}. If each process has a part of the data, say "
+                "shard(source, per_process=True)"
             )
     first = options.member * size
     counts = [n for n, *_ in all_] if options.per_process else [reader.count]
@@ -309,11 +308,10 @@ def _check_same(part: Part, processes: StoreGroup) -> None:
     for leaf in jax.tree.leaves(part.batch):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    digests = processes.gather(digest.digest(), "the first batch of shard")
-    k = next((k for k, other in enumerate(digests) if other != digests[0]), None)
+    k = odd_one(processes.gather(digest.digest(), "the first batch of shard"))
     if k is not None:
         raise ArgumentsError(
-            f"shard: the first batch isn't the same on process {processes.members[k]} as on process "
-            f"{processes.members[0]}. If each process has a part of the data, say shard(source, per_process=True); if "
+            f"shard: the first batch isn't the same on {processes.name(k)} as on "
+            f"{processes.name(0)}. If each process has a part of the data, say shard(source, per_process=True); if "
             "not, give the source the same seed everywhere"
         )

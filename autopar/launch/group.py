@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import abc
 import itertools
+import json
 import logging
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -77,6 +78,18 @@ class Group(abc.ABC):
           value: This process's.
           about: What it is for; every process must say the same.
         """
+
+    def name(self, number: int) -> str:
+        """What messages call the process at this place among them."""
+        return f"{self.noun} {self.members[number]}"
+
+    def values(self, value: Any, about: str) -> list[Any]:
+        """What each process says, in their order, as JSON holds it. Collective."""
+        return [json.loads(data) for data in self.gather(json.dumps(value).encode(), about)]
+
+    def first(self, value: Any, about: str) -> Any:
+        """What the first process says, as JSON holds it: all must choose by the same figures. Collective."""
+        return self.values(value, about)[0]
 
     def together(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> list[T]:
         """What `work()` returns on each process, in their order. Collective, but `work` itself must not be.
@@ -241,6 +254,11 @@ class StoreGroup(Group):
                 waited = turn * _PATIENCE_S
                 _logger.warning("%s: waiting for process %d since %d s; all have to come", about, member, waited)
         raise AssertionError("itertools.count doesn't end")
+
+
+def odd_one(values: Sequence[Any]) -> int | None:
+    """The place of the first value that isn't like the first one; None if all are alike."""
+    return next((k for k, value in enumerate(values) if value != values[0]), None)
 
 
 def everyone() -> Group:

@@ -77,7 +77,7 @@ def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
 
 
 def _first_rates(devices: Devices, own: Rates | None) -> Rates | None:
-    first = loops.of_first(devices, None if own is None else own.as_dict(), "rates of the devices")
+    first = devices.processes.first(None if own is None else own.as_dict(), "rates of the devices")
     return None if first is None else Rates.of_dict(first)
 
 

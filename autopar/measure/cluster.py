@@ -20,7 +20,7 @@ from autopar.launch.cluster_file import read_cluster
 from autopar.launch.toml_file import format_toml
 from autopar.measure.calibrate import cache_file, measuring, write_cache
 from autopar.measure.links import measure_links, measure_ranks
-from autopar.measure.loops import of_first, product_seconds, walk_seconds
+from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.measure.machine import memory_of
 from autopar.mpi.limits import cores, machine_name, total_bytes
 from autopar.mpi.world import world
@@ -207,10 +207,10 @@ def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     devices = Devices.of(mesh)
-    names = devices.processes.gather(machine_name().encode(), "machines of the devices")
+    names = devices.processes.values(machine_name(), "machines of the devices")
     by_process = dict(zip(devices.processes.members, names, strict=True))
     flat = list(devices.mesh.devices.flat)
-    groups = arrange_machines([by_process[d.process_index].decode() for d in flat])
+    groups = arrange_machines([by_process[d.process_index] for d in flat])
     line = np.array([flat[k] for group in groups for k in group])
     return Devices(Mesh(line, ("data",), axis_types=(AxisType.Auto,)), "data"), len(groups)
 
@@ -272,7 +272,7 @@ def _kept(devices: Devices, machines: int) -> Mapping[str, Mapping[str, Link]]:
 
 
 def _of_first(devices: Devices, cluster: Cluster) -> Cluster:
-    return Cluster.of_dict(of_first(devices, cluster.as_dict(), "what the devices can do"))
+    return Cluster.of_dict(devices.processes.first(cluster.as_dict(), "what the devices can do"))
 
 
 _TITAN_XP = Device("TITAN Xp", 12e9, 12.15e12, 547.7e9, "NVIDIA's data sheet: 12 GB, 547.7 GB/s, 12.15 TFLOPS FP32")

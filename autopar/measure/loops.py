@@ -3,7 +3,6 @@ in it. All devices work at once."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,12 +104,7 @@ def loop_seconds(
 
 def agreed_turns(devices: Devices, turns: float) -> int:
     """How many turns all processes take: the first one's number. Each turn may wait for all of them."""
-    return of_first(devices, int(turns), "measuring rates")
-
-
-def of_first(devices: Devices, value: Any, about: str) -> Any:
-    """What the first process of the mesh has found, as JSON holds it: all must choose by the same figures."""
-    return json.loads(devices.processes.gather(json.dumps(value).encode(), about)[0])
+    return devices.processes.first(int(turns), "measuring rates")
 
 
 def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -45,9 +45,9 @@ def memory_of(devices: Devices) -> int | None:
     """
     own = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index() and d.platform != "cpu"]
     stats = [device.memory_stats() or {} for device in own]
-    smallest = min((int(s["bytes_limit"]) for s in stats if "bytes_limit" in s), default=0)
-    all_ = devices.processes.gather(str(smallest or "").encode(), "memory of the devices")
-    return min((int(x) for x in all_ if x), default=None)
+    smallest = min((int(s["bytes_limit"]) for s in stats if "bytes_limit" in s), default=None)
+    all_ = devices.processes.values(smallest, "memory of the devices")
+    return min((x for x in all_ if x is not None), default=None)
 
 
 #: Of which nothing is known.

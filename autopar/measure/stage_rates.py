@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,8 +46,7 @@ def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
 
 def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
     """Those of the first process: all plan by the same figures."""
-    first = processes.gather(json.dumps(dataclasses.asdict(rates)).encode(), "rates of stages")[0]
-    return StageRates(**json.loads(first))
+    return StageRates(**processes.first(dataclasses.asdict(rates), "rates of stages"))
 
 
 def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:

@@ -25,7 +25,7 @@ from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, StepError
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Block, Literal, Program
-from autopar.launch.group import StoreGroup
+from autopar.launch.group import StoreGroup, odd_one
 from autopar.launch.sameness import shown
 from autopar.tables.kinds import is_table
 
@@ -56,22 +56,22 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
         "program": _digest("\n".join(text).encode()),
         "leaves": [_contents(leaf) for leaf in leaves],
     }
-    all_ = [json.loads(x) for x in processes.gather(json.dumps(mine).encode(), f"planning {name}")]
+    all_ = processes.values(mine, f"planning {name}")
     k = _other(all_, "options")
     if k is not None:
         theirs, first = all_[k]["options"], all_[0]["options"]
         key = next(key for key in first if theirs[key] != first[key])
         there, here = shown(theirs[key], first[key]), shown(first[key], theirs[key])
         raise AutoparError(
-            f"{name}: process {processes.members[k]} has {key}={there}; process {processes.members[0]} has "
+            f"{name}: {processes.name(k)} has {key}={there}; {processes.name(0)} has "
             f"{key}={here}. All processes have to run the same script, with the same versions"
         )
     k = _other(all_, "arguments")
     if k is not None:
         a, b = _first_difference(all_[0]["arguments"], all_[k]["arguments"])
         raise ArgumentsError(
-            f"{name} got other arguments on process {processes.members[k]} ({b}) than on process "
-            f"{processes.members[0]} ({a}). Arguments mean the global state and batch, the same on all processes; "
+            f"{name} got other arguments on {processes.name(k)} ({b}) than on "
+            f"{processes.name(0)} ({a}). Arguments mean the global state and batch, the same on all processes; "
             "autopar.shard(source, per_process=True) makes global batches of what differs by process"
         )
     if _other(all_, "program") is not None:
@@ -86,8 +86,8 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
             else "autopar.shard(source, per_process=True) makes global batches of what differs by process"
         )
         raise ArgumentsError(
-            f"{name}: {path} isn't the same array on process {processes.members[k]} as on process "
-            f"{processes.members[0]}. A plain array means the global one, the same on all processes. {remedy}"
+            f"{name}: {path} isn't the same array on {processes.name(k)} as on "
+            f"{processes.name(0)}. A plain array means the global one, the same on all processes. {remedy}"
         )
 
 
@@ -97,13 +97,13 @@ def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Seq
     Raises:
       ArgumentsError: they aren't the same.
     """
-    mine = json.dumps([_digest("\n".join(_text(block)).encode()), [_contents(leaf) for leaf in leaves]])
-    all_ = [json.loads(x) for x in processes.gather(mine.encode(), f"making a state by {name}")]
-    k = next((k for k, other in enumerate(all_) if other != all_[0]), None)
+    mine = [_digest("\n".join(_text(block)).encode()), [_contents(leaf) for leaf in leaves]]
+    all_ = processes.values(mine, f"making a state by {name}")
+    k = odd_one(all_)
     if k is not None:
         what = "isn't the same function" if all_[k][0] != all_[0][0] else "has other arguments (a key of its own?)"
         raise ArgumentsError(
-            f"init: {name} {what} on process {processes.members[k]} than on process {processes.members[0]}: each makes "
+            f"init: {name} {what} on {processes.name(k)} than on {processes.name(0)}: each makes "
             "some shards of one state"
         )
 
@@ -117,10 +117,10 @@ def check_same_plan(processes: StoreGroup, compiled: Compiled) -> None:
     name = compiled.program.name
     decided = f"{compiled.plan}, {compiled.bound.decisions}".split("TablePlan")
     text = _plain([*decided, *format_program(compiled.program).splitlines()])
-    if len(set(processes.gather(_digest("\n".join(text).encode()).encode(), f"comparing plans of {name}"))) > 1:
+    if odd_one(processes.values(_digest("\n".join(text).encode()), f"comparing plans of {name}")) is not None:
         k, a, b = _compare(processes, name, text)
         raise AutoparError(
-            f"{name} was planned otherwise on process {k} ({b}) than on process {processes.members[0]} ({a}). "
+            f"{name} was planned otherwise on {k} ({b}) than on {processes.name(0)} ({a}). "
             "This is a bug of autopar: please report it"
         )
 
@@ -128,17 +128,18 @@ def check_same_plan(processes: StoreGroup, compiled: Compiled) -> None:
 def _raise_program(processes: StoreGroup, name: str, text: list[str]) -> None:
     k, a, b = _compare(processes, name, text)
     raise StepError(
-        f"{name} isn't the same function on process {k} as on process {processes.members[0]}: traced, it has "
+        f"{name} isn't the same function on {k} as on {processes.name(0)}: traced, it has "
         f"'{b}' there, and '{a}' here. All processes have to run the same code; pass what varies as an argument"
     )
 
 
-def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[int, str, str]:
+def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[str, str, str]:
     """(a process, the first line that differs on the first process, and on that one)."""
     packed = zlib.compress(json.dumps(text).encode())  # the store takes a few MB
     all_ = [json.loads(zlib.decompress(x)) for x in processes.gather(packed, f"comparing {name}")]
-    k = next(k for k, other in enumerate(all_) if other != all_[0])
-    return processes.members[k], *_first_difference(all_[0], all_[k])
+    k = odd_one(all_)
+    assert k is not None, "they differ"
+    return processes.name(k), *_first_difference(all_[0], all_[k])
 
 
 def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
@@ -149,7 +150,7 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
 
 def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
     """A process that isn't like the first one."""
-    return next((k for k, one in enumerate(all_) if one[key] != all_[0][key]), None)
+    return odd_one([one[key] for one in all_])
 
 
 def _digest(data: Any) -> str:
