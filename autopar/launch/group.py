@@ -150,32 +150,29 @@ class Group(abc.ABC):
         return cast(T, outcome[0])
 
 
-@dataclass(frozen=True)
 class MpiGroup(Group):
     """All ranks of an MPI job, or this process alone."""
 
-    world: World
     noun, nouns = "rank", "ranks"
 
-    @property
-    def members(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All ranks."""
-        return tuple(range(self.world.size))
+    def __init__(self, ranks: World) -> None:
+        self._world = ranks
+        self.members = tuple(range(ranks.size))
 
     @property
     def rank(self) -> int:
         """The number of this rank."""
-        return self.world.rank
+        return self._world.rank
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
         """Each rank's value, in their order. Collective; leaves the core to ranks that still work."""
         if not self.several:
             return [value]
         with PROGRESS.during(f"waiting for the others, {about}", "waits"):
-            all_done = self.world.comm.Ibarrier()
+            all_done = self._world.comm.Ibarrier()
             while not all_done.Test():
                 time.sleep(_PAUSE_S)
-            return self.world.comm.allgather(value)
+            return self._world.comm.allgather(value)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, R
 from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
+from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
-from autopar.mpi.world import world
 from autopar.run.arguments import Call, call_difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import check_not_donated, is_traced, naming_donated
@@ -173,7 +173,7 @@ class ParallelStep:
         entry = self._planned_for(call)
         if entry is None:
             with (
-                interruptible(world().size == 1),
+                interruptible(not everyone().several),
                 naming_donated(self.name, args, kwargs),
                 noticing(self.name, "tracing"),
             ):
@@ -235,7 +235,7 @@ class ParallelStep:
 
     def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
         """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
-        with interruptible(world().size == 1), noticing(self.name, "planning"):
+        with interruptible(not everyone().several), noticing(self.name, "planning"):
             compiled = self.planner.plan_again(entry, example, headroom)
         if self.watch is not None:
             self.watch.forget(entry)
