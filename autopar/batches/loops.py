@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from autopar.interrupts import SIGNALS, Loop
+from autopar.interrupts import SIGNALS, Loop, Tell
+from autopar.launch.group import Group, MpiGroup, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.waiting import Waiting, choose_waiting
 from autopar.mpi.world import world
@@ -23,8 +24,9 @@ def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
     `autopar.shard` does this by itself: it is for other sources. Signals that have a Python handler (SIGINT, SIGTERM,
     SIGUSR1, SIGUSR2) wait alike. A second one, 0.2 s later, goes through at once.
 
-    With several ranks all of them make the loop, and a signal that one rank gets is answered on all, before the same
-    batch. In other threads than the main one, where Python answers no signals, it does nothing.
+    With several ranks, or processes of `jax.distributed`, all of them make the loop, and a signal that one of them gets
+    is answered on all, before the same batch. In other threads than the main one, where Python answers no signals, it
+    does nothing.
 
     Args:
       batches: An iterable that moves on only where the next item is asked for, and knows where it is: Grain's
@@ -41,11 +43,24 @@ def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
       >>> seen
       [3, 4, 5]
     """
-    return Loop(iter(batches), tell_all if world().size > 1 else tuple)
+    return Loop(iter(batches), telling(everyone()))
 
 
-def tell_all(numbers: Sequence[int]) -> list[int]:
-    """Signals that any rank has, of those that this one has. Collective."""
+def telling(group: Group) -> Tell:
+    """How the processes of a group tell each other of signals: which any of them has, of those that this one has."""
+    if not group.several:
+        return tuple
+    return _tell_ranks if isinstance(group, MpiGroup) else functools.partial(_tell_processes, group)
+
+
+def _tell_processes(group: Group, numbers: Sequence[int]) -> list[int]:
+    """Collective."""
+    anywhere = group.values(list(numbers), "signals before a batch")
+    return [number for number in SIGNALS if any(number in some for some in anywhere)]
+
+
+def _tell_ranks(numbers: Sequence[int]) -> list[int]:
+    """Collective, on a channel of its own: in some 0.1 ms on one machine."""
     comm, waiting = _channel()
     mine = np.array([number in numbers for number in SIGNALS], np.int32)
     counts = np.empty_like(mine)

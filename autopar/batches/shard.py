@@ -16,15 +16,14 @@ from jax.sharding import Mesh
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.batches.agreed import agreed
-from autopar.batches.loops import tell_all
+from autopar.batches.loops import telling
 from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
 from autopar.batches.readers import reader_of
 from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis, check_batch_axis
-from autopar.launch.group import StoreGroup, odd_one
-from autopar.mpi.world import world
+from autopar.launch.group import StoreGroup, everyone, odd_one
 
 
 def shard(
@@ -158,8 +157,8 @@ class Batches(Iterator[Any]):
         self._go_to(0, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        everywhere = len(self._options.devices.processes.members) == world().size > 1
-        return Loop(self, tell_all if everywhere else tuple)
+        group = everyone()
+        return Loop(self, telling(group) if group.members == self._options.devices.processes.members else tuple)
 
     def __next__(self) -> Any:
         try:

@@ -262,7 +262,7 @@ def everyone() -> Group:
     """All processes of the job: ranks of an MPI launcher, else those that `jax.distributed` connects. Collective under
     a launcher, the first time."""
     ranks = world()
-    count = jax.process_count() if ranks.size == 1 else 1
+    count = jax_compat.process()[1] if ranks.size == 1 else 1  # which starts no backend
     return StoreGroup(tuple(range(count))) if count > 1 else MpiGroup(ranks)
 
 

@@ -146,9 +146,9 @@ def test_a_launcher_of_another_mpi(run_ranks: Run) -> None:
 
 
 def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
-    """They share their devices and checkpoints, but can have no tables on hosts and no stages."""
+    """They share their devices, checkpoints and interrupts, but can have no tables on hosts and no stages."""
     script = """
-    import os, pathlib, jax, jax.numpy as jnp
+    import os, pathlib, signal, jax, jax.numpy as jnp
     rank = int(os.environ.pop("PMI_RANK"))
     jax.distributed.initialize(os.environ["COORDINATOR"], 2, rank, cluster_detection_method="deactivate")
     import autopar
@@ -175,6 +175,15 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         except autopar.CheckpointError as error:
             print(error)
     assert autopar.restore("saved").position == {"batch": 1}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    batches, seen = autopar.shard([jnp.arange(8) + k for k in range(100)]), 0
+    try:
+        for batch in batches:
+            seen += 1
+            if rank == 1 and seen == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+    except KeyboardInterrupt:
+        print("interrupted after", seen, "batches, at", batches.state()["batch"])
     stages = autopar.Pipeline(stages=2, microbatches=1)
     for options in {"strategy": ("ps", "hosts")}, {"pipeline": stages}:
         try:
@@ -187,6 +196,7 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     job = run_ranks(2, script, COORDINATOR=address)
     assert job.code == 0, job.output
+    assert all("interrupted after 3 batches, at 3" in text for text in job.ranks), job.output
     for message in "process 1 saves another state than process 0", r"process 1: position=.* can't be saved":
         assert all(re.search(message, text) for text in job.ranks), job.output
     for what in "tables on hosts", "stages on several processes":
