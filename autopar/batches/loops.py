@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,9 @@ from autopar.mpi.waiting import Waiting, choose_waiting
 from autopar.mpi.world import world
 
 _T = TypeVar("_T")
+
+#: Between two exchanges of signals by the store, in seconds, and at most so many batches.
+_SPACING_S, _MOST_BATCHES = 0.5, 32
 
 
 def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
@@ -47,20 +51,37 @@ def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
 
 
 def telling(group: Group) -> Tell:
-    """How the processes of a group tell each other of signals: which any of them has, of those that this one has."""
+    """Gives what tells a group of each other's signals: those that any process has, of those that this one has."""
     if not group.several:
         return tuple
-    return _tell_ranks if isinstance(group, MpiGroup) else functools.partial(_tell_processes, group)
+    return _tell_ranks if isinstance(group, MpiGroup) else _Spaced(group)
 
 
-def _tell_processes(group: Group, numbers: Sequence[int]) -> list[int]:
-    """Collective."""
-    anywhere = group.values(list(numbers), "signals before a batch")
-    return [number for number in SIGNALS if any(number in some for some in anywhere)]
+class _Spaced:
+    """Tells processes of each other's signals before every so many batches: by the store it takes some ms.
+
+    The first process says how many, so that all come to it before the same batch.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._every, self._left, self._latest_s = 1, 0, time.monotonic()
+
+    def __call__(self, numbers: Sequence[int]) -> list[int]:
+        if self._left:
+            self._left -= 1
+            return []
+        passed_s, self._latest_s = time.monotonic() - self._latest_s, time.monotonic()
+        fitting = int(self._every * _SPACING_S / max(passed_s, 1e-6))
+        wish = max(1, min(fitting, 2 * self._every, _MOST_BATCHES))
+        answers = self._group.values([wish, list(numbers)], "signals before a batch")
+        self._every = answers[0][0]
+        self._left = self._every - 1
+        return [number for number in SIGNALS if any(number in held for _, held in answers)]
 
 
 def _tell_ranks(numbers: Sequence[int]) -> list[int]:
-    """Collective, on a channel of its own: in some 0.1 ms on one machine."""
+    """Tells all ranks, on a channel of its own: in some 0.1 ms on one machine. Collective."""
     comm, waiting = _channel()
     mine = np.array([number in numbers for number in SIGNALS], np.int32)
     counts = np.empty_like(mine)

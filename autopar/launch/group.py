@@ -80,19 +80,19 @@ class Group(abc.ABC):
         """
 
     def name(self, number: int) -> str:
-        """What messages call the process at this place among them."""
+        """Gives what messages call the process at this place among them."""
         return f"{self.noun} {self.members[number]}"
 
     def values(self, value: Any, about: str) -> list[Any]:
-        """What each process says, in their order, as JSON holds it. Collective."""
+        """Asks each process for a value that JSON holds; gives them in their order. Collective."""
         return [json.loads(data) for data in self.gather(json.dumps(value).encode(), about)]
 
     def first(self, value: Any, about: str) -> Any:
-        """What the first process says, as JSON holds it: all must choose by the same figures. Collective."""
+        """Takes the first process's value, which JSON holds: all must choose by the same figures. Collective."""
         return self.values(value, about)[0]
 
     def together(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> list[T]:
-        """What `work()` returns on each process, in their order. Collective, but `work` itself must not be.
+        """Runs `work()`, which exchanges nothing, on each process; gives what it returns, in their order. Collective.
 
         Args:
           kind: What an error that isn't autopar's own is raised as.
@@ -129,7 +129,7 @@ class Group(abc.ABC):
         raise raised(f"{self.noun} {first}{where}: {text}{others}") from own
 
     def led(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> T:
-        """What `work()` returns on the first process, on all of them; only that one does it. Collective.
+        """Runs `work()` on the first process alone, and gives what it returns to all of them. Collective.
 
         Errors as of `together`, but one of autopar's own as the first process raised it.
         """
@@ -184,7 +184,7 @@ class StoreGroup(Group):
 
     @staticmethod
     def of(mesh: Mesh) -> StoreGroup:
-        """Those of a mesh."""
+        """Makes the group that owns the devices of a mesh."""
         return StoreGroup(tuple(sorted({d.process_index for d in mesh.devices.flat})))
 
     @property

@@ -124,5 +124,5 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _own(devices: Iterable[Any]) -> list[Any]:
-    """Those of this process."""
+    """Picks those of this process."""
     return [device for device in devices if device.process_index == jax.process_index()]

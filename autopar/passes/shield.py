@@ -208,7 +208,7 @@ def _reduced_with_nan(equation: Equation) -> Sequence[Equation]:
 
 
 def _scattered_with_nan(equation: Equation) -> Sequence[Equation]:
-    """The same of each element."""
+    """Each element is NaN if one of its updates is, or was."""
 
     def scattered(operand: Any, indices: Any, updates: Any) -> Any:
         return scatter_with_nan(equation.primitive, equation.params, operand, indices, updates)

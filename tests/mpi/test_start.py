@@ -198,7 +198,8 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     job = run_ranks(2, script, COORDINATOR=address)
     assert job.code == 0, job.output
-    assert all("interrupted after 3 batches, at 3" in text for text in job.ranks), job.output
+    (seen,) = {found for text in job.ranks for found in re.findall(r"after (\d+) batches, at \1\n", text)}
+    assert 3 <= int(seen) <= 3 + 32, job.output
     for message in "process 1 saves another state than process 0", r"process 1: position=.* can't be saved":
         assert all(re.search(message, text) for text in job.ranks), job.output
     for what in "tables on hosts", "stages on several processes":
