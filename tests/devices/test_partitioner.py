@@ -327,12 +327,14 @@ def relative(mine: Any, theirs: Any, old: Any) -> float:
 
 
 NESTINGS = (in_scan, in_cond, in_remat, in_custom_vjp)
+CLIPPED = [
+    *((g, "pjit") for g in (PER_EXAMPLE, *NESTINGS)),
+    (PER_EXAMPLE, "pmap"),
+    *(long(g, "pmap") for g in NESTINGS),
+]
 
 
-@pytest.mark.parametrize(
-    ("gradients", "emit"),
-    [*((g, "pjit") for g in (PER_EXAMPLE, *NESTINGS)), (PER_EXAMPLE, "pmap"), *(long(g, "pmap") for g in NESTINGS)],
-)
+@pytest.mark.parametrize(("gradients", "emit"), CLIPPED)
 def test_clipped_gradients_by_example(gradients: Any, emit: Any) -> None:
     """With `emit="pmap"` a guard: XLA partitions nothing there."""
     step, (params, batch) = private(gradients), images()
