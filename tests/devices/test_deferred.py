@@ -133,6 +133,7 @@ def test_a_step_that_is_done_again_counts_once_for_faded_rows() -> None:
     agree(mine, theirs)
 
 
+@pytest.mark.long
 def test_a_step_that_is_done_again_keeps_to_each_tables_update_log() -> None:
     """The second table is looked up first: its rows are then sent first where capacities aren't asked about."""
 
