@@ -4,6 +4,7 @@ from autopar.collection import paused_collection
 
 # A collection while modules are made walks all of JAX's: a tenth of the time.
 with paused_collection():
+    from autopar import sync
     from autopar.api import parallelize
     from autopar.batches.loops import uninterrupted
     from autopar.batches.shard import shard
@@ -46,10 +47,12 @@ with paused_collection():
     from autopar.state.checkpoint import Restored, restore, save
     from autopar.state.draining import ended, paired
     from autopar.state.init import init
+    from autopar.tables.averaging import average
     from autopar.tables.deferred import DeferredTable
     from autopar.tables.host import HostTable
     from autopar.tables.kinds import materialize
     from autopar.tables.pending import PendingArray, drain
+    from autopar.tables.replica import Replica
     from autopar.tables.sharded import Table
     from autopar.tables.staged import StageArray
 
@@ -77,6 +80,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RecompileWarning",
+    "Replica",
     "Report",
     "Restored",
     "Simulation",
@@ -92,6 +96,7 @@ __all__ = [
     "Verification",
     "VerificationError",
     "Why",
+    "average",
     "calibrate",
     "check",
     "drain",
@@ -109,6 +114,7 @@ __all__ = [
     "shard",
     "simulate",
     "staleness",
+    "sync",
     "uninterrupted",
     "verify",
     "watchdog",

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import jax
 import numpy as np
 
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.cost.rates import StageRates
@@ -29,6 +30,7 @@ from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep
+from autopar.sync import Average
 
 
 class _Given(TypedDict, total=False):
@@ -50,6 +52,7 @@ class _Given(TypedDict, total=False):
     replan: Replan
     microbatches: int
     pipeline: Pipeline | None
+    sync: Average | None
 
 
 @overload
@@ -78,6 +81,7 @@ def parallelize(
     replan: Replan = "warn",
     microbatches: int = 1,
     pipeline: Pipeline | None = None,
+    sync: Average | None = None,
 ) -> Any:
     """Run a single-device train step by a plan that autopar makes of it.
 
@@ -128,6 +132,8 @@ def parallelize(
         StrategyError with its line.
       pipeline: Run the step in stages on devices of their own, through which microbatches follow one another
         (`Pipeline`). Which weights a stage has is found; new states lie where their stages are. All tables are dense.
+      sync: Train a replica on every client, a process or some of them, on minibatches of its own:
+        `autopar.sync.Average(...)`. Another function by design; docs/replicas.md.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
@@ -176,6 +182,8 @@ def parallelize(
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
+    clients = _clients(sync, devices, pipeline, plan, strategy)
+    devices = devices if clients is None else clients.devices
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
     hosts = asks_for_hosts(strategy)
@@ -193,6 +201,9 @@ def parallelize(
             plan=plan,
             microbatches=microbatches,
             tensor=devices.tensor,
+            may_leave=sync is None,
+            sync=sync,
+            clients=1 if clients is None else clients.count,
         ),
         machine=Machine(
             rates=rates if plan is None else None,
@@ -205,6 +216,7 @@ def parallelize(
         static_argnums=_positions(step, "static_argnums", static_argnums) or (),
         devices=devices if devices.mesh.size > 1 else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
+        clients=clients,
     )
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
@@ -240,7 +252,9 @@ def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: S
 def _may_stage(planner: Planner, devices: Devices) -> Planner:
     """With stages for a state that fits the devices in no other way, if all is left to autopar."""
     options = planner.options
-    asked = options.strategy != "auto" or options.plan is not None or options.microbatches > 1
+    asked = (
+        options.sync is not None or options.strategy != "auto" or options.plan is not None or options.microbatches > 1
+    )
     if asked or options.emit != "pjit" or planner.per_device is not None or devices.mesh.size == 1:
         return planner
     pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
@@ -319,6 +333,25 @@ def _check_pipeline(
             f"this is process {jax.process_index()} of {jax.process_count()}. Give more stages or replicas, or start "
             "fewer processes"
         )
+
+
+def _clients(
+    sync: Average | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
+) -> Clients | None:
+    """Those that train a replica each; None without `sync`."""
+    if sync is None:
+        return None
+    if not isinstance(sync, Average):
+        raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...)")
+    if pipeline is not None or plan is not None:
+        name = "pipeline=" if plan is None else "plan="
+        raise ArgumentsError(f"sync= and {name} don't go together: leave one of them out")
+    if asks_for_hosts(strategy):
+        raise ArgumentsError(
+            "sync=Average(...): tables on hosts are one for all ranks, and replicas are each client's own. Keep their "
+            'rows on the devices, strategy="ps"'
+        )
+    return Clients.of(devices, sync.clients)
 
 
 def _decided(

@@ -34,6 +34,7 @@ from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
+from autopar.passes.replicate import replicate
 from autopar.passes.shield import shield, shield_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_stages import split_stages
@@ -117,6 +118,13 @@ def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Resu
     if earlier is not None:
         check_followed(program, earlier, made)
     return program, made, note
+
+
+def _replicate(program: Program, bound: BoundPlan, request: Request) -> Result:
+    options = request.options
+    if options.sync is None:
+        return program, bound, "all processes train one state"
+    return program, *replicate(program, bound, options.sync, options.clients, options.batch_axis)
 
 
 def _split_update(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -214,6 +222,7 @@ def _following(run: Callable[[Program, BoundPlan, Request], Result | tuple[Progr
 
 #: What makes a program of the plan, in this order.
 _FOLLOWED: tuple[tuple[str, Pass], ...] = (
+    ("replicate", _following(_replicate)),
     ("lift_rows", _following(lambda program, bound, _: lift_rows(program, bound))),
     ("merge_pushes", _following(lambda program, bound, _: merge_pushes(program, bound))),
     ("place", _following(lambda program, bound, _: place(program, bound))),

@@ -7,13 +7,14 @@ import hashlib
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from autopar.backends.across import place_array
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.batches.agreed import agreed
 from autopar.batches.loops import telling
@@ -39,6 +40,7 @@ def shard(
     mesh: Mesh | None = None,
     data_axis: str | None = None,
     batch_axis: BatchAxis = 0,
+    step: Replicated | None = None,
 ) -> Batches:
     """Global batches from a source, each spread over the devices along its examples.
 
@@ -61,6 +63,9 @@ def shard(
       ahead: How many batches are placed before they are asked for.
       mesh, data_axis: As for `parallelize`.
       batch_axis: As for `parallelize`; the paths are those of a step whose argument is called `batch`.
+      step: What `parallelize(..., sync=...)` returned: batches are then minibatches of its clients, `batch_size`
+        examples each, in place of global ones, and go to the devices of each client. Every example of an epoch is one
+        client's. Positions count the minibatches of all clients, so that as many or others go on from there.
 
     Returns:
       An iterator over batches of `jax.Array`s. Its `state()` is the position, to be saved in a checkpoint; `restore`
@@ -95,11 +100,37 @@ def shard(
         raise ArgumentsError(f"mask={mask!r}: give the name that the weights have in the batch, a string")
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
-    options = _Options(devices, batch_axis, last, mask, per_process, epochs, -1 if shuffle is None else shuffle)
+    clients = None if step is None else _clients_of(step, batch_size, per_process, last, mesh)
+    devices, group = (devices, devices.processes) if clients is None else (clients.devices, clients.processes)
+    seed = -1 if shuffle is None else shuffle
+    options = _Options(devices, batch_axis, last, mask, per_process, epochs, seed, group, clients)
     added = [mask] if last == "pad" else []
     if batch_size is None:
         return Batches(Stream(source, batch_axis, added, epochs), options, ahead)
     return Batches(_examples(source, batch_size, shuffle, options, added), options, ahead)
+
+
+class Replicated(Protocol):
+    """A step that knows its clients."""
+
+    @property
+    def clients(self) -> Clients | None:
+        """Those that train a replica each; None: all processes train one state."""
+        ...
+
+
+def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, last: Last, mesh: Mesh | None) -> Clients:
+    clients = getattr(step, "clients", None)
+    if clients is None:
+        raise ArgumentsError(
+            "shard(step=...) is for steps whose clients train replicas, parallelize(step, sync=...): leave it out"
+        )
+    if batch_size is None or per_process or mesh is not None or last == "pad":
+        raise ArgumentsError(
+            "shard(step=...) gives each client minibatches of examples that can be indexed: give batch_size=, the same "
+            "source on all processes, last='error' or 'drop', and no mesh="
+        )
+    return clients
 
 
 @dataclass(frozen=True)
@@ -111,6 +142,8 @@ class _Options:
     per_process: bool
     epochs: int | None
     seed: int
+    group: StoreGroup
+    clients: Clients | None
 
     @property
     def sources(self) -> int:
@@ -131,7 +164,7 @@ def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Optio
             "the same part: give a multiple of their number"
         )
     reader = reader_of(source, options.batch_axis, added)
-    processes = options.devices.processes
+    processes = options.group
     all_ = processes.values([reader.count, batch_size, shuffle, options.last, options.epochs], "shard")
     for k, other in enumerate(all_):
         if other[1:] != all_[0][1:] or (not options.per_process and other != all_[0]):
@@ -143,7 +176,8 @@ def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Optio
     first = options.member * size
     counts = [n for n, *_ in all_] if options.per_process else [reader.count]
     held = Held(((0, size),)) if options.per_process else Held.by(options.devices, batch_size)
-    return Examples(reader, size, counts, shuffle, options.member, options.last, held, first)
+    turns = (1, 0) if options.clients is None else (options.clients.count, options.clients.own)
+    return Examples(reader, size, counts, shuffle, options.member, options.last, held, first, *turns)
 
 
 class Batches(Iterator[Any]):
@@ -158,7 +192,7 @@ class Batches(Iterator[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         group = everyone()
-        return Loop(self, telling(group) if group.members == self._options.devices.processes.members else tuple)
+        return Loop(self, telling(group) if group.members == self._options.group.members else tuple)
 
     def __next__(self) -> Any:
         try:

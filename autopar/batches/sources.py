@@ -87,6 +87,7 @@ class Examples:
       last: What is done with the rest.
       held: Which examples of its part of a batch this process needs.
       first: Where that part begins in the global batch.
+      turns: C, the clients that take a batch each, one after the other; this one's is `turn`.
     """
 
     def __init__(
@@ -99,9 +100,12 @@ class Examples:
         last: Last,
         held: Held,
         first: int,
+        turns: int = 1,
+        turn: int = 0,
     ) -> None:
         self._reader, self._size, self._counts = reader, size, tuple(counts)
         self._seed, self._member, self._held, self._first = seed, member, held, first
+        self._turns, self._turn = turns, turn
         whole = [n // size for n in counts]
         self.batches = min(whole) if last == "drop" else max(-(-n // size) for n in counts)
         if last == "error" and any(n != self.batches * size for n in counts):
@@ -110,17 +114,25 @@ class Examples:
                 f"the source has {shown}, which batches of {size * len(counts)} don't use up equally. "
                 "shard(source, last='drop') leaves the rest out, last='pad' fills the last batch up"
             )
+        if last == "error" and self.batches % turns:
+            raise ArgumentsError(
+                f"the source has {self.batches} minibatches, which {turns} clients don't share equally. "
+                "shard(source, last='drop') leaves the rest of each epoch out"
+            )
 
     def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """Batches of an epoch from number `start` on."""
+        """Batches of an epoch from number `start` on, of clients those whose turn it is; a part's number is that of the
+        last batch that somebody has then."""
         count = self._reader.count
         order = None
         if self._seed is not None:
             order = np.random.default_rng((self._seed, epoch, self._member)).permutation(count)
         mine = self._held.numbers
         held = Held(tuple((a + self._first, b + self._first) for a, b in self._held.runs))
-        for number in range(start, self.batches):
+        for first in range(start, self.batches - self._turns + 1, self._turns):
+            number = first + self._turn
             places = np.minimum(number * self._size + mine, count - 1)
             batch, axes = self._reader.read(places if order is None else order[places])
             reals = tuple(min(max(n - number * self._size, 0), self._size) for n in self._counts)
-            yield Part(number, batch, axes, len(mine), self._size * len(self._counts), reals, held)
+            last = first + self._turns - 1
+            yield Part(last, batch, axes, len(mine), self._size * len(self._counts), reals, held)

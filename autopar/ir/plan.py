@@ -20,6 +20,7 @@ from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Emit, Method, Sparse, Where
+from autopar.ir.sync_plan import SyncPlan
 from autopar.ir.tensor_plan import TensorPlan
 
 #: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
@@ -133,6 +134,7 @@ class Plan:
       state_bytes: Bytes of the state on each device.
       microbatches: M, the parts of a batch that run one after the other before the update.
       pipeline: Its stages, if it is run in stages.
+      sync: How the replicas of clients come together, if each trains its own; the rest is then a client's plan.
       tensor: Products that are divided over the devices of a tensor axis, if there is one.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
@@ -158,6 +160,7 @@ class Plan:
     microbatches: int = 1
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
+    sync: SyncPlan | None = None
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     reduction_backend: str = field(default="", metadata={"formerly": "road"})
@@ -224,7 +227,7 @@ class Plan:
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (self.devices, self.microbatches, self.strategy, limits, _stages_of(self), _tensor_of(self))
+        about = (self.devices, self.microbatches, self.strategy, limits, _stages_of(self), _tensor_of(self), self.sync)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -329,6 +332,9 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",
+        "replicas": "none"
+        if plan.sync is None
+        else f"{plan.sync.clients} clients, {plan.sync.name}, every {plan.sync.every}",
         "bytes of state on a device": str(plan.state_bytes),
     }
 

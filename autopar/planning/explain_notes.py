@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
@@ -118,3 +118,37 @@ def hosted_text(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str
     if once is not None:
         text += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
     return f"{text}.\nStages: {', '.join(plan.stages)}."
+
+
+def replica_notes(plan: Plan) -> Iterator[str]:
+    """Lines on what clients do with replicas of their own."""
+    sync = plan.sync
+    if sync is None:
+        return
+    own = (
+        "another function than the step on one device"
+        if sync.clients > 1 or sync.outer
+        else "with one client, the step"
+    )
+    minibatches = f"{sync.clients} x {sync.every}" if sync.every > 1 else f"{sync.clients}"
+    examples = f" of {sync.examples} examples each" if sync.examples else ""
+    yield (
+        f"Replicas: {sync.clients} clients, each with weights of its own: {sync.name}, {own}. A call takes a client's "
+        f"own minibatch; one update of what all have is made of {minibatches} minibatches{examples}."
+    )
+    parts, total = len(sync.fragments), sum(sync.fragment_bytes)
+    what = f"{sum(map(len, sync.fragments))} weights, {format_bytes(total)}"
+    how = f", in {parts} parts of at most {format_bytes(max(sync.fragment_bytes))}, one every {sync.every // parts}" * (
+        parts > 1
+    )
+    when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
+    late = f", merged {sync.delay} steps later" * (sync.delay > 0)
+    move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"
+    yield (
+        f"{what}: {when} {move}{how}{late}; a client sends {format_bytes(sync.sent_bytes)} a step (2(C-1)/C b / k). "
+        + (
+            f"Each client's own stay {len(sync.own)} others: {', '.join(sync.own[:3])}{', ...' * (len(sync.own) > 3)}."
+            if sync.own
+            else ""
+        )
+    ).rstrip()

@@ -49,13 +49,13 @@ def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
         path = program.inputs[output.state].path if output.state is not None else output.path
         each = zip(expected, found, strict=True)
         pairs = [(expected[-1][k], last[k])] if k in last else [(e[k], f[k]) for e, f in each]
-        sizes, errors = zip(*(_compared(*pair) for pair in pairs), strict=True)
+        sizes, errors = zip(*(compared_values(*pair) for pair in pairs), strict=True)
         checks.append(LeafCheck(path, max(sizes), max(errors), 0.0, max(errors) == 0))
     return Verification(tuple(checks), steps, AGAINST)
 
 
-def _compared(expected: Any, found: Any) -> tuple[float, float]:
-    """The largest value, and the largest difference."""
+def compared_values(expected: Any, found: Any) -> tuple[float, float]:
+    """Returns the largest value, and the largest difference."""
     pair = (jax.random.key_data(x) if jax_compat.is_key(getattr(x, "dtype", None)) else x for x in (expected, found))
     a, b = (np.asarray(x).astype(np.float64) for x in pair)
     both = np.isnan(a) & np.isnan(b)

@@ -40,7 +40,7 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
       processes: Those that run the step.
       program: As it was traced.
       options: The user's choices, as text by name.
-      leaves: Its flat arguments, in the order of the program's inputs.
+      leaves: Its flat arguments, in the order of the program's inputs; None for those that may differ.
 
     Raises:
       AutoparError: other versions, or other options.
@@ -170,8 +170,10 @@ def _plain(text: list[str]) -> list[str]:
 
 
 def _contents(leaf: Any) -> str | None:
-    """A digest of a plain array, of a sample if it is large; None of what isn't plain."""
-    if isinstance(leaf, jax.ShapeDtypeStruct) or jax_compat.is_tracer(leaf) or is_table(leaf) or is_global(leaf):
+    """A digest of a plain array, of a sample if it is large; None of what isn't plain, or isn't to be compared."""
+    if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
+        return None
+    if jax_compat.is_tracer(leaf) or is_table(leaf) or is_global(leaf):
         return None
     if isinstance(leaf, jax.Array) and jax_compat.is_key(leaf.dtype):
         leaf = jax.random.key_data(leaf)

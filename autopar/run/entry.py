@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.across import local
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback
@@ -34,7 +35,9 @@ from autopar.run.devices import DevicesRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
+from autopar.run.replicas import Averaging, ReplicaRunner
 from autopar.run.runner import Runner
+from autopar.run.touched_rows import TouchedRows
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -45,7 +48,7 @@ class Entry:
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
     traced, the user's step or one made of it; `notes` are what `explain` says of that. `stage_devices` are those of a
-    pipeline's stages.
+    pipeline's stages, `clients` those that have a replica each.
     """
 
     call: Call
@@ -64,6 +67,7 @@ class Entry:
     headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
     notes: Sequence[str] = ()
+    clients: Clients | None = None
 
     def takes(self, call: Call) -> bool:
         """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
@@ -137,6 +141,17 @@ class Entry:
     @functools.cached_property
     def runner(self) -> Runner:
         """Who calls the planned step."""
+        if self.clients is None:
+            return self.own_runner
+        out_tree, sync, plan = self.out_tree, self.options.sync, self.compiled.plan.sync
+        assert sync is not None and plan is not None, "clients have replicas"
+        averaging = Averaging(sync, plan, self.compiled.analysed)
+        touched = TouchedRows(self.compiled, plan)
+        return ReplicaRunner(self.own_runner, averaging, touched, self.clients, self.compiled.analysed, out_tree)
+
+    @functools.cached_property
+    def own_runner(self) -> Runner:
+        """Who calls it on one client, or on all processes that train one state."""
         if self.compiled.plan.pipeline is not None:
             return self._pipeline_runner(self.compiled.plan.pipeline.pipeline)
         if self.compiled.plan.on_hosts:
@@ -144,7 +159,7 @@ class Entry:
         if self.devices is not None:
             return DevicesRunner(self.run_stored, self.compiled, self.devices, self.out_tree, self.donate)
         if self.compiled.plan.defers:
-            return self.table_runner
+            return self._one_device_runner
         name = getattr(self.fun, "__name__", type(self.fun).__name__)
         return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
 
@@ -183,8 +198,14 @@ class Entry:
     @functools.cached_property
     def table_runner(self) -> Runner:
         """The same on one device where an argument is a table of autopar's own, or a result is to be."""
-        if self.devices is not None or self.compiled.plan.on_hosts or self.options.pipeline is not None:
+        elsewhere = self.devices is not None or self.compiled.plan.on_hosts or self.options.pipeline is not None
+        if elsewhere or self.clients is not None:
             return self.runner
+        return self._one_device_runner
+
+    @functools.cached_property
+    def _one_device_runner(self) -> Runner:
+        """Of tables of autopar's own."""
         one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
         run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
         return DevicesRunner(run, self.compiled, one, self.out_tree, self.donate)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar import jax_compat
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.compile import (
@@ -64,6 +65,7 @@ class Planner:
       devices: Those that run it; None: one.
       per_device: Of a step that is written for one of several devices.
       stage_devices: Those of a pipeline's stages.
+      clients: Those that train a replica each; `devices` are this one's.
       in_stages: What plans the step in stages, where its state fits the devices in no other way; None: nothing may.
     """
 
@@ -78,6 +80,7 @@ class Planner:
     per_device: PerDevice | None = None
     stage_devices: Sequence[StageDevice] = ()
     stage_processes: StoreGroup | None = None
+    clients: Clients | None = None
     in_stages: Callable[[], Planner] | None = None
 
     @property
@@ -124,6 +127,9 @@ class Planner:
         program = Program(block, inputs, outputs, self.name)
         if self.processes is not None:
             check_same_call(self.processes, program, self.choices, leaves)
+        if self.clients is not None and self.clients.processes.several:
+            shared = [x if input_.role == "state" else None for input_, x in zip(inputs, leaves, strict=True)]
+            check_same_call(self.clients.processes, program, self.choices, shared)
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
         options = self._options_of(inputs, leaves)
@@ -144,7 +150,8 @@ class Planner:
                 return planned
             notes = [*notes, note]
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
-        return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), stage_devices=self.stage_devices)
+        more = {"stage_devices": self.stage_devices, "clients": self.clients}
+        return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
 
     def _check_job(self, leaves: Sequence[Any]) -> None:
         """Check that the processes of this job see each other, by MPI where the step needs it."""
@@ -241,6 +248,11 @@ class Planner:
             "mesh": None if self.devices is None else (self.devices, self.devices.mesh.devices.tolist()),
             "pipeline's devices": self.stage_devices,
         }
+        if self.clients is not None:
+            chosen |= {
+                "mesh": self.clients.grid.tolist(),
+                "outer": getattr(self.options.sync, "outer", None) is not None,
+            }
         return {name: _as_text(value) for name, value in chosen.items()}
 
 

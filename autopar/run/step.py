@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError, warn
 from autopar.interrupts import interruptible, uninterrupted
@@ -72,6 +73,11 @@ class ParallelStep:
     def devices(self) -> Devices | None:
         """Those that run the step; None: one."""
         return self.planner.devices
+
+    @property
+    def clients(self) -> Clients | None:
+        """Those that train a replica each, by `sync=`; None: all processes train one state."""
+        return self.planner.clients
 
     @property
     def donate(self) -> bool:

@@ -31,8 +31,10 @@ from autopar.state.files.rows import ROWS_FOLDER as ROWS
 from autopar.state.files.rows import write_rows
 from autopar.state.files.structure import describe_tree, rebuild
 from autopar.state.init import unbound
-from autopar.state.restoring import LeafPlace, matched, place_of, places_of_step, read_leaves, shapes_of
-from autopar.state.saving import SavedLeaf, check_same_state, saved_leaves
+from autopar.state.restoring import Keeper, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
+from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, saved_leaves
+from autopar.tables.home import ArrayHome, Home, NumpyHome
+from autopar.tables.kinds import home_of
 
 
 class Restored(NamedTuple):
@@ -85,6 +87,7 @@ def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, group:
 
     def look() -> str:
         known.extend(saved_leaves(state))
+        known.extend(leaves_beside(state))
         if any(leaf.record.kind == "dense" for leaf in known):
             require_orbax()
         lines = [f"position {json.dumps(_position(position), sort_keys=True)}"]
@@ -170,20 +173,31 @@ def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, c
     group.together(CheckpointError, look, "what is restored")
     records = [manifest.leaves[k] for k in numbers]
     if like is None:  # ordinary arrays, of the kind that they were
-        places = [LeafPlace("array" if record.type == "jax" else record.type) for record in records]
+        homes: list[Home] = [ArrayHome() if record.type == "jax" else NumpyHome() for record in records]
     else:
-        places = [place_of(leaf) for leaf in jax.tree.leaves(template)]
+        homes = [home_of(leaf) for leaf in jax.tree.leaves(template)]
+    keeper: Keeper | None = None
     if step is not None:
         shapes = shapes_of(manifest)
         saved = jax.tree.unflatten(jax.tree.structure(template), [shapes[k] for k in numbers])
-        places = places_of_step(step, saved, places, batch, call)
+        homes, keeper = homes_of_step(step, saved, homes, batch, call, manifest)
+    if keeper is None:
+        warn_of_means(manifest)
     # All are checked, each by one process, before any is read by any.
     mine = manifest.files[group.rank :: group.size]
     group.together(CheckpointError, lambda: check_files(version, mine), "checksums")
     leaves: list[Any] = []
-    group.together(
-        CheckpointError, lambda: leaves.extend(read_leaves(version, records, places, group.rank)), "reading files"
-    )
+
+    def read() -> None:
+        own = None if keeper is None else keeper.client
+        beside = [NumpyHome()] * len(manifest.beside)
+        leaves.extend(read_leaves(version, [*records, *manifest.beside], [*homes, *beside], own))
+        shared = leaves[len(records) :]
+        del leaves[len(records) :]
+        if keeper is not None:
+            leaves[:] = keeper.kept(leaves, dict(zip((r.path for r in manifest.beside), shared, strict=True)))
+
+    group.together(CheckpointError, read, "reading files")
     state = jax.tree.unflatten(jax.tree.structure(template), leaves)
     return Restored(state, None if manifest.position is None else dict(manifest.position))
 
@@ -226,14 +240,15 @@ def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], p
         parts, layout = files.get(number, {}), leaf.record.layout
         assert layout is None or sorted(parts) == list(range(layout.devices)), f"shards of {leaf.record.path}: {parts}"
         records.append(dataclasses.replace(leaf.record, files=tuple(parts[shard] for shard in sorted(parts))))
-    dense = written[0][1]
+    dense, count = written[0][1], len(jax.tree.leaves(state))
     return Manifest(
         describe_tree(state),
-        tuple(records),
+        tuple(records[:count]),
         _position(position),
         group.size,
         dense,
         importlib.metadata.version("autopar"),
+        tuple(records[count:]),
     )
 
 

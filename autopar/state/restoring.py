@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,79 +13,83 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.rules import resized
-from autopar.backends import across
-from autopar.backends.host.storage import HostRows
-from autopar.errors import CheckpointError
-from autopar.ir.layout import RowLayout
+from autopar.backends.clients import mean_of
+from autopar.errors import CheckpointError, StateWarning, warn
 from autopar.ir.paths import path_name
+from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import LeafRecord, Manifest
-from autopar.state.files.rows import RowFiles, block_rows
+from autopar.state.files.rows import RowFiles
 from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.saving import NUMBERS
-from autopar.tables.deferred import DeferredTable
-from autopar.tables.host import HostTable
-from autopar.tables.pending import PendingArray
-from autopar.tables.sharded import Table
-from autopar.tables.staged import StageArray, StagePlace, is_staged
+from autopar.tables.home import ArrayHome, Home, Whole
+from autopar.tables.host import HostHome, exchange
+from autopar.tables.replica import Replica
+from autopar.tables.sharded import RowsHome
+from autopar.tables.staged import StageHome, is_staged
 
 
 @dataclass(frozen=True)
-class LeafPlace:
-    """Where a leaf goes.
+class Keeper:
+    """Makes replicas of what each client reads, where there are as many clients as saved them.
 
     Attributes:
-      kind: "hosts": a HostTable; "devices": a Table; "stage": a StageArray; "array": a jax.Array; "numpy"; or a Python
-        number's type.
-      layout, axis: Of tables: which row goes where.
-      sharding: Of jax.Arrays and Tables; None: where JAX puts arrays by itself.
-      places: Of a StageArray.
+      runner: The step's.
+      inputs: Which input of the step each leaf is; None: none, or it is no state.
     """
 
-    kind: str
-    layout: RowLayout | None = None
-    axis: int = 0
-    sharding: Any = None
-    places: tuple[StagePlace, ...] = ()
+    runner: ReplicaRunner
+    inputs: Sequence[int | None]
+
+    @property
+    def client(self) -> int:
+        """This process's."""
+        return self.runner.clients.own
+
+    def kept(self, leaves: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
+        """Returns the leaves as replicas. `beside`: path -> what they share."""
+        replicas = self.runner.resumed({path.removeprefix("replicas/"): value for path, value in beside.items()})
+        return [x if k is None else Replica(x, replicas, k) for k, x in zip(self.inputs, leaves, strict=True)]
 
 
-def place_of(leaf: Any) -> LeafPlace:
-    """As a template's leaf is."""
-    leaf = leaf.current() if isinstance(leaf, (DeferredTable, PendingArray)) else leaf
-    if isinstance(leaf, HostTable):
-        return LeafPlace("hosts", leaf.layout, leaf.axis)
-    if isinstance(leaf, Table):
-        return LeafPlace("devices", leaf.layout, leaf.axis, leaf.stored.sharding)
-    if isinstance(leaf, StageArray):
-        return LeafPlace("stage", places=leaf.places)
-    if isinstance(leaf, jax.Array):
-        return LeafPlace("array", sharding=leaf.sharding if leaf.committed else None)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return LeafPlace("array", sharding=leaf.sharding)
-    return LeafPlace(type(leaf).__name__ if type(leaf) in NUMBERS.values() else "numpy")
-
-
-def places_of_step(
-    step: ParallelStep, state: Any, places: Sequence[LeafPlace], batch: Any, call: Any
-) -> list[LeafPlace]:
-    """As a step's plan has them, and, where that doesn't say, `places`. `state`: of shapes; `batch`, `call`: as of
-    `init`."""
+def homes_of_step(
+    step: ParallelStep, state: Any, homes: Sequence[Home], batch: Any, call: Any, manifest: Manifest
+) -> tuple[list[Home], Keeper | None]:
+    """As a step's plan has them, and, where that doesn't say, `homes`; and what makes replicas of the leaves, if they
+    were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
     bound = entry.compiled.bound
-    planned = {k: LeafPlace("hosts", *hosted) for k, hosted in hosted_inputs(entry).items()}
+    planned: dict[int, Home] = {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(entry).items()}
     for k, parts in entry.stage_leaves.items():
-        planned[k] = (
-            LeafPlace("stage", places=parts) if is_staged(parts) else LeafPlace("array", sharding=parts[0].sharding)
-        )
+        planned[k] = StageHome(parts) if is_staged(parts) else ArrayHome(parts[0].sharding)
     if not bound.on_hosts and entry.devices is not None:
         for k in range(len(bound.placements)):
             layout, axis = bound.layouts.get(k, (None, 0))
             sharding = entry.devices.sharding(*bound.place(k))
-            planned[k] = LeafPlace("array" if layout is None else "devices", layout, axis, sharding)
-    return [place if k is None else planned.get(k, place) for k, place in zip(inputs, places, strict=True)]
+            planned[k] = ArrayHome(sharding) if layout is None else RowsHome(layout, axis, sharding)
+    found = [home if k is None else planned.get(k, home) for k, home in zip(inputs, homes, strict=True)]
+    runner, states = entry.runner, entry.compiled.analysed.new_states
+    if not isinstance(runner, ReplicaRunner) or clients_of(manifest) != runner.clients.count:
+        return found, None
+    return found, Keeper(runner, [k if k in states else None for k in inputs])
+
+
+def clients_of(manifest: Manifest) -> int:
+    """How many clients had a replica each; 0 if there were none."""
+    return max((record.replicas for record in manifest.leaves), default=0)
+
+
+def warn_of_means(manifest: Manifest) -> None:
+    """Say that training goes on from the mean of the replicas, if there were any."""
+    count = clients_of(manifest)
+    if count:
+        warn(
+            f"the checkpoint has the replicas of {count} clients, which are kept by a step with sync= and as many: "
+            "their mean is restored, of whole numbers and random keys the first client's",
+            StateWarning,
+        )
 
 
 def matched(manifest: Manifest, like: Any) -> list[int]:
@@ -154,103 +159,44 @@ def shapes_of(manifest: Manifest) -> list[Any]:
     ]
 
 
-def read_leaves(version: Path, records: Sequence[LeafRecord], places: Sequence[LeafPlace], rank: int) -> list[Any]:
-    """All leaves, each at its place, from files that were checked; of tables on hosts this rank's rows. Exchanges
-    nothing."""
+def read_leaves(
+    version: Path, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
+) -> list[Any]:
+    """All leaves, each at its home, from files that were checked; of tables on hosts this rank's rows, of replicas
+    this client's, or their mean if it is None. Exchanges nothing."""
     dense = {}
-    for record, place in zip(records, places, strict=True):
+    for record, home in zip(records, homes, strict=True):
         if record.kind == "dense":
             shape = record.shape if record.key is None else _key_data(record).shape
-            own = jax.process_count() == 1 and place.kind == "array" and record.key is None
-            spread = place.sharding is not None and len(place.sharding.device_set) > 1
-            dense[record.name] = (shape, record.numpy_dtype, place.sharding if own and spread else None)
+            own = jax.process_count() == 1 and record.key is None
+            dense[record.name] = (shape, record.numpy_dtype, home.reads_itself if own else None)
     arrays = read_dense(version, dense)
-    return [
-        _read(version, record, place, arrays.get(record.name), rank)
-        for record, place in zip(records, places, strict=True)
-    ]
+    pairs = zip(records, homes, strict=True)
+    return [_read(version, record, home, arrays.get(record.name), client) for record, home in pairs]
 
 
 def _key_data(record: LeafRecord) -> Any:
     return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
 
 
-def _read(version: Path, record: LeafRecord, place: LeafPlace, array: Any, rank: int) -> Any:
+def _read(version: Path, record: LeafRecord, home: Home, array: Any, client: int | None) -> Any:
     if record.kind == "value":
         return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
+    if record.kind == "rows" and record.replicas:
+        return home.made(Whole(_replica(version, record, client)), record)
     if record.kind == "rows":
-        return _placed(RowFiles(version, record), record, place, rank)
+        return home.made(RowFiles(version, record), record)
     if record.kind == "empty":
         array = np.empty(record.shape if record.key is None else _key_data(record).shape, record.numpy_dtype)
     if isinstance(array, jax.Array):
         return jax_compat.weak(array) if record.weak else array
-    return _placed(_Whole(np.asarray(array)), record, place, rank)
+    return home.made(Whole(np.asarray(array)), record)
 
 
-class _Whole:
-    """What a leaf is made of, as `RowFiles` are: an array that this process has all of."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array
-
-    def whole(self) -> np.ndarray:
-        return self._array
-
-    def part(self, index: Any) -> np.ndarray:
-        return self._array[index]
-
-    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
-        return np.moveaxis(np.take(self._array, numbers, axis), axis, 0)
-
-
-def _placed(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace, rank: int) -> Any:
-    layout, axis, dtype = place.layout, place.axis, record.numpy_dtype
-    if place.kind == "stage":
-        own = [None if p.sharding is None else _stage_part(source, record, p) for p in place.places]
-        return StageArray(record.shape, jax.dtypes.canonicalize_dtype(dtype), place.places, own)
-    if layout is not None:
-        if place.kind == "hosts":
-            storage = HostRows.empty(record.shape, dtype, axis, layout, rank, record.path)
-            storage.fill(lambda numbers: source.rows(numbers, axis), block_rows(storage.rows.shape, dtype))
-            return HostTable(storage)
-
-        def shard(index: Any) -> np.ndarray:
-            places = np.arange(layout.stored)[index[axis]]
-            rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
-            return np.moveaxis(rows, 0, axis)
-
-        stored = jax.make_array_from_callback(resized(record.shape, axis, layout.stored), place.sharding, shard)
-        return Table(stored, layout, axis)
-    if place.kind == "numpy":
-        return np.array(source.whole())
-    return _as_jax(source, record, place)
-
-
-def _stage_part(source: _Whole | RowFiles, record: LeafRecord, place: StagePlace) -> jax.Array:
-    _check_dtype(record)
-
-    def read(index: Any) -> np.ndarray:
-        start, stop, _ = index[0].indices(place.stop - place.start)
-        return source.part((slice(place.start + start, place.start + stop), *index[1:]))
-
-    array = jax.make_array_from_callback((place.stop - place.start, *record.shape[1:]), place.sharding, read)
-    return jax_compat.weak(array) if record.weak else array
-
-
-def _check_dtype(record: LeafRecord) -> None:
-    if jax.dtypes.canonicalize_dtype(record.numpy_dtype) != record.numpy_dtype:
-        raise CheckpointError(
-            f"{record.path} was saved as {record.dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"
-        )
-
-
-def _as_jax(source: _Whole | RowFiles, record: LeafRecord, place: LeafPlace) -> jax.Array:
-    _check_dtype(record)
-    if record.key is not None:
-        keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=record.key)
-        return keys if place.sharding is None else across.place_array(keys, place.sharding)
-    if place.sharding is None:
-        array = jnp.asarray(source.whole())
-    else:
-        array = jax.make_array_from_callback(record.shape, place.sharding, source.part)
-    return jax_compat.weak(array) if record.weak else array
+def _replica(version: Path, record: LeafRecord, client: int | None) -> np.ndarray:
+    """A client's replica; the mean of all if it is None, or the first one of what has none."""
+    shape = record.shape if record.key is None else _key_data(record).shape
+    files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))
+    if client is None and record.key is None and jnp.issubdtype(record.numpy_dtype, jnp.floating):
+        return np.asarray(mean_of([files.read(np.array([c]))[0] for c in range(record.replicas)]))
+    return files.read(np.array([client or 0]))[0]

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.launch.group import Group
+from autopar.run.replicas import settled
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import file_name
-from autopar.tables.deferred import DeferredTable
-from autopar.tables.host import HostTable
-from autopar.tables.kinds import is_table
-from autopar.tables.pending import PendingArray
-from autopar.tables.sharded import Table
-from autopar.tables.staged import StageArray
+from autopar.tables.kinds import current, is_table, materialize
+from autopar.tables.leaf import PlacedLeaf, Shards
+from autopar.tables.replica import Replica, replicas_of
+from autopar.tables.sharded import shards_of
 
 #: Types of Python numbers that a state may hold.
 NUMBERS: Mapping[Any, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -36,10 +37,12 @@ class SavedLeaf:
     Attributes:
       record: What the manifest says of it, but for its files.
       value: The leaf itself; of PRNG keys their data.
+      shards: Of rows.
     """
 
     record: LeafRecord
     value: Any
+    shards: Shards | None = None
 
     def array(self) -> Any:
         """Of a dense leaf: an array that this process has all of; a NumPy one where JAX has several processes."""
@@ -50,30 +53,10 @@ class SavedLeaf:
 
     def parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
         """Of rows: (file, share, rows first axis first) of what this process has, each share by one process only."""
-        layout, axis = self.record.layout, self.record.axis
-        assert layout is not None, "rows have a layout"
-        for shard, rows in _shards(self.value, layout, axis):
-            count = int(layout.rows_on(np.asarray(shard)))
-            yield file_name(self.record.name, shard, layout.devices), shard, rows[:count]
-
-
-def _shards(value: Any, layout: RowLayout, axis: int) -> Iterator[tuple[int, np.ndarray]]:
-    if isinstance(value, HostTable):
-        yield value.storage.rank, value.storage.rows
-        return
-    if isinstance(value, StageArray):
-        for place, part in zip(value.places, value.values, strict=True):
-            for start in range(place.start, place.stop, layout.shard_rows) if place.writes else ():
-                first = start - place.start
-                yield start // layout.shard_rows, np.asarray(part)[first : first + layout.shard_rows]
-        return
-    stored = value.stored if isinstance(value, Table) else value
-    for shard in stored.addressable_shards:
-        if shard.replica_id == 0:
-            first = shard.index[axis].start or 0
-            rows = np.moveaxis(np.asarray(shard.data), axis, 0)
-            for start in range(0, rows.shape[0], layout.shard_rows):  # a device may hold several shards
-                yield (first + start) // layout.shard_rows, rows[start : start + layout.shard_rows]
+        assert self.shards is not None, "rows are in shards"
+        for shard, rows in self.shards.own():
+            count = int(self.shards.layout.rows_on(np.asarray(shard)))
+            yield file_name(self.record.name, shard, self.shards.layout.devices), shard, rows[:count]
 
 
 def saved_leaves(state: Any) -> list[SavedLeaf]:
@@ -92,20 +75,27 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
                 f"{known or 'the state'} was given to a step, which updated it in place: save the state that the step "
                 "returned"
             )
-        leaf = leaf.current() if isinstance(leaf, (DeferredTable, PendingArray)) else leaf
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
-        leaves.append(_leaf(known, name, leaf))
+        leaves.append(_replica(known, name, leaf) if isinstance(leaf, Replica) else _leaf(known, name, current(leaf)))
     return leaves
 
 
+def leaves_beside(state: Any) -> list[SavedLeaf]:
+    """What the replicas of a state share, if it has any."""
+    replicas = replicas_of(jax.tree.leaves(state))
+    if replicas is None:
+        return []
+    shared = {f"replicas/{name}": value for name, value in replicas.shared.items()}
+    saved = [_leaf(path, f"beside_{n:04d}", value) for n, (path, value) in enumerate(shared.items())]
+    for k, touched in replicas.touched.items():
+        known = _leaf(f"replicas/touched/{k}", f"touched_{k:04d}", touched.bits)
+        saved.append(_of_each(replicas.clients, known))
+    return saved
+
+
 def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
-    if isinstance(leaf, (HostTable, Table)):
-        record = LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), axis=leaf.axis, layout=leaf.layout)
-        return SavedLeaf(record, leaf)
-    if isinstance(leaf, StageArray):  # shards that one stage has each, which writes them
-        rows = math.gcd(*(place.stop for place in leaf.places))
-        layout = RowLayout(leaf.shape[0], leaf.shape[0] // rows if rows else 1, cyclic=False)
-        return SavedLeaf(LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), layout=layout), leaf)
+    if isinstance(leaf, PlacedLeaf):
+        return _in_shards(path, name, leaf, leaf.shards)
     if isinstance(leaf, jax.Array):
         return _jax_leaf(path, name, leaf)
     if type(leaf) in NUMBERS.values():
@@ -120,6 +110,20 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
         f"{path or 'the state'} is of type {shown}, which can't be saved: a state holds arrays and numbers. Save the "
         "rest by itself, or say what is static where the state's class is registered"
     )
+
+
+def _replica(path: str, name: str, leaf: Replica) -> SavedLeaf:
+    return _of_each(leaf.replicas.clients, _jax_leaf(path, name, jnp.asarray(materialize(settled(leaf)))))
+
+
+def _of_each(clients: Clients, known: SavedLeaf) -> SavedLeaf:
+    """What each client has of its own: it writes that, as one of C rows."""
+    layout, value = RowLayout(clients.count, clients.count, cyclic=False), known.value
+    record = dataclasses.replace(known.record, layout=layout, replicas=clients.count)
+    if record.kind == "dense":
+        record = dataclasses.replace(record, kind="rows")
+    own = [(clients.own, np.asarray(value)[None])] if clients.leads else []
+    return SavedLeaf(record, value, Shards(layout, 0, lambda: iter(own)))
 
 
 def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
@@ -139,9 +143,14 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
             "saved, and those that every process has whole (jax.device_put with a replicated sharding)"
         )
     (axis,) = spread
-    layout = RowLayout(leaf.shape[axis], leaf.shape[axis] // part[axis], False)
-    record = LeafRecord(path, name, "rows", "jax", shape, str(leaf.dtype), axis=axis, layout=layout)
-    return SavedLeaf(record, leaf)
+    return _in_shards(path, name, leaf, shards_of(leaf, RowLayout(shape[axis], shape[axis] // part[axis], False), axis))
+
+
+def _in_shards(path: str, name: str, leaf: Any, shards: Shards) -> SavedLeaf:
+    axis, layout = shards.axis, shards.layout
+    return SavedLeaf(
+        LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), axis=axis, layout=layout), leaf, shards
+    )
 
 
 def check_same_state(group: Group, lines: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar.analysis.rules import resized
 from autopar.backends.deferred import Entries
@@ -24,7 +23,7 @@ from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
 from autopar.ir.program import Equation
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
 
 
@@ -109,7 +108,7 @@ class UpdateLog:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DeferredTable(TableLeaf):
+class DeferredTable(StandingLeaf):
     """Rows that move in every step, of which those that no batch touched are moved when they are read.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
@@ -150,21 +149,9 @@ class DeferredTable(TableLeaf):
         stored = self.log.up_to_date(self.place)
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
-    def materialize(self, *, copy: bool = True) -> jax.Array:
-        """The table as an ordinary array; without `copy` the one that the next step updates, where it is ordinary."""
-        table = self.current()
-        if isinstance(table, Table):
-            return table.materialize()
-        return jnp.copy(table) if copy else table
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self.current())
-        return np.array(array, dtype or array.dtype)
-
-    def __getitem__(self, index: Any) -> jax.Array:
-        leaf = self.current()
-        picked = leaf[index]
-        return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
+    @property
+    def stored_as(self) -> tuple[RowLayout, int] | None:
+        return None if self.layout is None else (self.layout, self.axis)
 
     @property
     def _where(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,10 +17,13 @@ from autopar.ir.layout import RowLayout
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import connect
 from autopar.mpi.world import world
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.home import Described, Home, Source
+from autopar.tables.leaf import PlacedLeaf, Shards
 
 #: Rows that are read at a time, so that reading a table needs little memory beside the result.
 _BLOCK_ROWS = 1 << 16
+#: Bytes of rows that are read at a time from a file.
+_BLOCK_BYTES = 1 << 24
 
 
 @functools.cache
@@ -28,7 +32,22 @@ def exchange() -> Exchange:
     return connect(world())
 
 
-class HostTable(TableLeaf):
+@dataclass(frozen=True)
+class HostHome(Home):
+    """Rows distributed over the ranks, in host memory. `rank`: this process's."""
+
+    layout: RowLayout
+    axis: int
+    rank: int
+
+    def made(self, source: Source, leaf: Described) -> HostTable:
+        storage = HostRows.empty(leaf.shape, leaf.numpy_dtype, self.axis, self.layout, self.rank, leaf.path)
+        row_bytes = max(1, storage.rows[:1].nbytes)
+        storage.fill(lambda numbers: source.rows(numbers, self.axis), max(1, _BLOCK_BYTES // row_bytes))
+        return HostTable(storage)
+
+
+class HostTable(PlacedLeaf):
     """Rows in host memory, distributed cyclically over the ranks.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
@@ -72,6 +91,18 @@ class HostTable(TableLeaf):
     @property
     def dtype(self) -> Any:
         return self._storage.rows.dtype
+
+    @property
+    def stored_as(self) -> tuple[RowLayout, int]:
+        return self.layout, self.axis
+
+    @property
+    def home(self) -> HostHome:
+        return HostHome(self.layout, self.axis, self._storage.rank)
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.layout, self.axis, lambda: iter([(self.storage.rank, self.storage.rows)]))
 
     def is_deleted(self) -> bool:
         return self._generation != self._storage.generation

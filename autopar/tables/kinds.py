@@ -12,11 +12,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
-from autopar.tables.deferred import DeferredTable
-from autopar.tables.host import HostTable
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.home import ArrayHome, Home, NumpyHome
+from autopar.tables.leaf import PlacedLeaf, StandingLeaf, TableLeaf
 from autopar.tables.pending import drain
-from autopar.tables.sharded import Table
 
 
 def is_table(leaf: Any) -> bool:
@@ -26,9 +24,24 @@ def is_table(leaf: Any) -> bool:
 
 def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
     """Layout and row axis of a table that has one, None of anything else."""
-    if isinstance(leaf, (Table, HostTable, DeferredTable)) and leaf.layout is not None:
-        return leaf.layout, leaf.axis
-    return None
+    return leaf.stored_as if is_table(leaf) else None
+
+
+def current(leaf: Any) -> Any:
+    """A leaf to which nothing is left to be done: a table brings its rows up to date, or ends what is on its way."""
+    while isinstance(leaf, StandingLeaf):
+        leaf = leaf.current()
+    return leaf
+
+
+def home_of(leaf: Any) -> Home:
+    """Where a leaf of a template is: a table, an array, or a shape with a sharding."""
+    leaf = current(leaf)
+    if isinstance(leaf, PlacedLeaf):
+        return leaf.home
+    if isinstance(leaf, jax.Array):
+        return ArrayHome(leaf.sharding if leaf.committed else None)
+    return ArrayHome(leaf.sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else NumpyHome()
 
 
 def materialize(tree: Any, *, copy: bool = True) -> Any:
@@ -52,10 +65,8 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
     device = _gathering_device(jax.tree.leaves(tree))
 
     def ordinary(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, DeferredTable):
-            return leaf.materialize(copy=copy)
-        if is_table(leaf):
-            return leaf.materialize()  # anew in any case
+        if isinstance(leaf, TableLeaf):
+            return leaf.materialize() if copy else leaf.read()
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
             raise donated(jax.tree_util.keystr(path) or "this array")
         if device is not None and _is_placed(leaf) and leaf.devices() != {device}:

@@ -1,12 +1,34 @@
-"""`TableLeaf`: what `Table` and `HostTable` have in common with an array, wherever their rows are."""
+"""`TableLeaf`: what leaves of autopar's own have in common with an array, wherever their parts are."""
 
 from __future__ import annotations
 
 import abc
+import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
+
+from autopar.ir.layout import RowLayout
+from autopar.tables.home import Home
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The parts of a leaf as files have them.
+
+    Attributes:
+      layout: Which row is in which.
+      axis: Of rows.
+      own: (number, rows, row axis first) of those that this process saves; each is saved by one. Spare rows at the end
+        are left out of files.
+    """
+
+    layout: RowLayout
+    axis: int
+    own: Callable[[], Iterator[tuple[int, np.ndarray]]]
 
 
 class TableLeaf(abc.ABC):
@@ -34,7 +56,20 @@ class TableLeaf(abc.ABC):
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """The table as an ordinary array."""
+        """The table as an ordinary array, which later steps leave alone."""
+
+    def read(self) -> Any:
+        """As `materialize`, but it may be an array that the next step updates: to be read at once."""
+        return self.materialize()
+
+    def current(self) -> Any:
+        """The leaf once nothing is left to be done to it: itself, or what it stands for, an array or another leaf."""
+        return self
+
+    @property
+    def stored_as(self) -> tuple[RowLayout, int] | None:
+        """Layout and row axis of rows that are stored in one; None of others."""
+        return None
 
     if not TYPE_CHECKING:
 
@@ -77,11 +112,58 @@ class TableLeaf(abc.ABC):
             raise ValueError(f"a table of {self.size} elements is neither true nor false: ask for `is None`, or any()")
         return bool(self.materialize())
 
+    def __int__(self) -> int:
+        return int(self.materialize())
+
+    def __index__(self) -> int:
+        return operator.index(self.materialize())
+
+    def __float__(self) -> float:
+        return float(self.materialize())
+
     def __len__(self) -> int:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.materialize())
+
+
+class PlacedLeaf(TableLeaf):
+    """A leaf whose parts are somewhere."""
+
+    @property
+    @abc.abstractmethod
+    def home(self) -> Home:
+        """Where it is."""
+
+    @property
+    @abc.abstractmethod
+    def shards(self) -> Shards:
+        """How it is saved."""
+
+
+class StandingLeaf(TableLeaf):
+    """A leaf that stands for another one, or for an array, to which something is still to be done."""
+
+    @abc.abstractmethod
+    def current(self) -> Any: ...
+
+    def read(self) -> Any:
+        leaf = self.current()
+        return leaf.read() if isinstance(leaf, TableLeaf) else leaf
+
+    def materialize(self) -> Any:
+        leaf = self.current()
+        return leaf.materialize() if isinstance(leaf, TableLeaf) else jnp.copy(leaf)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = np.asarray(self.current())
+        return np.array(array, dtype or array.dtype)
+
+    def __getitem__(self, index: Any) -> Any:
+        leaf = self.current()
+        picked = leaf[index]
+        return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from autopar.errors import DonatedStateError
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.leaf import StandingLeaf
 
 T = TypeVar("T")
 
@@ -40,7 +38,7 @@ class Flight(Protocol):
         ...
 
 
-class PendingArray(TableLeaf):
+class PendingArray(StandingLeaf):
     """A weight or slot that minibatches are still to update.
 
     A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
@@ -83,18 +81,6 @@ class PendingArray(TableLeaf):
                 "state that is to stay is a copy, autopar.materialize(state)"
             )
         return self._flight.drained()[self._place]
-
-    def materialize(self) -> jax.Array:
-        """An ordinary array, which later steps leave alone."""
-        leaf = self.current()
-        return leaf.materialize() if isinstance(leaf, TableLeaf) else jnp.copy(leaf)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self.current())
-        return np.array(array, dtype or array.dtype)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.materialize()[index]
 
     @property
     def _where(self) -> str:

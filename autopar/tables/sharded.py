@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,32 @@ from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.home import Described, Home, Source
+from autopar.tables.leaf import PlacedLeaf, Shards
+
+
+@dataclass(frozen=True)
+class RowsHome(Home):
+    """Rows spread over devices, in a layout."""
+
+    layout: RowLayout
+    axis: int
+    sharding: Any
+
+    def made(self, source: Source, leaf: Described) -> Table:
+        layout, axis = self.layout, self.axis
+
+        def shard(index: Any) -> np.ndarray:
+            places = np.arange(layout.stored)[index[axis]]
+            rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
+            return np.moveaxis(rows, 0, axis)
+
+        stored = jax.make_array_from_callback(resized(leaf.shape, axis, layout.stored), self.sharding, shard)
+        return Table(stored, layout, axis)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Table(TableLeaf):
+class Table(PlacedLeaf):
     """Rows that are spread over devices, padded or in an order of their own.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
@@ -45,6 +67,18 @@ class Table(TableLeaf):
     @property
     def dtype(self) -> Any:
         return self.stored.dtype
+
+    @property
+    def stored_as(self) -> tuple[RowLayout, int]:
+        return self.layout, self.axis
+
+    @property
+    def home(self) -> RowsHome:
+        return RowsHome(self.layout, self.axis, self.stored.sharding)
+
+    @property
+    def shards(self) -> Shards:
+        return shards_of(self.stored, self.layout, self.axis)
 
     def is_deleted(self) -> bool:
         return self.stored.is_deleted()
@@ -116,3 +150,17 @@ class Table(TableLeaf):
     @property
     def _where(self) -> str:
         return f" spread over {self.layout.devices} devices"
+
+
+def shards_of(stored: jax.Array, layout: RowLayout, axis: int) -> Shards:
+    """The parts of an array that is spread over devices along one axis: each is saved by who has its first replica."""
+
+    def own() -> Iterator[tuple[int, np.ndarray]]:
+        for shard in stored.addressable_shards:
+            if shard.replica_id == 0:
+                first = shard.index[axis].start or 0
+                rows = np.moveaxis(np.asarray(shard.data), axis, 0)
+                for start in range(0, rows.shape[0], layout.shard_rows):  # a device may hold several shards
+                    yield (first + start) // layout.shard_rows, rows[start : start + layout.shard_rows]
+
+    return Shards(layout, axis, own)

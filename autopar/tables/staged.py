@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.stage_device import StageDevice, sharding_over
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
+from autopar.ir.layout import RowLayout
 from autopar.mpi.world import world
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.home import Described, Home, Source, require_dtype
+from autopar.tables.leaf import PlacedLeaf, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,28 @@ def is_staged(places: Sequence[StagePlace]) -> bool:
     return len(places) > 1 or any(place.ranks for place in places)
 
 
-class StageArray(TableLeaf):
+@dataclass(frozen=True)
+class StageHome(Home):
+    """In the memory of stages, some layers in each of several places."""
+
+    places: tuple[StagePlace, ...]
+
+    def made(self, source: Source, leaf: Described) -> StageArray:
+        require_dtype(leaf)
+        own = [None if place.sharding is None else _part(place, source, leaf) for place in self.places]
+        return StageArray(leaf.shape, leaf.numpy_dtype, self.places, own)
+
+
+def _part(place: StagePlace, source: Source, leaf: Described) -> jax.Array:
+    def read(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(place.stop - place.start)
+        return source.part((slice(place.start + start, place.start + stop), *index[1:]))
+
+    array = jax.make_array_from_callback((place.stop - place.start, *leaf.shape[1:]), place.sharding, read)
+    return jax_compat.weak(array) if leaf.weak else array
+
+
+class StageArray(PlacedLeaf):
     """A weight or slot in the memory of its stage's ranks, or of those of several stages, each with some layers of it;
     the other ranks have none of it.
 
@@ -106,6 +131,24 @@ class StageArray(TableLeaf):
     def ranks(self) -> tuple[int, ...]:
         """Who holds it, or some of it; none where all is in this process."""
         return tuple(dict.fromkeys(rank for place in self._places for rank in place.ranks))
+
+    @property
+    def home(self) -> StageHome:
+        return StageHome(self._places)
+
+    @property
+    def shards(self) -> Shards:
+        """As files have them: shards that one stage has each, which writes them."""
+        rows = math.gcd(*(place.stop for place in self._places))
+        layout = RowLayout(self.shape[0], self.shape[0] // rows if rows else 1, cyclic=False)
+
+        def own() -> Iterator[tuple[int, np.ndarray]]:
+            for place, part in zip(self._places, self.values, strict=True):
+                for start in range(place.start, place.stop, layout.shard_rows) if place.writes else ():
+                    first = start - place.start
+                    yield start // layout.shard_rows, np.asarray(part)[first : first + layout.shard_rows]
+
+        return Shards(layout, 0, own)
 
     @property
     def values(self) -> tuple[jax.Array | None, ...]:

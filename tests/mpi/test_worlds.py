@@ -66,6 +66,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 1): ("check_states_without_a_flush", "check_what_is_refused"),
     },
     "shard_cases": {(2, 2): (), (3, 1): ()},
+    "replica_cases": {(2, 1): ()},
 }
 #: The rest of the product.
 MORE: dict[str, dict[World, tuple[str, ...]]] = {
@@ -107,6 +108,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
         ),
     },
     "shard_cases": {(2, 1): ()},
+    "replica_cases": {(2, 2): (), (4, 1): ()},
 }
 
 

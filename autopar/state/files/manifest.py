@@ -17,8 +17,9 @@ from autopar.ir.layout import RowLayout
 from autopar.state.files.folder import POINTER, write_file
 from autopar.state.files.structure import Node
 
-#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone.
-FORMAT = 2
+#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone; replicas
+#: are in format 3, and what has none is written in format 2.
+FORMAT = 3
 NAME = "manifest.json"
 #: What `RowLayout.cyclic` is called in files.
 _CYCLIC = "dealt"
@@ -50,6 +51,7 @@ class LeafRecord:
       key: The implementation of PRNG keys, None of other leaves.
       axis, layout: Of rows: the row axis, and which row is in which file.
       value: Of a Python number, as text.
+      replicas: C, where each client has its own; `layout` is that of C rows, the clients' replicas.
       files: Of rows: one for each shard of the layout, in order.
     """
 
@@ -64,6 +66,7 @@ class LeafRecord:
     axis: int = 0
     layout: RowLayout | None = None
     value: str = ""
+    replicas: int = 0
     files: tuple[FileRecord, ...] = ()
 
     @property
@@ -87,6 +90,7 @@ class Manifest:
       position: Where the training was in its data, as the user gave it.
       ranks: How many wrote it.
       dense: The files of ordinary arrays.
+      beside: What the replicas of clients share.
       format, autopar: Versions of the format, and of who wrote it.
     """
 
@@ -96,6 +100,7 @@ class Manifest:
     ranks: int
     dense: tuple[FileRecord, ...]
     autopar: str
+    beside: tuple[LeafRecord, ...] = ()
     format: int = FORMAT
 
     @property
@@ -106,6 +111,11 @@ class Manifest:
     def write(self, version: Path) -> int:
         """To a version's directory, down to the disk; returns its checksum."""
         fields = dataclasses.asdict(self)
+        if not self.beside:
+            fields["format"] = 2
+            del fields["beside"]
+            for leaf in fields["leaves"]:
+                del leaf["replicas"]
         for leaf in fields["leaves"]:
             if leaf["layout"] is not None:
                 leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
@@ -134,8 +144,9 @@ class Manifest:
                     f"{read['format']}: it was cut short, or written by hand"
                 )
             leaves = tuple(_leaf(leaf) for leaf in read.pop("leaves"))
+            beside = tuple(_leaf(leaf) for leaf in read.pop("beside", ()))
             dense = tuple(FileRecord(**file) for file in read.pop("dense"))
-            return Manifest(leaves=leaves, dense=dense, **read)
+            return Manifest(leaves=leaves, beside=beside, dense=dense, **read)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{version / NAME} is damaged: {type(error).__name__}: {error}") from error
 

@@ -139,7 +139,7 @@ def test_a_version_that_is_gone(tmp_path: Path) -> None:
 def test_a_format_from_the_future(tmp_path: Path) -> None:
     autopar.save(tmp_path, {"w": jnp.ones(3)})
     path = tmp_path / "version-000001" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 3, "autopar": "9.0", "new": 1}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 4, "autopar": "9.0", "new": 1}))
     (tmp_path / "CURRENT").write_text(f"version-000001 crc32={zlib.crc32(path.read_bytes()):08x}\n")
-    with pytest.raises(autopar.CheckpointError, match="saved by autopar 9.0 in format 3, which is newer"):
+    with pytest.raises(autopar.CheckpointError, match="saved by autopar 9.0 in format 4, which is newer"):
         autopar.restore(tmp_path)

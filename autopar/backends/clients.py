@@ -1,0 +1,197 @@
+"""Clients: processes, or groups of them, which train a replica each on devices of their own; and means over them.
+
+A mean is one program over the devices of all clients: each sums a C-th of the elements, in the clients' order, and all
+gather what was made. So every client has the same bits, and whoever adds up in this order (`mean_of`) has them, too.
+2(C-1)/C b bytes leave each client, as of a ring AllReduce (Parallax, section 3.1).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar.backends.across import place_array
+from autopar.backends.devices import Devices
+from autopar.errors import ArgumentsError, AutoparError
+from autopar.launch.group import StoreGroup
+from autopar.launch.progress import PROGRESS
+
+Array = Any
+#: The axis of the clients in a mesh of all devices.
+_AXIS = "clients"
+
+
+@dataclass(frozen=True, eq=False)
+class Clients:
+    """The devices of all clients.
+
+    Attributes:
+      grid: [C, ...]: of each client those of its mesh.
+      own: The number of this process's client.
+      devices: Its devices.
+      processes: All of them.
+    """
+
+    grid: np.ndarray
+    own: int
+    devices: Devices
+    processes: StoreGroup
+
+    @staticmethod
+    def of(all_: Devices, count: int | None) -> Clients:
+        """The clients that share devices: adjacent processes, as many to each.
+
+        Raises:
+          ArgumentsError: clients don't divide the processes, or the data axis isn't divided by them.
+        """
+        members = all_.processes.members
+        count = len(members) if count is None else count
+        if len(members) % count:
+            raise ArgumentsError(
+                f"sync: {count} clients don't divide {len(members)} processes: each client has as many. Give a divisor"
+            )
+        place = all_.mesh.axis_names.index(all_.axis)
+        grid = np.moveaxis(all_.mesh.devices, place, 0)
+        each = len(members) // count
+        if all_.count % count == 0:
+            grid = np.moveaxis(grid.reshape(count, -1, *grid.shape[1:]), 1, 1 + place)
+        theirs = [members[k * each : (k + 1) * each] for k in range(count)]
+        if all_.count % count or any(
+            {d.process_index for d in part.flat} != set(some) for part, some in zip(grid, theirs, strict=True)
+        ):
+            raise ArgumentsError(
+                f"sync: {count} clients need adjacent devices of the mesh's data axis {all_.axis!r} each, those of "
+                f"{each} processes. Leave mesh= out, or order its devices by process"
+            )
+        own = next((k for k, some in enumerate(theirs) if jax.process_index() in some), None)
+        if own is None:
+            raise ArgumentsError(f"sync: process {jax.process_index()} has no device in the mesh")
+        names = all_.mesh.axis_names
+        mesh = Mesh(grid[own], names, axis_types=(AxisType.Auto,) * len(names))
+        return Clients(grid, own, Devices.of(mesh, all_.axis, all_.tensor_axis), all_.processes)
+
+    @property
+    def count(self) -> int:
+        """C."""
+        return len(self.grid)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first one of its client."""
+        return jax.process_index() == min(d.process_index for d in self.grid[self.own].flat)
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        names = (_AXIS, *self.devices.mesh.axis_names)
+        return Mesh(self.grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+    def mean(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The mean of each array over the clients, in its dtype and where it is; not waited for. Collective."""
+        return self._joined(arrays, mean_of)
+
+    def union(self, bits: Sequence[jax.Array]) -> list[jax.Array]:
+        """The bits that any client has set. Collective."""
+        return self._joined(bits, _union)
+
+    def first(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The first client's arrays. Collective."""
+        return self._joined(arrays, _first_of)
+
+    def stacked(self, arrays: Sequence[Any], about: str) -> list[np.ndarray]:
+        """[C, ...]: all clients' arrays, of which a process has a client's whole, in host memory. Collective."""
+        each = self.processes.together(AutoparError, lambda: [np.asarray(x) for x in arrays], about)
+        return [np.stack(xs) for xs in zip(*each[:: len(each) // self.count], strict=True)]
+
+    def _joined(self, arrays: Sequence[jax.Array], join: Callable[[Sequence[Array]], Array]) -> list[jax.Array]:
+        if self.count == 1 or not arrays:
+            return list(arrays)
+        arrays = [self._placed(x) for x in arrays]
+        specs = tuple(_spec(x) for x in arrays)
+        run = _program(self._mesh, specs, join, self.count)
+        whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        with PROGRESS.during("averaging replicas", "waits"):
+            joined = run(*whole)
+        return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
+
+    def _placed(self, array: jax.Array) -> jax.Array:
+        """An array on all devices of the client."""
+        if array.sharding.device_set == set(self.devices.mesh.devices.flat):
+            return array
+        return place_array(array, self.devices.sharding(None))
+
+    def _across(self, array: jax.Array, spec: P) -> jax.Array:
+        """All clients' arrays as one, [C n, ...], of which this client has its part."""
+        first, *rest = array.shape or (1,)
+        parts = [shard.data.reshape(shard.data.shape or (1,)) for shard in array.addressable_shards]
+        shape = (self.count * first, *rest)
+        return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), parts)
+
+
+def mean_of(parts: Sequence[Array]) -> Array:
+    """The mean of some arrays of one dtype, summed in their order, in 32 bits where they have fewer."""
+    dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
+    total = parts[0].astype(dtype)
+    for part in parts[1:]:
+        total = total + part.astype(dtype)
+    return (total / len(parts)).astype(parts[0].dtype)
+
+
+def _union(parts: Sequence[Array]) -> Array:
+    return functools.reduce(jnp.bitwise_or, parts)
+
+
+def _first_of(parts: Sequence[Array]) -> Array:
+    return parts[0]
+
+
+def _spec(array: jax.Array) -> P:
+    """How all clients' arrays lie one behind the other along the first axis."""
+    own = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
+    first, *rest = own or (None,)
+    names = () if first is None else first if isinstance(first, tuple) else (first,)
+    return P((_AXIS, *names), *rest)
+
+
+def _part(array: jax.Array, like: jax.Array) -> jax.Array:
+    """This client's part of an array of all clients."""
+    parts = [shard.data.reshape(own.data.shape) for shard, own in _paired(array, like)]
+    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
+
+
+def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Any, Any]]:
+    own = {shard.device: shard for shard in like.addressable_shards}
+    return [(shard, own[shard.device]) for shard in array.addressable_shards]
+
+
+@functools.lru_cache(maxsize=64)
+def _program(
+    mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], count: int
+) -> Callable[..., Sequence[Array]]:
+    """A program that joins all clients' arrays; each client joins a C-th of the elements of every dtype."""
+
+    def run(*arrays: Array) -> Sequence[Array]:
+        by_dtype: dict[Any, list[int]] = {}
+        for k, x in enumerate(arrays):
+            by_dtype.setdefault(x.dtype, []).append(k)
+        joined: list[Array] = [None] * len(arrays)
+        for some in by_dtype.values():
+            flat = jnp.concatenate([arrays[k].reshape(-1) for k in some])
+            each = -(-flat.size // count)
+            parts = jnp.pad(flat, (0, count * each - flat.size)).reshape(count, each)
+            received = jax.lax.all_to_all(parts, _AXIS, 0, 0)
+            own = join([received[c] for c in range(count)])
+            whole, start = jax.lax.all_gather(own, _AXIS, tiled=True), 0
+            for k in some:
+                joined[k] = whole[start : start + arrays[k].size].reshape(arrays[k].shape)
+                start += arrays[k].size
+        return joined
+
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False))

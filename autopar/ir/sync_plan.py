@@ -1,0 +1,47 @@
+"""`SyncPlan`: what is decided of a step that clients train by replicas of their own (`autopar.sync`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """How replicas come together.
+
+    Attributes:
+      name: The way's, in words.
+      clients: C, how many replicas there are.
+      every, delay: k and d, in steps.
+      outer: Whether an optimizer of its own moves the weights by the mean of what changed.
+      fragments: Paths of the weights that are averaged at a time, each part k/p steps after the one before.
+      fragment_bytes: Of each part, with whole tables.
+      mean_bytes: Of all that is averaged, of tables the touched rows, at most.
+      by_rows: Paths of the tables of which the rows are sent that clients have touched since.
+      own: Paths of the floating-point leaves of the state that stay each client's own.
+      examples: Of a client's minibatch; 0 where that isn't known.
+    """
+
+    name: str
+    clients: int
+    every: int
+    delay: int
+    outer: bool
+    fragments: tuple[tuple[str, ...], ...]
+    fragment_bytes: tuple[int, ...]
+    mean_bytes: int
+    by_rows: tuple[str, ...]
+    own: tuple[str, ...]
+    examples: int
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a client sends in a step, on average: 2(C-1)/C of the weights, every k steps. An upper bound where
+        touched rows are sent, of which steps have some in common."""
+        return 2 * (self.clients - 1) / self.clients * self.mean_bytes / self.every
+
+    def due(self, step: int) -> Sequence[int]:
+        """The fragments whose mean is taken after a step, which are counted from 1."""
+        distance = self.every // len(self.fragments)
+        return [k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0]

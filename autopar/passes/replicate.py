@@ -1,0 +1,90 @@
+"""Decide what clients average of the replicas that they train (`autopar.sync`, docs/replicas.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+
+from autopar.analysis.weights import weights
+from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.examples import BatchAxis
+from autopar.ir.program import Program
+from autopar.ir.rowspace import Row, Same
+from autopar.ir.sync_plan import SyncPlan
+from autopar.passes.analyze_batch import analyze_batch
+from autopar.sync import Average
+
+
+def replicate(
+    program: Program, bound: BoundPlan, sync: Average, clients: int, batch_axis: BatchAxis
+) -> tuple[BoundPlan, str]:
+    """Put a `SyncPlan` into the plan.
+
+    Args:
+      program: The analysed program of one client.
+      bound: Its plan.
+      sync: The way that the user chose.
+      clients: C.
+      batch_axis: Which axis of the batch's leaves runs over its examples.
+
+    Raises:
+      StrategyError: the step has no weights that examples meet, or fewer than fragments.
+    """
+    examples = analyze_batch(program, devices=1, batch_axis=batch_axis, always=True)[0].batch
+    found = weights(program, examples)
+    if not found:
+        raise StrategyError(
+            f"sync: {program.name} has no weights: no floating-point leaf of its state meets the examples. Say with "
+            "batch_axis= which axis of the batch runs over them, and with state_argnums= what the state is"
+        )
+    if len(found) < sync.fragments:
+        raise StrategyError(
+            f"sync: fragments={sync.fragments}, and {program.name} has {len(found)} weights: a fragment is some of "
+            "them. Give fewer fragments"
+        )
+    block = program.block
+    sizes = {k: block.inputs[k].type.nbytes for k in found}
+    fragments = _balanced(found, [sizes[k] for k in found], sync.fragments)
+    rows = dict(_touched(program, bound, found, clients * sync.every))
+    floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
+    batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
+    plan = SyncPlan(
+        name=sync.name,
+        clients=clients,
+        every=sync.every,
+        delay=sync.delay,
+        outer=sync.outer is not None,
+        fragments=tuple(tuple(program.inputs[k].path for k in fragment) for fragment in fragments),
+        fragment_bytes=tuple(sum(sizes[k] for k in fragment) for fragment in fragments),
+        mean_bytes=sum(rows[k] if k in rows else size for k, size in sizes.items()),
+        by_rows=tuple(program.inputs[k].path for k in rows),
+        own=tuple(program.inputs[k].path for k in floating if k not in sizes),
+        examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
+    )
+    return bound.noting(sync=plan), f"{clients} clients, {len(found)} weights: {sync.name}"
+
+
+def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatches: int) -> Iterator[tuple[int, int]]:
+    """Tables whose untouched rows no step moves, with the bytes of the rows that minibatches touch at most."""
+    for k in leaves:
+        space = program.rows.space_of(k)
+        family = None if space is None else bound.family(space.family)
+        if space is None or family is None or family.table.log_steps:
+            continue
+        new = program.rows.value(program.block.outputs[program.new_states[k]])
+        if isinstance(new, Row) and isinstance(new.off, Same) and new.off.leaf == k:
+            count = min(space.extent, minibatches * program.ids[space.family].count)
+            yield k, count * (program.block.inputs[k].type.nbytes // space.extent)
+
+
+def _balanced(leaves: Sequence[int], sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Leaves in parts of about as many bytes: the largest first, each to the part that has least."""
+    made: list[list[int]] = [[] for _ in range(parts)]
+    filled = [0] * parts
+    for size, leaf in sorted(zip(sizes, leaves, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        k = min(range(parts), key=lambda k: (filled[k], len(made[k]), k))
+        made[k].append(leaf)
+        filled[k] += size
+    return [sorted(part) for part in made]

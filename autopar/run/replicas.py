@@ -1,0 +1,249 @@
+"""`ReplicaRunner`: calls a client's own step, and averages replicas where the plan says so (`autopar.sync.Average`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.clients import Clients
+from autopar.errors import CheckpointError, StepError
+from autopar.ir.program import Program
+from autopar.ir.sync_plan import SyncPlan
+from autopar.run.runner import Runner
+from autopar.run.touched_rows import TouchedRows
+from autopar.sync import Average
+from autopar.tables.kinds import copied, current
+from autopar.tables.replica import OnItsWay, Replica, Replicas, replicas_of
+from autopar.tables.sharded import Table
+
+Array = Any
+
+
+#: What names of touched rows begin with in a checkpoint.
+_TOUCHED = "touched/"
+
+
+class Averaging:
+    """What happens to a client's weights behind each of its steps.
+
+    Clients call it together, each with its own weights; `planning.replay_replicas` calls it for all of them in one
+    process, one after the other. It is then the same programs, to the bit.
+
+    Args:
+      sync: The way that the user chose.
+      plan: What was decided of it.
+      program: The analysed step.
+    """
+
+    def __init__(self, sync: Average, plan: SyncPlan, program: Program) -> None:
+        self._sync, self._plan = sync, plan
+        numbers = {input_.path: k for k, input_ in enumerate(program.inputs) if k in program.new_states}
+        #: Of each fragment the inputs that are its weights.
+        self.fragments = [[numbers[path] for path in fragment] for fragment in plan.fragments]
+        self._outer = None if sync.outer is None else jax.jit(self._updated)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether nobody reads what was sent, once there is a mean of it."""
+        return self._outer is None and not self._plan.delay
+
+    @property
+    def weights(self) -> list[int]:
+        """All inputs that are averaged."""
+        return [k for fragment in self.fragments for k in fragment]
+
+    def begin(self, clients: Clients, weights: Mapping[int, Array]) -> Replicas:
+        """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
+        if self._sync.outer is None:
+            return Replicas(clients)
+        anchors = {k: copied(weights[k]) for k in self.weights}
+        outer = {n: self._sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self.fragments)}
+        return Replicas(clients, anchors=anchors, outer=outer)
+
+    def resumed(self, clients: Clients, shared: Mapping[str, Array]) -> Replicas:
+        """Returns what replicas share, of what a checkpoint has of that (`Replicas.shared`).
+
+        Raises:
+          CheckpointError: it was saved by another way.
+        """
+        arrays = {k: jnp.asarray(shared[name]) for k in self.weights if (name := f"anchors/{k}") in shared}
+        known = len(arrays) == (0 if self._outer is None else len(self.weights))
+        begun = self.begin(clients, arrays) if known else Replicas(clients)
+        begun = dataclasses.replace(begun, steps=int(shared["steps"]))
+        if not known or [*begun.shared] != [*shared]:
+            raise CheckpointError(
+                "the replicas were saved by a step with another outer optimizer or other fragments: restore them by a "
+                "step with the same sync=, or leave step= out to have their mean"
+            )
+        outer = {
+            n: jax.tree.unflatten(
+                jax.tree.structure(state),
+                [jnp.asarray(shared[f"outer/{n}/{i}"]) for i in range(len(jax.tree.leaves(state)))],
+            )
+            for n, state in begun.outer.items()
+        }
+        return dataclasses.replace(begun, outer=outer)
+
+    def sent(self, replicas: Replicas, weights: Mapping[int, Array]) -> dict[int, Array]:
+        """Returns what a client sends behind its step: weights of the fragments whose turn it is, or how far they went
+        from where all were."""
+        due = [k for n in self._plan.due(replicas.steps) for k in self.fragments[n]]
+        if self._sync.outer is None:
+            return {k: weights[k] for k in due}
+        return dict(zip(due, _differences([replicas.anchors[k] for k in due], [weights[k] for k in due]), strict=True))
+
+    def merged(
+        self, replicas: Replicas, weights: Mapping[int, Array], means: Mapping[int, Array]
+    ) -> tuple[Replicas, dict[int, Array]]:
+        """Returns what replicas share from now on, and the weights that became others. `means`: of what was sent."""
+        anchors, outer, pending = dict(replicas.anchors), dict(replicas.outer), dict(replicas.pending)
+        new: dict[int, Array] = {}
+        for n in self._plan.due(replicas.steps):
+            some = self.fragments[n]
+            made = _picked(means, some)
+            if self._outer is not None:
+                made, outer[n] = self._outer(made, outer[n], _picked(anchors, some))
+                anchors |= made
+            if self._plan.delay:
+                pending[n] = OnItsWay(replicas.steps + self._plan.delay, _picked(weights, some, copied), made)
+            else:
+                new |= _picked(made, some, copied) if self._outer is not None else made
+        for n, way in list(pending.items()):
+            if way.due <= replicas.steps:
+                del pending[n]
+                some = self.fragments[n]
+                now = _moved([weights[k] for k in some], *([of[k] for k in some] for of in (way.sent, way.new)))
+                new |= dict(zip(some, now, strict=True))
+        return dataclasses.replace(replicas, anchors=anchors, outer=outer, pending=pending), new
+
+    def _updated(self, gradients: Mapping[int, Array], state: Any, weights: Mapping[int, Array]) -> Any:
+        updates, state = self._sync.outer.update(gradients, state, weights)
+        return jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates), state
+
+
+def _picked(arrays: Mapping[int, Array], some: Sequence[int], of: Callable[[Array], Array] = lambda x: x) -> Any:
+    return {k: of(arrays[k]) for k in some}
+
+
+@jax.jit
+def _differences(anchors: Sequence[Array], weights: Sequence[Array]) -> Sequence[Array]:
+    return [a - w for a, w in zip(anchors, weights, strict=True)]
+
+
+@jax.jit
+def _moved(weights: Sequence[Array], sent: Sequence[Array], new: Sequence[Array]) -> Sequence[Array]:
+    """Weights that became new ones while this client went on from those that it sent."""
+    return [n + (w - s) for w, s, n in zip(weights, sent, new, strict=True)]
+
+
+def settled(leaf: Replica) -> Any:
+    """Returns this client's leaf once its mean, if that is on its way, is merged."""
+    ways = [way for way in leaf.replicas.pending.values() if leaf.place in way.new]
+    if not ways:
+        return leaf.own
+    (way,), k, weights = ways, leaf.place, Weights({leaf.place: leaf.own})
+    (now,) = _moved([weights[k]], [way.sent[k]], [way.new[k]])
+    return weights.like(k, now)
+
+
+class ReplicaRunner:
+    """Calls a client's own step.
+
+    Args:
+      inner: Who runs it.
+      averaging: What is done between steps.
+      touched: Which rows of tables steps touch.
+      clients: All of them.
+      program: The analysed step.
+      out_tree: The structure of its results.
+    """
+
+    def __init__(
+        self,
+        inner: Runner,
+        averaging: Averaging,
+        touched: TouchedRows,
+        clients: Clients,
+        program: Program,
+        out_tree: Any,
+    ) -> None:
+        self.inner, self.averaging, self.touched, self.clients = inner, averaging, touched, clients
+        self._new_states, self._out_tree = program.new_states, out_tree
+
+    def resumed(self, saved: Mapping[str, Array]) -> Replicas:
+        """Returns what replicas share, and which rows this client touched, of what a checkpoint has of that."""
+        bits = {name: saved[name] for name in saved if name.startswith(_TOUCHED)}
+        shared = {name: saved[name] for name in saved if name not in bits}
+        touched = {
+            k: self.touched.of_bits(k, x)
+            for name, x in bits.items()
+            if (k := int(name[len(_TOUCHED) :])) in self.touched
+        }
+        return dataclasses.replace(self.averaging.resumed(self.clients, shared), touched=touched)
+
+    def lower(self) -> Any:
+        """A mean over clients is a program of its own."""
+        raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
+
+    def was_exceeded(self) -> bool:
+        """Whether an earlier call of this client is known to have exceeded a measured capacity."""
+        return self.inner.was_exceeded()
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments: its new state as replicas, and what this client's minibatch gave."""
+        replicas = replicas_of(leaves)
+        own = [leaf.own if isinstance(leaf, Replica) else leaf for leaf in leaves]
+        if replicas is None:
+            replicas = self.averaging.begin(self.clients, Weights(dict(enumerate(own))))
+            replicas = dataclasses.replace(replicas, touched=self.touched.none(self.averaging.weights))
+        touched = self.touched.after(replicas.touched, own)
+        results = jax.tree.leaves(self.inner(own))
+        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1, touched=touched)
+        weights = Weights({k: results[self._new_states[k]] for k in self.averaging.weights})
+        sent = self.averaging.sent(replicas, weights)
+        replicas, means = self._means(replicas, sent)
+        replicas, new = self.averaging.merged(replicas, weights, means)
+        for k, array in new.items():
+            results[self._new_states[k]] = weights.like(k, array)
+        for k, out in self._new_states.items():
+            results[out] = Replica(results[out], replicas, k)
+        return self._out_tree.unflatten(results)
+
+    def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
+        """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""
+        tables = [k for k in sent if k in self.touched]
+        bits = [jnp.asarray(replicas.touched[k].bits) for k in tables]
+        unions = zip(tables, self.clients.union(bits), strict=True)
+        rows = {k: some for k, union in unions if (some := self.touched.rows(k, np.asarray(union))) is not None}
+        parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in sent.items()]
+        means = dict(zip(sent, self.clients.mean(parts), strict=True))
+        for k, some in rows.items():
+            means[k] = self.touched.put(k, sent[k], some, means[k], in_place=self.averaging.in_place)
+        return dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)}), means
+
+
+class Weights(Mapping[int, Array]):
+    """Input -> the array of a leaf, of a table its rows as they are stored; brought up to date when it is read."""
+
+    def __init__(self, leaves: Mapping[int, Any]) -> None:
+        self._leaves = leaves
+
+    def __getitem__(self, k: int) -> Array:
+        leaf = current(self._leaves[k])
+        return leaf.stored if isinstance(leaf, Table) else jnp.asarray(leaf)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._leaves)
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def like(self, k: int, array: Array) -> Any:
+        """A leaf as the one of this number, of another array."""
+        leaf = current(self._leaves[k])
+        return dataclasses.replace(leaf, stored=array) if isinstance(leaf, Table) else array

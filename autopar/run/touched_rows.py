@@ -1,0 +1,112 @@
+"""Which rows of tables clients have touched since their last mean: only these differ, and are sent.
+
+That is so for tables whose rows a step leaves alone where it doesn't look them up (`SyncPlan.by_rows`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compile import Compiled
+from autopar.ir.layout import RowLayout
+from autopar.ir.sync_plan import SyncPlan
+from autopar.measure.alpha import id_reader
+from autopar.tables.replica import Touched
+
+Array = Any
+#: Rows that are sent at least, where so many were touched or fewer: programs are compiled for powers of two.
+_LEAST = 256
+
+
+class TouchedRows:
+    """The rows that steps of a client look up.
+
+    Args:
+      compiled: The step.
+      plan: What was decided of its replicas.
+    """
+
+    def __init__(self, compiled: Compiled, plan: SyncPlan) -> None:
+        program = compiled.analysed
+        by_path = {program.inputs[k].path: k for k in program.new_states}
+        #: Input -> its family, of tables of which the touched rows are sent.
+        self._families = {k: program.rows.space_of(k) for k in (by_path[path] for path in plan.by_rows)}
+        self._layouts: Mapping[int, tuple[RowLayout, int]] = compiled.bound.layouts
+        self._readers = {
+            space.family: id_reader(program, program.ids[space.family]) for space in self._families.values()
+        }
+
+    def __contains__(self, k: int) -> bool:
+        return k in self._families
+
+    def none(self, tables: Collection[int]) -> dict[int, Touched]:
+        """Says of some tables that no row is touched."""
+        return {k: Touched(space.extent) for k, space in self._families.items() if k in tables}
+
+    def after(self, touched: Mapping[int, Touched], leaves: Sequence[Any]) -> dict[int, Touched]:
+        """Table -> the rows touched so far, all where nobody kept count, and in one more call.
+
+        Args:
+          touched: So far.
+          leaves: The call's flat arguments, which are still there.
+        """
+        rows = {}
+        for family, read in self._readers.items():
+            ids = read(leaves)
+            assert ids is not None, "a call has all of its arguments"
+            extent = next(space.extent for space in self._families.values() if space.family == family)
+            found = np.unique(np.concatenate(ids))
+            rows[family] = found[(found >= 0) & (found < extent)]
+        made = {}
+        for k, space in self._families.items():
+            so_far = touched.get(k) or Touched(space.extent, (np.arange(space.extent),))
+            made[k] = so_far.with_call(rows[space.family])
+        return made
+
+    def of_bits(self, k: int, bits: np.ndarray) -> Touched:
+        """The rows of a table that a checkpoint names."""
+        return Touched.of_bits(self._families[k].extent, bits)
+
+    def rows(self, k: int, bits: np.ndarray) -> np.ndarray | None:
+        """The rows that bits name, some of them several times; None if they are so many that all are sent."""
+        extent = self._families[k].extent
+        (rows,) = np.nonzero(np.unpackbits(bits, count=extent))
+        count = max(_LEAST, 1 << max(0, rows.size - 1).bit_length())
+        if 2 * count > extent:
+            return None
+        return np.resize(rows if rows.size else np.zeros(1, np.int64), count)
+
+    def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
+        """[n, ...]: rows of a table, as it is stored."""
+        return _picked(array, self._places(k, rows), self._axis(k))
+
+    def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
+        """The table with other rows."""
+        return _putter(in_place)(array, self._places(k, rows), values, self._axis(k))
+
+    def _axis(self, k: int) -> int:
+        space = self._families[k]
+        return space.axes[space.leaves.index(k)]
+
+    def _places(self, k: int, rows: np.ndarray) -> np.ndarray:
+        layout = self._layouts.get(k)
+        return np.asarray(rows if layout is None else layout[0].place(rows), np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _picked(array: Array, places: Array, axis: int) -> Array:
+    return jnp.moveaxis(jnp.take(array, places, axis), axis, 0)
+
+
+@functools.cache
+def _putter(in_place: bool) -> Callable[[Array, Array, Array, int], Array]:
+    def put(array: Array, places: Array, values: Array, axis: int) -> Array:
+        return array.at[(slice(None),) * axis + (places,)].set(jnp.moveaxis(values, 0, axis))
+
+    return jax.jit(put, static_argnums=3, donate_argnums=0 if in_place else ())

@@ -1,0 +1,43 @@
+"""`average`: ordinary arrays of a state of which each client has a replica."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from autopar import jax_compat
+from autopar.tables.kinds import materialize
+from autopar.tables.replica import Replica, replicas_of
+
+T = TypeVar("T")
+
+
+def average(state: T) -> T:
+    """The mean of all clients' replicas, as ordinary arrays, the same on every process: to evaluate, or to go on with.
+
+    Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
+    is the first client's. The replicas stay as they are. Collective: all processes call it, at the same step.
+
+    Args:
+      state: A state that a step with `sync=` returned, or a part of one; of any other it is `autopar.materialize`.
+
+    Raises:
+      DonatedStateError: it was given to a step.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    replicas = replicas_of(leaves)
+    if replicas is None:
+        return materialize(state)
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
+    mine = {k: materialize(leaves[k].own) for k in places}
+    data = {k: jax.random.key_data(x) if jax_compat.is_key(x.dtype) else jnp.asarray(x) for k, x in mine.items()}
+    floats = [k for k in places if jnp.issubdtype(data[k].dtype, jnp.floating)]
+    others = [k for k in places if k not in floats]
+    made = dict(zip(floats, replicas.clients.mean([data[k] for k in floats]), strict=True))
+    made |= dict(zip(others, replicas.clients.first([data[k] for k in others]), strict=True))
+    for k in others:
+        if jax_compat.is_key(mine[k].dtype):
+            made[k] = jax.random.wrap_key_data(made[k], impl=jax.random.key_impl(mine[k]))
+    return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])

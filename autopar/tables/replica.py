@@ -1,0 +1,157 @@
+"""`Replica`: a leaf of a state of which each client has its own, until they are averaged (`autopar.sync`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.backends.clients import Clients
+from autopar.errors import DonatedStateError, donated
+from autopar.tables.leaf import StandingLeaf, TableLeaf
+
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class OnItsWay:
+    """A mean that isn't merged yet.
+
+    Attributes:
+      due: The step behind which it is.
+      sent: Input -> the weight as it was when it was sent.
+      new: Input -> what it becomes, but for what this client has changed since.
+    """
+
+    due: int
+    sent: Mapping[int, Array]
+    new: Mapping[int, Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Touched:
+    """The rows of a table that a client's calls have looked up.
+
+    Attributes:
+      extent: Rows of the table.
+      calls: For each call the rows by number.
+    """
+
+    extent: int
+    calls: tuple[np.ndarray, ...] = ()
+
+    @staticmethod
+    def of_bits(extent: int, bits: np.ndarray) -> Touched:
+        """Rows as `bits` has them."""
+        return Touched(extent, (np.nonzero(np.unpackbits(bits, count=extent))[0],))
+
+    @property
+    def bits(self) -> np.ndarray:
+        """A bit for each row, uint8[extent/8]."""
+        mask = np.zeros(self.extent, bool)
+        for rows in self.calls:
+            mask[rows] = True
+        return np.packbits(mask)
+
+    def with_call(self, rows: np.ndarray) -> Touched:
+        """The same with those of one more call."""
+        return Touched(self.extent, (*self.calls, rows))
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """What is known of a state's replicas besides its leaves, behind one step.
+
+    Attributes:
+      clients: Who has them.
+      steps: How many steps each client has done.
+      anchors: With an outer optimizer, input -> the weight as it was made last for all clients.
+      outer: Fragment -> the state of the outer optimizer.
+      pending: Fragment -> its mean, while it is on its way.
+      touched: Table -> the rows that this client's calls have looked up since its last mean, where only these move.
+    """
+
+    clients: Clients
+    steps: int = 0
+    anchors: Mapping[int, Array] = field(default_factory=dict)
+    outer: Mapping[int, Any] = field(default_factory=dict)
+    pending: Mapping[int, OnItsWay] = field(default_factory=dict)
+    touched: Mapping[int, Touched] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """Arrays by name, as a checkpoint has them: the same on all clients. What is on its way is no part of it."""
+        arrays: dict[str, Any] = {"steps": np.asarray(self.steps)}
+        arrays |= {f"anchors/{k}": array for k, array in self.anchors.items()}
+        for n, state in self.outer.items():
+            arrays |= {f"outer/{n}/{i}": array for i, array in enumerate(jax.tree.leaves(state))}
+        return arrays
+
+
+class Replica(StandingLeaf):
+    """This client's own copy of a leaf, which differs from those of the others between two means.
+
+    A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
+    Reading it (`np.asarray`, `jnp.asarray`, indexing) exchanges nothing. `autopar.average(state)`, which all processes
+    call, makes ordinary arrays, the same everywhere; `autopar.materialize(state)` makes such of this client's alone.
+    """
+
+    def __init__(self, leaf: Any, replicas: Replicas, place: int) -> None:
+        """`place`: which input of the step it is."""
+        self._leaf, self._replicas, self._place = leaf, replicas, place
+
+    @property
+    def replicas(self) -> Replicas:
+        """What all leaves of the state share."""
+        return self._replicas
+
+    @property
+    def place(self) -> int:
+        """The number of the step's input that it is."""
+        return self._place
+
+    @property
+    def own(self) -> Any:
+        """The leaf as the client's step returned it.
+
+        Raises:
+          DonatedStateError: it was given to a step.
+        """
+        if self.is_deleted():
+            raise donated("this replica")
+        return self._leaf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._leaf.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._leaf.dtype
+
+    def is_deleted(self) -> bool:
+        return isinstance(self._leaf, (jax.Array, TableLeaf)) and self._leaf.is_deleted()
+
+    def current(self) -> Any:
+        """This client's leaf: an array, or a table."""
+        return self.own
+
+    @property
+    def _where(self) -> str:
+        clients = self._replicas.clients
+        return f", the replica of client {clients.own} of {clients.count}"
+
+
+def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
+    """What the replicas among some leaves share; None if there are none.
+
+    Raises:
+      DonatedStateError: some are of one call, some of another.
+    """
+    found = {leaf.replicas for leaf in leaves if isinstance(leaf, Replica)}
+    if len(found) > 1:
+        raise DonatedStateError("some replicas of the state are of another step than others: give a state as returned")
+    return next(iter(found), None)

@@ -1,0 +1,268 @@
+"""What every rank runs in `test_worlds.py`: replicas, a client for each rank or for some of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.backends.clients import Clients
+from autopar.launch.group import everyone
+from autopar.measure import calibrate
+from autopar.sync import Average
+from tests.support.rates import RATES
+
+calibrate.calibrate_rates = lambda devices, plan, advance: RATES
+RANK, RANKS = jax.process_index(), jax.process_count()
+ROWS, WIDTH = 40, 4
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+STEPS = 12
+
+
+def minibatch(client: int, k: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng((client, k))
+    ids = rng.integers(0, ROWS, (6, 3)).astype(np.int32)
+    return {"ids": ids, "y": rng.normal(size=(6, WIDTH)).astype(np.float32)}
+
+
+def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            h = jnp.tanh(params["emb"][batch["ids"]].sum(1) @ params["w"] + params["b"])
+            return jnp.mean((h - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": state["key"]}, loss
+
+    return step
+
+
+def make_state(tx: optax.GradientTransformation) -> Any:
+    a, b, key = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "b": jnp.zeros(WIDTH),
+        "emb": jax.random.normal(a, (ROWS, WIDTH)),
+        "w": jax.random.normal(b, (WIDTH, WIDTH)) / 2,
+    }
+    return {"params": params, "opt": tx.init(params), "key": key}
+
+
+def trained(step: Any, state: Any, steps: Sequence[int], client: int = RANK) -> Any:
+    for k in steps:
+        state, _ = step(state, minibatch(client, k))
+    return state
+
+
+def near(a: Any, b: Any, rtol: float = 1e-5) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol, 1e-6)
+
+
+def same(a: Any, b: Any) -> None:
+    leaves = (jax.tree.leaves(autopar.materialize(tree)) for tree in (a, b))
+    for x, y in zip(*leaves, strict=True):
+        x, y = (jax.random.key_data(v) if jnp.issubdtype(v.dtype, jax.dtypes.prng_key) else v for v in (x, y))
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
+
+
+def alike(values: Any) -> bool:
+    """Whether this is the same on all processes."""
+    seen = everyone().values([np.asarray(x).tolist() for x in jax.tree.leaves(values)], "comparing")
+    return all(value == seen[0] for value in seen)
+
+
+def expected(
+    tx: Any, every: int, outer: Any = None, order: Sequence[Sequence[str]] = (("b", "emb", "w"),), delay: int = 0
+) -> list[Any]:
+    """The weights of all clients, by a second program of the algorithm: one client after the other, plain steps."""
+    step, clients = jax.jit(step_of(tx)), range(RANKS)
+    states = [make_state(tx) for _ in clients]
+    anchor = dict(states[0]["params"])
+    opt = [outer.init({name: anchor[name] for name in names}) for names in order] if outer else []
+    late: list[tuple[int, str, Any, list[Any]]] = []
+    for k in range(STEPS):
+        states = [step(state, minibatch(c, k))[0] for c, state in enumerate(states)]
+        for n, names in enumerate(order):
+            if (k + 1 - n * every // len(order)) % every:
+                continue
+            now = {name: [state["params"][name] for state in states] for name in names}
+            mean = {name: sum(values) / RANKS for name, values in now.items()}
+            if outer:
+                moved = {name: anchor[name] - mean[name] for name in names}
+                updates, opt[n] = outer.update(moved, opt[n], {name: anchor[name] for name in names})
+                mean = {name: anchor[name] + updates[name] for name in names}
+                anchor |= mean
+            late += [(k + delay, name, mean[name], now[name]) for name in names]
+        for due, name, new, sent in list(late):
+            if due == k:
+                for state, old in zip(states, sent, strict=True):
+                    state["params"][name] = new + (state["params"][name] - old)
+        late = [way for way in late if way[0] > k]
+    return [state["params"] for state in states]
+
+
+def check_every_step_by_sgd_is_data_parallelism() -> None:
+    tx = optax.sgd(0.1)
+    state = trained(autopar.parallelize(step_of(tx), sync=Average()), make_state(tx), range(STEPS))
+    plain, theirs = jax.jit(step_of(tx)), make_state(tx)
+    for k in range(STEPS):
+        parts = [minibatch(c, k) for c in range(RANKS)]
+        theirs, _ = plain(theirs, jax.tree.map(lambda *xs: np.concatenate(xs), *parts))
+    assert isinstance(state["params"]["w"], autopar.Replica)
+    near(autopar.average(state)["params"], theirs["params"])
+    assert alike(state["params"])
+
+
+def check_means_and_outer_steps() -> None:
+    """Local SGD, DiLoCo and its streaming form, with slots, deferred rows among them, that stay each client's own."""
+    adam = optax.adam(1e-2)
+    fragments = (("emb",), ("w",), ("b",))  # by their bytes
+    for tx, sync, order in (
+        (optax.adagrad(0.1), Average(every=3), None),
+        (adam, Average(every=4), None),
+        (adam, Average(every=4, outer=OUTER), None),
+        (optax.sgd(0.1), Average(every=6, outer=OUTER, fragments=3), fragments),
+        (optax.sgd(0.1), Average(every=6, fragments=3, delay=2), fragments),
+        (adam, Average(every=6, outer=OUTER, fragments=3, delay=1), fragments),
+    ):
+        step = autopar.parallelize(step_of(tx), sync=sync)
+        state = trained(step, make_state(tx), range(STEPS))
+        assert step.plan is not None and step.plan.sync is not None
+        assert order is None or step.plan.sync.fragments == tuple(
+            tuple(f"params/{name}" for name in names) for names in order
+        )
+        theirs = expected(tx, sync.every, sync.outer, order or (("b", "emb", "w"),), sync.delay)
+        near(state["params"], theirs[RANK], 2e-4)
+        near(autopar.average(state["params"]), jax.tree.map(lambda *xs: sum(xs) / RANKS, *theirs), 2e-4)
+
+
+def check_replays_have_the_same_bits() -> None:
+    for tx, sync in (
+        (optax.sgd(0.1), Average()),
+        (optax.adamw(1e-2), Average(every=2, outer=OUTER)),
+        (optax.adagrad(0.1), Average(every=4, outer=OUTER, fragments=2, delay=1)),
+    ):
+        step = autopar.parallelize(step_of(tx), sync=sync)
+        assert autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=9).ok
+
+
+class WrongClients(Clients):
+    """Takes other means than it should: "own"; "old", those of the turn before; "alone", the last client does."""
+
+    wrong, last = "", ()
+
+    def mean(self, arrays: Any) -> Any:
+        means, before = super().mean(arrays), self.last
+        if arrays:
+            object.__setattr__(self, "last", means)
+        if self.wrong == "own" or (self.wrong == "alone" and self.own == self.count - 1):
+            return [2 * x for x in arrays]
+        return before if self.wrong == "old" and before and arrays else means
+
+
+def check_what_a_replay_notices() -> None:
+    """A mean of one's own, an old one, or an outer step of one client alone."""
+    tx = optax.sgd(0.1)
+    for wrong in ("own", "old", "alone"):
+        step = autopar.parallelize(step_of(tx), sync=Average(every=2, outer=OUTER))
+        runner = step.entry(make_state(tx), minibatch(RANK, 0)).runner
+        right = runner.clients
+        runner.clients = WrongClients(right.grid, right.own, right.devices, right.processes)
+        object.__setattr__(runner.clients, "wrong", wrong)
+        with pytest.raises(autopar.VerificationError, match="sequential replay"):
+            autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=6)
+
+
+def check_checkpoints() -> None:
+    """On as many clients the replicas go on, bit for bit; on others their mean does."""
+    tx, folder = optax.adam(1e-2), Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())).parent / "replicas"
+    for sync in (Average(every=4), Average(every=4, outer=OUTER, fragments=2)):
+        step = autopar.parallelize(step_of(tx), sync=sync)
+        whole = trained(step, make_state(tx), range(10))
+        half = trained(step, make_state(tx), range(6))
+        autopar.save(folder, half, position={"batch": 6})
+        found, position = autopar.restore(folder, half, step=step, batch=minibatch(RANK, 0))
+        assert position == {"batch": 6} and isinstance(found["params"]["w"], autopar.Replica)
+        same(found, half)
+        same(trained(step, found, range(6, 10)), whole)
+        mean = autopar.average(half)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            alone, _ = autopar.restore(folder, jax.eval_shape(lambda: make_state(tx)))
+        assert any(f"replicas of {RANKS} clients" in str(w.message) for w in told)
+        near(alone["params"], mean["params"])
+        assert alike(alone["params"])
+        one = autopar.parallelize(step_of(tx), sync=Average(every=4, clients=1))
+        with pytest.warns(autopar.StateWarning, match="their mean is restored"):
+            fewer, _ = autopar.restore(folder, half, step=one, batch=minibatch(0, 0))
+        near(fewer["params"], mean["params"])
+        trained(one, fewer, range(2), client=0)
+    other = autopar.parallelize(step_of(tx), sync=Average(every=4, outer=OUTER))
+    with pytest.raises(autopar.CheckpointError, match="another outer optimizer or other fragments"):
+        autopar.restore(folder, half, step=other, batch=minibatch(RANK, 0))
+    late = autopar.parallelize(step_of(tx), sync=Average(every=4, delay=2))
+    half = trained(late, make_state(tx), range(5))
+    autopar.save(folder, half)  # merges what is on its way
+    found, _ = autopar.restore(folder, half, step=late, batch=minibatch(RANK, 0))
+    near(autopar.average(found["params"]), autopar.average(half["params"]), 1e-4)
+    assert np.abs(np.asarray(found["params"]["w"]) - np.asarray(half["params"]["w"])).max() > 1e-4
+    assert found["params"]["w"].replicas.steps == 5
+
+
+def check_minibatches() -> None:
+    """Every example of an epoch is one client's; a position is good for other numbers of clients."""
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Average(every=2))
+    examples, group = np.arange(7 * RANKS * 5 + 2), everyone()
+
+    def batches() -> Any:
+        return autopar.shard({"x": examples}, batch_size=5, shuffle=3, epochs=2, last="drop", step=step)
+
+    mine = [np.asarray(batch["x"]).tolist() for batch in batches()]
+    assert len(mine) == 14
+    epoch = sorted(x for own in group.values(mine[:7], "seen") for batch in own for x in batch)
+    assert len(set(epoch)) == len(epoch) == 7 * RANKS * 5
+    going = batches()
+    for _ in range(3):
+        next(going)
+    assert going.state() == {"epoch": 0, "batch": 3 * RANKS, "seed": 3, "sources": 1}
+    again = batches()
+    again.restore(going.state())
+    assert np.asarray(next(again)["x"]).tolist() == mine[3]
+    again.restore({**going.state(), "batch": 1})
+    seen = sorted(x for own in group.values(np.asarray(next(again)["x"]).tolist(), "seen") for x in own)
+    order = np.random.default_rng((3, 0, 0)).permutation(len(examples))
+    assert seen == sorted(order[5 : 5 * (RANKS + 1)].tolist())
+
+
+def check_clients_of_several_processes() -> None:
+    """One client of all processes is data parallelism, in whole batches."""
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Average(every=2, clients=1))
+    state = trained(step, make_state(tx), range(3), client=0)
+    near(autopar.materialize(state["params"]), trained(jax.jit(step_of(tx)), make_state(tx), range(3), 0)["params"])
+    with pytest.raises(autopar.ArgumentsError, match=f"don't divide {RANKS} processes"):
+        autopar.parallelize(step_of(tx), sync=Average(clients=RANKS + 1))
+
+
+def check_what_is_refused() -> None:
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Average())
+    differing = make_state(tx)
+    differing["params"]["w"] = differing["params"]["w"] + RANK
+    with pytest.raises(autopar.ArgumentsError, match=r"params/w isn't the same array on process 1"):
+        step(differing, minibatch(RANK, 0))
+    step = autopar.parallelize(step_of(tx), sync=Average(every=2 + RANK))
+    with pytest.raises(autopar.AutoparError, match="has sync=Average"):
+        step(make_state(tx), minibatch(RANK, 0))
