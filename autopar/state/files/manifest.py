@@ -116,7 +116,7 @@ class Manifest:
             del fields["beside"]
             for leaf in fields["leaves"]:
                 del leaf["replicas"]
-        for leaf in fields["leaves"]:
+        for leaf in (*fields["leaves"], *fields.get("beside", ())):
             if leaf["layout"] is not None:
                 leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
         data = (json.dumps(fields, indent=1) + "\n").encode()
