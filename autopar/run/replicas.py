@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError, StepError
 from autopar.ir.program import Program
@@ -197,7 +198,7 @@ class ReplicaRunner:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments: its new state as replicas, and what this client's minibatch gave."""
         replicas = replicas_of(leaves)
-        own = [leaf.own if isinstance(leaf, Replica) else leaf for leaf in leaves]
+        own = [self._own(leaf) for leaf in leaves]
         if replicas is None:
             replicas = self.averaging.begin(self.clients, Weights(dict(enumerate(own))))
             replicas = dataclasses.replace(replicas, touched=self.touched.none(self.averaging.weights))
@@ -213,6 +214,13 @@ class ReplicaRunner:
         for k, out in self._new_states.items():
             results[out] = Replica(results[out], replicas, k)
         return self._out_tree.unflatten(results)
+
+    def _own(self, leaf: Any) -> Any:
+        """What a client's step is given: of an array over devices of other clients, too, a copy."""
+        if isinstance(leaf, Replica):
+            return leaf.own
+        is_elsewhere = is_global(leaf) and not leaf.sharding.device_set <= set(self.clients.devices.mesh.devices.flat)
+        return local(leaf) if is_elsewhere else leaf
 
     def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
         """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""

@@ -148,7 +148,7 @@ def test_a_launcher_of_another_mpi(run_ranks: Run) -> None:
 
 
 def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
-    """They share their devices, checkpoints and interrupts, but can have no tables on hosts and no stages."""
+    """They share their devices, checkpoints, interrupts and replicas, but can have no tables on hosts and no stages."""
     script = """
     import os, pathlib, signal, jax, jax.numpy as jnp
     rank = int(os.environ.pop("PMI_RANK"))
@@ -170,7 +170,8 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
     assert position == {"batch": 1} and found["count"] == 3
     assert type(found["table"]) is type(table), (type(table), type(found["table"]))
     assert [s.data.shape for s in getattr(table, "stored", table).addressable_shards] == [(32, 2)]
-    assert (autopar.materialize(planned(found["table"], ids)[0]) == autopar.materialize(planned(table, ids)[0])).all()
+    found["table"], table = (planned(x, ids)[0] for x in (found["table"], table))
+    assert (autopar.materialize(found["table"]) == autopar.materialize(table)).all()
     for position in {"batch": 2}, {"batch": {1}}:
         try:
             autopar.save("saved", found["count"], position=position if rank else {"batch": 1})
@@ -186,6 +187,14 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
     except KeyboardInterrupt:
         print("interrupted after", seen, "batches, at", batches.state()["batch"])
+    replicated = autopar.parallelize(step, sync=autopar.sync.Average(every=2))
+    mine = autopar.materialize(found["table"])
+    for k in range(3):
+        mine, _ = replicated(mine, jnp.array([rank, 2, k]))
+    autopar.save("saved", mine)
+    kept, _ = autopar.restore("saved", mine, step=replicated, batch=jnp.array([rank, 2, 0]))
+    assert isinstance(kept, autopar.Replica) and (jnp.asarray(kept) == jnp.asarray(mine)).all()
+    assert replicated.plan.sync.clients == 2 and autopar.average(kept).sum() == autopar.average(mine).sum()
     stages = autopar.Pipeline(stages=2, microbatches=1)
     for options in {"strategy": ("ps", "hosts")}, {"pipeline": stages}:
         try:

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.launch.group import everyone
 from autopar.measure import calibrate
@@ -300,6 +301,17 @@ def check_clients_of_several_processes() -> None:
     step = autopar.parallelize(step_of(tx), sync=Average(every=2, clients=1))
     state = trained(step, make_state(tx), range(3), client=0)
     near(autopar.materialize(state["params"]), trained(jax.jit(step_of(tx)), make_state(tx), range(3), 0)["params"])
+    if RANKS == 4:  # two clients of two processes each
+        step, client = autopar.parallelize(step_of(tx), sync=Average(every=2, clients=2)), RANK // 2
+        state = trained(step, make_state(tx), range(4), client)
+        plain = [trained(jax.jit(step_of(tx)), make_state(tx), range(2), c) for c in range(2)]
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *(x["params"] for x in plain))
+        plain = [trained(jax.jit(step_of(tx)), {**x, "params": mean}, range(2, 4), c) for c, x in enumerate(plain)]
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *(x["params"] for x in plain))
+        near(autopar.average(state["params"]), mean)
+        batches = autopar.shard({"x": np.arange(40)}, batch_size=10, step=step)
+        mine = [np.asarray(local(batch["x"])).tolist() for batch in batches]
+        assert mine == [np.arange(10 * k, 10 * k + 10).tolist() for k in (client, client + 2)], mine
     with pytest.raises(autopar.ArgumentsError, match=f"don't divide {RANKS} processes"):
         autopar.parallelize(step_of(tx), sync=Average(clients=RANKS + 1))
 
