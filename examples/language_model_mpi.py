@@ -5,6 +5,10 @@ Every rank runs this file. The train step is that of language_model.py, as it st
 ranks, and a batch means the global one, of which each rank computes its part. The demo prints the plan, trains, and
 at the end times the step beside AllReduce and AllGather of the same model on the devices of the same processes, with
 the bytes that a process sends in a step.
+
+With `--sync` each rank trains a replica of its own instead, on texts of its own, its tables on its device: "average"
+takes the mean of the weights after every step, "local" after every 30, and "diloco" has an outer optimizer move what
+all have by it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from compare import Form, compare
 from corpus import Batch
-from language_model import OPTIMIZERS, positive, positive_rate, read_task, train, train_step
+from language_model import OPTIMIZERS, Task, positive, positive_rate, read_task, train, train_step
 from progress import Screen
 
 import autopar
@@ -28,6 +33,14 @@ from autopar.measure.collectives import sent_by_device
 BATCH_AXIS = {"batch/negatives": None, "**": 0}
 COUNTED_STEPS = 10  # whose bytes are averaged
 TURNS = 3  # of each form, in the comparison at the end
+
+
+EVERY = 30  # steps from one mean to the next
+SYNCS = {
+    "average": autopar.sync.Average(),
+    "local": autopar.sync.Average(every=EVERY),
+    "diloco": autopar.sync.Average(every=EVERY, outer=optax.sgd(0.7, momentum=0.9, nesterov=True)),
+}
 
 
 def on_hosts() -> autopar.ParallelStep:
@@ -73,7 +86,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=positive, default=20, help="words in a text (default %(default)s)")
     parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches (default %(default)s)")
+    parser.add_argument("--sync", choices=SYNCS, help="train a replica on each rank (docs/replicas.md)")
     return parser
+
+
+def train_replicas(args: argparse.Namespace, task: Task, screen: Screen, rank: int) -> None:
+    """Each rank's own minibatches; what is evaluated is the mean of all replicas."""
+    step = autopar.parallelize(train_step, sync=SYNCS[args.sync], batch_axis=BATCH_AXIS)
+    training_data, state = task.data(args.seed + 1000 * rank), task.make_state()
+    screen.print(autopar.explain(step, state, next(training_data)))
+    screen.print()
+
+    def held_out(params: Any) -> float:
+        whole = autopar.average(params)  # every rank takes part
+        return task.perplexity(whole, task.windows) if rank == 0 else float("nan")
+
+    train(step, state, training_data, args.steps, held_out, screen)
 
 
 def main() -> None:
@@ -85,6 +113,10 @@ def main() -> None:
     screen = Screen(shown=rank == 0)
 
     screen.print(f"{ranks} processes; each reads the corpus ...")
+    if args.sync:
+        args.batch //= ranks
+        train_replicas(args, read_task(parser, args, screen), screen, rank)
+        return
     task = read_task(parser, args, screen)
     make_state, training_data = task.make_state, task.data(args.seed)
     step = on_hosts()

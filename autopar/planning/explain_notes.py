@@ -125,30 +125,25 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     sync = plan.sync
     if sync is None:
         return
-    own = (
-        "another function than the step on one device"
-        if sync.clients > 1 or sync.outer
-        else "with one client, the step"
-    )
+    is_another = sync.clients > 1 or sync.outer
+    own = "another function than the step on one device" if is_another else "with one client, the step itself"
     minibatches = f"{sync.clients} x {sync.every}" if sync.every > 1 else f"{sync.clients}"
     examples = f" of {sync.examples} examples each" if sync.examples else ""
     yield (
         f"Replicas: {sync.clients} clients, each with weights of its own: {sync.name}, {own}. A call takes a client's "
         f"own minibatch; one update of what all have is made of {minibatches} minibatches{examples}."
     )
-    parts, total = len(sync.fragments), sum(sync.fragment_bytes)
-    what = f"{sum(map(len, sync.fragments))} weights, {format_bytes(total)}"
-    how = f", in {parts} parts of at most {format_bytes(max(sync.fragment_bytes))}, one every {sync.every // parts}" * (
-        parts > 1
-    )
-    when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
-    late = f", merged {sync.delay} steps later" * (sync.delay > 0)
+    parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))
     move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"
+    when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
+    how = f", in {parts} parts of at most {largest}, one every {sync.every // parts} steps" * (parts > 1)
+    late = f", merged {sync.delay} steps later" * (sync.delay > 0)
+    rows = f" Of {', '.join(sync.by_rows)} only rows are sent that were touched since." * bool(sync.by_rows)
+    most = "at most " * bool(sync.by_rows)
     yield (
-        f"{what}: {when} {move}{how}{late}; a client sends {format_bytes(sync.sent_bytes)} a step (2(C-1)/C b / k). "
-        + (
-            f"Each client's own stay {len(sync.own)} others: {', '.join(sync.own[:3])}{', ...' * (len(sync.own) > 3)}."
-            if sync.own
-            else ""
-        )
-    ).rstrip()
+        f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {when} {move}{how}{late}. "
+        f"A client sends {most}{format_bytes(sync.sent_bytes)} a step, 2(C-1)/C b / k.{rows}"
+    )
+    if sync.own:
+        more = f" and {len(sync.own) - 3} others" * (len(sync.own) > 3)
+        yield f"Each client's own stay {', '.join(sync.own[:3])}{more}."

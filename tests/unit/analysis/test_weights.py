@@ -73,7 +73,7 @@ def test_fragments_are_balanced() -> None:
 def test_what_explain_says() -> None:
     text = explained(autopar.parallelize(step, sync=Average(every=2)), make_state(), batch())
     assert "Replicas: 1 clients" in text and "every 2 steps their mean is taken" in text
-    assert "stay" in text
+    assert "Each client's own stay" in text
 
 
 @pytest.mark.parametrize(
