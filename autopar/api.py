@@ -22,10 +22,10 @@ from autopar.ir.options import Options
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import STRATEGIES, TENSOR, Emit, Sparse, Strategy, asks_for_hosts, split_method
+from autopar.launch.group import everyone
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
-from autopar.mpi.world import world
 from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
@@ -188,7 +188,7 @@ def parallelize(
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
-    count = world().size if hosts else devices.count
+    count = everyone().size if hosts else devices.count
     planner = Planner(
         fun=step,
         options=Options(

@@ -18,6 +18,7 @@ from benchmarks import (
     pipelines,
     pipelines_choice,
     pipelines_systems,
+    replicas,
     soak,
     staleness,
 )
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "bubbles": bubbles.bubbles,
     "staleness": staleness.staleness,
     "prediction": staleness.prediction,
+    "replicas": replicas.replicas,
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,

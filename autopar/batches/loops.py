@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from autopar.interrupts import SIGNALS, Loop, Tell
 from autopar.launch.group import Group, MpiGroup, everyone
 from autopar.launch.progress import PROGRESS
-from autopar.mpi.waiting import Waiting, choose_waiting
-from autopar.mpi.world import world
+from autopar.mpi.waiting import signal_channel
 
 _T = TypeVar("_T")
 
@@ -82,15 +80,9 @@ class _Spaced:
 
 def _tell_ranks(numbers: Sequence[int]) -> list[int]:
     """Tells all ranks, on a channel of its own: in some 0.1 ms on one machine. Collective."""
-    comm, waiting = _channel()
+    comm, waiting = signal_channel()
     mine = np.array([number in numbers for number in SIGNALS], np.int32)
     counts = np.empty_like(mine)
     with PROGRESS.during("waiting for the others' batches", "waits"):
         waiting.collective(comm, "Allreduce", mine, counts)
     return [number for number, count in zip(SIGNALS, counts, strict=True) if count]
-
-
-@functools.cache
-def _channel() -> tuple[Any, Waiting]:
-    comm = world().comm.Dup()
-    return comm, choose_waiting(comm, shares_cores=True)  # steps are under way on all cores

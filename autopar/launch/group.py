@@ -12,17 +12,19 @@ each says how it went (`together`, `led`), and what went wrong anywhere is raise
 from __future__ import annotations
 
 import abc
+import contextlib
 import itertools
 import json
 import logging
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from autopar import jax_compat
@@ -78,6 +80,10 @@ class Group(abc.ABC):
           value: This process's.
           about: What it is for; every process must say the same.
         """
+
+    @abc.abstractmethod
+    def share(self, array: np.ndarray, source: int) -> None:
+        """Fill an array on every process with that of the one at a place. Collective."""
 
     def name(self, number: int) -> str:
         """Gives what messages call the process at this place among them."""
@@ -151,28 +157,50 @@ class Group(abc.ABC):
 
 
 class MpiGroup(Group):
-    """All ranks of an MPI job, or this process alone."""
+    """Ranks of an MPI job, or this process alone.
+
+    Attributes:
+      comm: Their communicator; None of a process alone.
+    """
 
     noun, nouns = "rank", "ranks"
 
-    def __init__(self, ranks: World) -> None:
-        self._world = ranks
-        self.members = tuple(range(ranks.size))
+    def __init__(self, ranks: World, members: Sequence[int] | None = None) -> None:
+        self._rank, self.comm = ranks.rank, ranks.comm
+        self.members = tuple(range(ranks.size) if members is None else members)
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
-        return self._world.rank
+        """This rank's place among them."""
+        return self._rank
+
+    def share(self, array: np.ndarray, source: int) -> None:
+        if self.several:
+            self.comm.Bcast(array, root=source)
+
+    @contextlib.contextmanager
+    def split(self, colour: Hashable) -> Iterator[MpiGroup]:
+        """Within it, the ranks that say the same colour, as a group of their own. Collective, at its end as well."""
+        colours = [pickle.loads(data) for data in self.gather(pickle.dumps(colour), "a part of the ranks")]
+        members = [member for member, other in zip(self.members, colours, strict=True) if other == colour]
+        if not self.several:
+            yield self
+            return
+        comm = self.comm.Split(colours.index(colour), self.rank)
+        try:
+            yield MpiGroup(World(comm.Get_rank(), comm.Get_size(), comm), members)
+        finally:
+            comm.Free()
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
         """Each rank's value, in their order. Collective; leaves the core to ranks that still work."""
         if not self.several:
             return [value]
         with PROGRESS.during(f"waiting for the others, {about}", "waits"):
-            all_done = self._world.comm.Ibarrier()
+            all_done = self.comm.Ibarrier()
             while not all_done.Test():
                 time.sleep(_PAUSE_S)
-            return self._world.comm.allgather(value)
+            return self.comm.allgather(value)
 
 
 @dataclass(frozen=True)
@@ -181,6 +209,12 @@ class StoreGroup(Group):
 
     members: tuple[int, ...]
     noun, nouns = "process", "processes"
+
+    def share(self, array: np.ndarray, source: int) -> None:
+        own = array.tobytes() if self.rank == source else b""
+        array[...] = np.frombuffer(self.gather(own, "an array of one process")[source], array.dtype).reshape(
+            array.shape
+        )
 
     @staticmethod
     def of(mesh: Mesh) -> StoreGroup:

@@ -17,13 +17,13 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
+from autopar.launch.group import everyone
 from autopar.launch.toml_file import format_toml
 from autopar.measure.calibrate import cache_file, measuring, write_cache
 from autopar.measure.links import measure_links, measure_ranks
 from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.measure.machine import memory_of
 from autopar.mpi.limits import cores, machine_name, total_bytes
-from autopar.mpi.world import world
 
 #: Length of matrices, and bytes that are walked over on each device, or by all CPU devices together: more than caches
 #: hold.
@@ -171,7 +171,7 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
         advance("between devices")
         measured = measure_links(grid)
         advance("between ranks")
-        measured |= measure_ranks(world())
+        measured |= measure_ranks(everyone())
     cluster = _of_first(devices, _with_links(cluster, measured))
     if devices.processes.rank == 0:
         write_cache(file, format_toml(cluster.as_dict()))

@@ -17,10 +17,10 @@ from jax.sharding import AxisType, Mesh
 from autopar.backends.devices import Devices
 from autopar.cost.fit import fit_collective
 from autopar.ir.cluster import Link
+from autopar.launch.group import Group, MpiGroup
 from autopar.measure.loops import collective_points, undisturbed
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import machine_name
-from autopar.mpi.world import World
 
 #: Of the result of a collective on one device, in bytes.
 _CPU_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
@@ -48,27 +48,26 @@ def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
     return links
 
 
-def measure_ranks(here: World) -> dict[str, dict[str, Link]]:
-    """Collective of MPI -> level -> link; nothing where a level has one rank only. Collective.
+def measure_ranks(group: Group) -> dict[str, dict[str, Link]]:
+    """Collective of MPI -> level -> link; nothing where a level has one rank only, or without MPI. Collective.
 
     Where machines have different numbers of ranks, links between them aren't measured.
     """
     links: dict[str, dict[str, Link]] = {}
-    if here.size == 1:
+    if not group.several or not isinstance(group, MpiGroup):
         return links
-    names = here.comm.allgather(machine_name())
-    number = names[: here.rank].count(names[here.rank])
+    names = group.values(machine_name(), "machines")
+    number = names[: group.rank].count(names[group.rank])
     are_alike = len({names.count(name) for name in names}) == 1
-    levels = [("inside", names.index(names[here.rank]), 1)]
+    levels = [("inside", names[group.rank], 1)]
     levels += [("between", number, names.count(names[0]))] if are_alike else []
-    for level, color, sharing in levels:
-        comm = here.comm.Split(color, here.rank)
-        if comm.Get_size() > 1:
-            count = comm.Get_size()
-            for collective, points in _points(Exchange(comm.Get_rank(), count, comm), comm).items():
-                link = fit_collective(collective, count, undisturbed(points), sharing)
-                links.setdefault(f"mpi_{collective}", {})[level] = link
-        comm.Free()
+    for level, colour, sharing in levels:
+        with group.split(colour) as part:
+            if part.several:
+                exchange = Exchange(part.rank, part.size, part.comm)
+                for collective, points in _points(exchange, part.comm).items():
+                    link = fit_collective(collective, part.size, undisturbed(points), sharing)
+                    links.setdefault(f"mpi_{collective}", {})[level] = link
     return links
 
 

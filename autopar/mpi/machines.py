@@ -16,6 +16,7 @@ Invariants, beside those of `exchange`:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,13 @@ from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Exchange, Requested
 from autopar.mpi.limits import machine_name
 from autopar.mpi.rows import first_of, require_rows
-from autopar.mpi.world import World
+from autopar.mpi.world import World, world
+
+
+@functools.cache
+def exchange() -> Exchange:
+    """This process's exchanges with all other ranks of the job. Collective, the first time."""
+    return connect(world())
 
 
 def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange:

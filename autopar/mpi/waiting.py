@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.mpi.limits import cores, machine_name
+from autopar.mpi.world import world
 
 #: How long a wait polls without sleeping, in seconds, and that of a rank which is bound to one core: longer than most.
 PATIENCE_S, BOUND_PATIENCE_S = 50e-6, 20e-3
@@ -117,3 +118,10 @@ def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
     for affinity, quota in ranks:
         quotas[affinity] = min(quotas.get(affinity, quota), quota)
     return min(sum(quotas.values()), len(frozenset().union(*quotas)))
+
+
+@functools.cache
+def signal_channel() -> tuple[Any, Waiting]:
+    """A communicator of all ranks for signals alone, and how to wait on it. Collective, the first time."""
+    comm = world().comm.Dup()
+    return comm, choose_waiting(comm, shares_cores=True)  # steps are under way on all cores

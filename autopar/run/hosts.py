@@ -27,8 +27,9 @@ from autopar.ir.program import ArrayType, Program
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
 from autopar.mpi.host_memory import require_memory
+from autopar.mpi.machines import exchange
 from autopar.run.buffers import with_own_buffers
-from autopar.tables.host import HostTable, exchange
+from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
 
 

@@ -29,13 +29,12 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
 from autopar.ir.trace import block_of
-from autopar.launch.group import StoreGroup
+from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
 from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.alone import check_connected, check_ranks
-from autopar.mpi.world import world
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable
@@ -122,7 +121,7 @@ class Planner:
         states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None and is_first:
             warn_of_missed_states(self.name, call, traced.out_info, block, states, self.batch_argnums or ())
-        ranks = world().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
+        ranks = everyone().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         inputs, outputs = describe_leaves(call, states, traced.out_info, ranks)
         program = Program(block, inputs, outputs, self.name)
         if self.processes is not None:
@@ -135,7 +134,7 @@ class Planner:
         options = self._options_of(inputs, leaves)
         compiled = self._compile(program, options, leaves)
         devices = 1 if self.devices is None else self.devices.count
-        counts = {"devices": devices, "ranks": world().size}
+        counts = {"devices": devices, "ranks": everyone().size}
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
         if move is not None:
             options = move.options
@@ -233,7 +232,7 @@ class Planner:
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
         """The user's; tables that come in the memory of the hosts stay there."""
         paths = [input_.path for input_, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
-        return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, world().size)
+        return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, everyone().size)
 
     @property
     def choices(self) -> Mapping[str, str]:

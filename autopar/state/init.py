@@ -21,12 +21,13 @@ from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
 from autopar.mpi.host_memory import require_memory
+from autopar.mpi.machines import exchange
 from autopar.run.agreement import check_same_maker
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
-from autopar.tables.host import HostTable, exchange
+from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
 from autopar.tables.staged import StageArray, StagePlace, is_staged
 

@@ -16,6 +16,7 @@ from autopar import jax_compat
 from autopar.backends.clients import mean_of
 from autopar.errors import CheckpointError, StateWarning, warn
 from autopar.ir.paths import path_name
+from autopar.mpi.machines import exchange
 from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
@@ -24,7 +25,7 @@ from autopar.state.files.rows import RowFiles
 from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.saving import NUMBERS
 from autopar.tables.home import ArrayHome, Home, Whole
-from autopar.tables.host import HostHome, exchange
+from autopar.tables.host import HostHome
 from autopar.tables.replica import Replica
 from autopar.tables.sharded import RowsHome
 from autopar.tables.staged import StageHome, is_staged

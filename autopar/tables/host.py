@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
-from autopar.mpi.exchange import Exchange
-from autopar.mpi.machines import connect
-from autopar.mpi.world import world
+from autopar.mpi.machines import exchange
 from autopar.tables.home import Described, Home, Source
 from autopar.tables.leaf import PlacedLeaf, Shards
 
@@ -24,12 +21,6 @@ from autopar.tables.leaf import PlacedLeaf, Shards
 _BLOCK_ROWS = 1 << 16
 #: Bytes of rows that are read at a time from a file.
 _BLOCK_BYTES = 1 << 24
-
-
-@functools.cache
-def exchange() -> Exchange:
-    """This process's exchanges with the other ranks. Collective, the first time."""
-    return connect(world())
 
 
 @dataclass(frozen=True)

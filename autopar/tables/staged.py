@@ -16,7 +16,7 @@ from autopar.backends.stage_device import StageDevice, sharding_over
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
-from autopar.mpi.world import world
+from autopar.launch.group import everyone
 from autopar.tables.home import Described, Home, Source, require_dtype
 from autopar.tables.leaf import PlacedLeaf, Shards
 
@@ -69,7 +69,7 @@ class StagePlace:
     @property
     def writes(self) -> bool:
         """Whether this rank is the first one that holds it."""
-        return world().rank == self.ranks[0] if self.ranks else True
+        return jax.process_index() == self.ranks[0] if self.ranks else True
 
 
 def is_staged(places: Sequence[StagePlace]) -> bool:
@@ -176,11 +176,10 @@ class StageArray(PlacedLeaf):
 
     def _read(self, place: StagePlace, value: jax.Array | None) -> np.ndarray:
         """A part, of which its first rank tells the others."""
-        ranks = world()
         shape = (place.stop - place.start, *self._shape[1:])
         array = np.ascontiguousarray(value) if value is not None and place.writes else np.empty(shape, self._dtype)
-        if ranks.comm is not None and place.ranks:
-            ranks.comm.Bcast(array.reshape(-1).view(np.uint8), root=place.ranks[0])
+        if place.ranks:
+            everyone().share(array.reshape(-1).view(np.uint8), place.ranks[0])
         return array
 
     def __getitem__(self, index: Any) -> np.ndarray:

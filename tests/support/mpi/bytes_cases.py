@@ -21,7 +21,7 @@ import numpy as np
 
 import autopar
 from autopar.mpi import machines
-from autopar.tables.host import exchange
+from autopar.mpi.machines import exchange
 from tests.support.mpi.namespaces import sent_by_interface
 
 #: The step whose bytes are counted; those before it plan, compile and grow.

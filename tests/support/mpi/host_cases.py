@@ -18,9 +18,10 @@ from flax.training.train_state import TrainState
 
 from autopar.backends.host import shape_buckets
 from autopar.ir import deferred
+from autopar.mpi.machines import exchange
 from autopar.passes import once_per_row
 from autopar.planning.verify import compare_runs
-from autopar.tables.host import HostTable, exchange
+from autopar.tables.host import HostTable
 from tests.support import entry_steps as by_rows
 from tests.support import host_reads
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from autopar.mpi import machines
-from autopar.mpi.machines import LeaderExchange
-from autopar.tables.host import exchange
+from autopar.mpi.machines import LeaderExchange, exchange
 from tests.support.mpi import host_cases
 from tests.support.mpi.host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make
 

@@ -1,0 +1,97 @@
+"""One rank of the systems that `benchmarks.replicas` compares.
+
+`mpiexec -n N python -m benchmarks.replicas_ranks ADDRESS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.served import serve
+from tests.support.mpi.namespaces import sent_by_interface
+
+RANK, SIZE = int(os.environ.get("PMI_RANK", "0")), int(os.environ.get("PMI_SIZE", "1"))
+EXAMPLES, HELD_OUT = 32, 2048
+
+
+def main(address: str) -> None:
+    """Serve the methods of a `Rank`."""
+    os.sched_setaffinity(0, {RANK % (os.cpu_count() or 1)})
+    rank = Rank()
+    serve(address, RANK, {name: getattr(rank, name) for name in ("prepare", "train", "held_out")})
+
+
+class Rank:
+    """A model, and one system's step and state at a time."""
+
+    def prepare(self, task: str, sync: Mapping[str, Any] | None) -> float:
+        """Makes a step and a state, and compiles; returns the bytes that the plan has a client send in a step.
+
+        `sync`: options of `Average`, `outer` being True or left out; None: data parallelism over all ranks.
+        """
+        import jax
+        import optax
+
+        import autopar
+        from benchmarks.staleness import TASKS, step_of
+
+        self.task = TASKS[task]()
+        step, make = step_of(self.task)
+        options: dict[str, Any] = {}
+        if sync is not None:
+            outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if sync.get("outer") else None
+            options["sync"] = autopar.sync.Average(**{**sync, "outer": outer})
+        self.is_replica = sync is not None
+        self.step = autopar.parallelize(step, **options)
+        state = make(0)
+        for k in range(2 * (sync or {}).get("every", 1)):  # a mean is compiled, too
+            state, _ = self.step(state, self._batch(-1 - k))
+        jax.block_until_ready(autopar.average(state))
+        self.state, self.done = make(0), 0
+        plan = self.step.plan.sync
+        return 0.0 if plan is None else plan.sent_bytes
+
+    def _batch(self, k: int) -> Any:
+        """This rank's own minibatch, or all of them as one batch."""
+        own = [self._drawn((k + 10**6, rank), EXAMPLES) for rank in ([RANK] if self.is_replica else range(SIZE))]
+        return {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
+
+    def _drawn(self, seed: Any, count: int) -> dict[str, np.ndarray]:
+        x, y = self.task.draw(np.random.default_rng(seed), count)
+        return {"x": x, "y": y}
+
+    def train(self, steps: int) -> tuple[float, int]:
+        """Goes on for some steps; their seconds, and the bytes that left this host."""
+        import jax
+
+        batches = [self._batch(self.done + k) for k in range(steps)]
+        before, start = sent_by_interface(), time.perf_counter()
+        for batch in batches:
+            self.state, metrics = self.step(self.state, batch)
+        jax.block_until_ready(metrics)
+        float(metrics["loss"])
+        self.done += steps
+        return time.perf_counter() - start, sent_by_interface() - before
+
+    def held_out(self) -> float:
+        """The loss of the mean of all replicas on examples that nobody trains on."""
+        import jax
+        import optax
+
+        import autopar
+        from autopar.backends.across import local
+
+        params = jax.tree.map(local, autopar.average(self.state)[0])
+        batch = self._drawn(7, HELD_OUT)
+        logits = jax.jit(self.task.logits)(jax.tree.map(np.asarray, params), batch["x"])
+        return float(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
