@@ -47,7 +47,7 @@ def replicate(
     block = program.block
     sizes = {k: block.inputs[k].type.nbytes for k in found}
     fragments = _balanced(found, [sizes[k] for k in found], sync.fragments)
-    rows = dict(_touched(program, bound, found, clients * sync.every))
+    rows = dict(_touched(program, bound, found, clients * sync.every)) if clients > 1 else {}
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
     plan = SyncPlan(

@@ -135,6 +135,11 @@ class Replica(StandingLeaf):
     def is_deleted(self) -> bool:
         return isinstance(self._leaf, (jax.Array, TableLeaf)) and self._leaf.is_deleted()
 
+    def block_until_ready(self) -> Replica:
+        """Wait for the step that returned it, and for its mean, if that is merged."""
+        jax.block_until_ready(self._leaf)
+        return self
+
     def current(self) -> Any:
         """This client's leaf: an array, or a table."""
         return self.own
