@@ -340,12 +340,16 @@ def _clients(
 ) -> Clients | None:
     """Those that train a replica each; None without `sync`."""
     if sync is None:
+        if plan is not None and plan.sync is not None:
+            raise ArgumentsError(
+                f"{plan.name} is of {plan.sync.clients} clients that train replicas, and doesn't hold their outer "
+                "optimizer: give sync= as well, as it was"
+            )
         return None
     if not isinstance(sync, Average):
         raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...)")
-    if pipeline is not None or plan is not None:
-        name = "pipeline=" if plan is None else "plan="
-        raise ArgumentsError(f"sync= and {name} don't go together: leave one of them out")
+    if pipeline is not None:
+        raise ArgumentsError("sync= and pipeline= don't go together: leave one of them out")
     if asks_for_hosts(strategy):
         raise ArgumentsError(
             "sync=Average(...): tables on hosts are one for all ranks, and replicas are each client's own. Keep their "

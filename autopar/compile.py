@@ -124,7 +124,7 @@ def _replicate(program: Program, bound: BoundPlan, request: Request) -> Result:
     options = request.options
     if options.sync is None:
         return program, bound, "all processes train one state"
-    return program, *replicate(program, bound, options.sync, options.clients, options.batch_axis)
+    return program, *replicate(program, bound, options.sync, options.clients, options.batch_axis, options.plan)
 
 
 def _split_update(program: Program, bound: BoundPlan, request: Request) -> Result:

@@ -332,9 +332,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",
-        "replicas": "none"
-        if plan.sync is None
-        else f"{plan.sync.clients} clients, {plan.sync.name}, every {plan.sync.every}",
+        "replicas": str(plan.sync or "none"),
         "bytes of state on a device": str(plan.state_bytes),
     }
 

@@ -41,6 +41,12 @@ class SyncPlan:
         touched rows are sent, of which steps have some in common."""
         return 2 * (self.clients - 1) / self.clients * self.mean_bytes / self.every
 
+    def __str__(self) -> str:
+        more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1) + f", {self.delay} late" * bool(
+            self.delay
+        )
+        return f"{self.clients} clients, {self.name}, every {self.every}{more}"
+
     def due(self, step: int) -> Sequence[int]:
         """The fragments whose mean is taken after a step, which are counted from 1."""
         distance = self.every // len(self.fragments)

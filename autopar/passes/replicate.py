@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from autopar.analysis.weights import weights
-from autopar.errors import StrategyError
+from autopar.errors import PlanError, StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.examples import BatchAxis
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Row, Same
 from autopar.ir.sync_plan import SyncPlan
@@ -18,7 +19,12 @@ from autopar.sync import Average
 
 
 def replicate(
-    program: Program, bound: BoundPlan, sync: Average, clients: int, batch_axis: BatchAxis
+    program: Program,
+    bound: BoundPlan,
+    sync: Average,
+    clients: int,
+    batch_axis: BatchAxis,
+    earlier: Plan | None = None,
 ) -> tuple[BoundPlan, str]:
     """Put a `SyncPlan` into the plan.
 
@@ -28,8 +34,10 @@ def replicate(
       sync: The way that the user chose.
       clients: C.
       batch_axis: Which axis of the batch's leaves runs over its examples.
+      earlier: A plan by which the step is to be run.
 
     Raises:
+      PlanError: the earlier plan has other replicas.
       StrategyError: the step has no weights that examples meet, or fewer than fragments.
     """
     examples = analyze_batch(program, devices=1, batch_axis=batch_axis, always=True)[0].batch
@@ -63,6 +71,11 @@ def replicate(
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
+    if earlier is not None and earlier.sync != plan:
+        raise PlanError(
+            f"{earlier.name} is of {earlier.sync or 'no replicas'}, and sync= makes {plan} of {program.name}: give the "
+            "sync= that it was made with, on as many processes, or make the plan again"
+        )
     return bound.noting(sync=plan), f"{clients} clients, {len(found)} weights: {sync.name}"
 
 

@@ -20,6 +20,10 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
     Tables that the strategy puts on hosts are there, with a rank for each device.
     """
     require_cluster(cluster)
+    if step.options.sync is not None:
+        raise ArgumentsError(
+            f"{step.name} trains replicas by sync=, which are planned for the processes here alone: leave cluster= out"
+        )
     memory = int(cluster.device.memory_bytes)
     rates, stages = functools.partial(planned_rates, cluster), functools.partial(planned_stage_rates, cluster)
     strategy, tensor = step.options.strategy, step.options.tensor

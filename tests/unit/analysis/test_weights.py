@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -68,6 +69,25 @@ def test_fragments_are_balanced() -> None:
     assert plan.sync.fragments == (("params/emb",), ("params/layers", "params/w", "target"))
     assert plan.sync.fragment_bytes == (480, 256)
     assert [plan.sync.due(k) for k in range(1, 7)] == [[], [1], [], [0], [], [1]]
+
+
+def test_a_plan_holds_them(tmp_path: Path) -> None:
+    planned = autopar.parallelize(step, sync=Average(every=2))
+    plan = autopar.plan(planned, make_state(), batch())
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and not plan.diff(loaded)
+    again = autopar.parallelize(step, sync=Average(every=2), plan=loaded)
+    again(make_state(), batch())
+    assert again.plan is not None and again.plan.sync == plan.sync
+    with pytest.raises(autopar.ArgumentsError, match="give sync= as well"):
+        autopar.parallelize(step, plan=loaded)
+    with pytest.raises(autopar.PlanError, match="local SGD, every 2, and sync= makes 1 clients, local SGD, every 4"):
+        autopar.parallelize(step, sync=Average(every=4), plan=loaded)(make_state(), batch())
+    with pytest.raises(autopar.ArgumentsError, match="leave cluster= out"):
+        autopar.explain(planned, make_state(), batch(), cluster=autopar.Cluster.named("dgx-h100"))
+    other = autopar.plan(autopar.parallelize(step), make_state(), batch())
+    assert "replicas" in str(other.diff(plan))
 
 
 def test_what_explain_says() -> None:
