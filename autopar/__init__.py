@@ -37,6 +37,7 @@ with paused_collection():
     from autopar.planning.explain import explain
     from autopar.planning.explanation import Explanation
     from autopar.planning.plan import plan
+    from autopar.planning.replay_replicas import replay
     from autopar.planning.simulate import Simulation, simulate
     from autopar.planning.staleness import Staleness, staleness
     from autopar.planning.verification import Verification
@@ -108,6 +109,7 @@ __all__ = [
     "paired",
     "parallelize",
     "plan",
+    "replay",
     "report",
     "restore",
     "save",

@@ -1,24 +1,26 @@
 """Replay and `verify` of replicas: all clients' steps and means, one after the other in one process.
 
-The oracle of `sync=`, which is another function than the step on one device. With a client's own compiled programs it
-must give the same bits; with the step's own jaxpr in float64 the same numbers but for rounding.
+The oracle of `sync=`, which is another function than the step on one device: with a client's own compiled programs it
+gives the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from autopar.backends.clients import Clients, mean_of
+from autopar.backends.clients import mean_of
+from autopar.errors import ArgumentsError
 from autopar.ir.program import Program
 from autopar.planning.verification import LeafCheck, Verification
 from autopar.planning.verify_replay import compared_values
-from autopar.run.entry import Entry
-from autopar.run.replicas import Averaging, ReplicaRunner, Weights
-from autopar.run.touched_rows import TouchedRows
+from autopar.run.entry import Entry, replica_runner
+from autopar.run.replicas import ReplicaRunner, Weights
+from autopar.run.step import ParallelStep
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, Replicas
@@ -29,37 +31,76 @@ AGAINST = "a sequential replay of all clients' steps and means, since replicas a
 _mean = jax.jit(mean_of)
 
 
+def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+    """Train replicas in one process, one client after the other: what so many processes must have computed.
+
+    A client's steps are run by the programs that it has itself. So on one kind of machine the numbers are those of the
+    processes, to the bit; and how a way of training works out can be seen without them.
+
+    Args:
+      step: What `parallelize(..., sync=...)` returned, of a function `(state, batch)`.
+      state: What all clients begin with.
+      minibatches: For each step a batch for each client, in their order, as many each time.
+
+    Yields:
+      After each step what each client's call returned. The next step updates these states in place.
+
+    Raises:
+      ArgumentsError: a step without `sync=`, or another number of minibatches than before.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopar
+      >>> @autopar.parallelize(sync=autopar.sync.Average(every=2))
+      ... def step(w, x):
+      ...     return w - 0.1 * jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w), None
+      >>> minibatches = [[jnp.ones((2, 1)), 2 * jnp.ones((2, 1))]] * 2
+      >>> *_, last = autopar.replay(step, jnp.zeros(1), minibatches)
+      >>> [float(w[0]) for w, _ in last]
+      [0.42..., 0.42...]
+    """
+    if not isinstance(step, ParallelStep) or step.clients is None:
+        raise ArgumentsError("replay takes a step whose clients train replicas, parallelize(step, sync=...)")
+    coming = iter(minibatches)
+    first = next(coming, None)
+    if first is None:
+        return
+    options = dataclasses.replace(step.options, clients=len(first))
+    entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first[0])
+
+    def calls() -> Iterator[list[list[Any]]]:
+        for k, batches in enumerate(itertools.chain([first], coming)):
+            if len(batches) != len(first):
+                raise ArgumentsError(f"replay: step {k} has {len(batches)} minibatches, the first one had {len(first)}")
+            yield [step.leaves((state, batch), {}) for batch in batches]
+
+    runner = replica_runner(entry, step.clients)
+    for results in replay_replicas(entry.compiled.analysed, runner, calls()):
+        yield [entry.out_tree.unflatten(own) for own in results]
+
+
 def replay_replicas(
-    program: Program,
-    clients: Clients,
-    averaging: Averaging,
-    touched: TouchedRows,
-    run: Callable[[Sequence[Any]], Sequence[Any]],
-    minibatches: Sequence[Sequence[Sequence[Any]]],
-) -> list[list[Any]]:
-    """Returns each client's flat results of its last step.
+    program: Program, runner: ReplicaRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
+) -> Iterator[list[list[Any]]]:
+    """Yields each client's flat results of each step.
 
     Args:
       program: The analysed step.
-      clients: Those of the run that is replayed.
-      averaging: What happens behind the steps.
-      touched: Which rows of tables steps touch.
-      run: One step of a client, on flat arguments that it may update in place; returns flat results.
+      runner: What runs a client's steps, and says what is behind them.
       minibatches: Of each step, for each client its flat arguments. States are taken from the first step's; all clients
         have the same then.
     """
-    states = program.new_states
-    leaves = [{k: copied(x) for k, x in enumerate(first) if k in states} for first in minibatches[0]]
+    states, averaging, touched = program.new_states, runner.averaging, runner.touched
+    leaves: list[dict[int, Any]] = []
     shared: list[Replicas] = []
-    results: list[list[Any]] = []
     since = touched.none(averaging.weights)
     for step in minibatches:
+        if not leaves:
+            leaves = [{k: copied(materialize(x)) for k, x in enumerate(first) if k in states} for first in step]
+            shared = [averaging.begin(runner.clients, Weights(own)) for own in leaves]
         calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(leaves, step, strict=True)]
-        if not shared:
-            shared = [averaging.begin(clients, Weights(own)) for own in leaves]
         for call in calls:
             since = touched.after(since, call)
-        results = [list(run(call)) for call in calls]
+        results = [jax.tree.leaves(runner.inner(call)) for call in calls]
         shared = [dataclasses.replace(each, steps=each.steps + 1) for each in shared]
         weights = [Weights({k: own[states[k]] for k in averaging.weights}) for own in results]
         sent = [averaging.sent(*pair) for pair in zip(shared, weights, strict=True)]
@@ -78,7 +119,7 @@ def replay_replicas(
             for k, array in new.items():
                 own[states[k]] = weights[c].like(k, array)
             leaves[c] = {k: own[out] for k, out in states.items()}
-    return results
+        yield results
 
 
 def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
@@ -99,11 +140,8 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
         own = dict(zip(batch, (stack[c] for stack in given), strict=True))
         calls.append([own.get(k, x) for k, x in enumerate(first)])
     clients = runner.clients
-
-    def run(call: Sequence[Any]) -> list[Any]:
-        return jax.tree.leaves(runner.inner(call))
-
-    expected = replay_replicas(program, clients, runner.averaging, runner.touched, run, [calls] * steps)[clients.own]
+    *_, last = replay_replicas(program, runner, [calls] * steps)
+    expected = last[clients.own]
     found: list[Any] = []
     state = {k: copied(first[k]) for k in program.new_states}
     for _ in range(steps):

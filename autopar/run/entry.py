@@ -141,13 +141,7 @@ class Entry:
     @functools.cached_property
     def runner(self) -> Runner:
         """Who calls the planned step."""
-        if self.clients is None:
-            return self.own_runner
-        out_tree, sync, plan = self.out_tree, self.options.sync, self.compiled.plan.sync
-        assert sync is not None and plan is not None, "clients have replicas"
-        averaging = Averaging(sync, plan, self.compiled.analysed)
-        touched = TouchedRows(self.compiled, plan)
-        return ReplicaRunner(self.own_runner, averaging, touched, self.clients, self.compiled.analysed, out_tree)
+        return self.own_runner if self.clients is None else replica_runner(self, self.clients)
 
     @functools.cached_property
     def own_runner(self) -> Runner:
@@ -221,6 +215,15 @@ class Entry:
     def plain(self) -> Callable[..., Sequence[Any]]:
         """The step as JAX traced it, on flat arrays."""
         return jax_compat.jaxpr_as_fun(self.jaxpr)
+
+
+def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
+    """What calls a client's step, by its own runner, and averages behind it."""
+    compiled, sync, plan = entry.compiled, entry.options.sync, entry.compiled.plan.sync
+    assert sync is not None and plan is not None, "clients have replicas"
+    averaging = Averaging(sync, plan, compiled.analysed)
+    touched = TouchedRows(compiled, plan)
+    return ReplicaRunner(entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree)
 
 
 def _weak(value: Any) -> Any:

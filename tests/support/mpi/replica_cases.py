@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import autopar
+from autopar import jax_compat
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.launch.group import everyone
@@ -132,6 +133,7 @@ def check_every_step_by_sgd_is_data_parallelism() -> None:
     assert alike(state["params"])
 
 
+@jax_compat.enable_x64()
 def check_means_and_outer_steps() -> None:
     """Local SGD, DiLoCo and its streaming form, with slots, deferred rows among them, that stay each client's own."""
     adam = optax.adam(1e-2)
@@ -151,8 +153,9 @@ def check_means_and_outer_steps() -> None:
             tuple(f"params/{name}" for name in names) for names in order
         )
         theirs = expected(tx, sync.every, sync.outer, order or (("b", "emb", "w"),), sync.delay)
-        near(state["params"], theirs[RANK], 2e-4)
-        near(autopar.average(state["params"]), jax.tree.map(lambda *xs: sum(xs) / RANKS, *theirs), 2e-4)
+        assert state["params"]["w"].dtype == np.float64
+        near(state["params"], theirs[RANK], 1e-6)
+        near(autopar.average(state["params"]), jax.tree.map(lambda *xs: sum(xs) / RANKS, *theirs), 1e-6)
 
 
 def check_replays_have_the_same_bits() -> None:
@@ -163,6 +166,10 @@ def check_replays_have_the_same_bits() -> None:
     ):
         step = autopar.parallelize(step_of(tx), sync=sync)
         assert autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=9).ok
+        state = trained(step, make_state(tx), range(STEPS))
+        minibatches = [[minibatch(c, k) for c in range(RANKS)] for k in range(STEPS)]
+        *_, last = autopar.replay(step, make_state(tx), minibatches)
+        same(state, last[RANK][0])
 
 
 class WrongClients(Clients):
