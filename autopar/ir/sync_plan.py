@@ -45,7 +45,7 @@ class SyncPlan:
         more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1) + f", {self.delay} late" * bool(
             self.delay
         )
-        return f"{self.clients} clients, {self.name}, every {self.every}{more}"
+        return f"{self.clients} client{'s' * (self.clients > 1)}, {self.name}, every {self.every}{more}"
 
     def due(self, step: int) -> Sequence[int]:
         """The fragments whose mean is taken after a step, which are counted from 1."""

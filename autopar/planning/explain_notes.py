@@ -127,10 +127,10 @@ def replica_notes(plan: Plan) -> Iterator[str]:
         return
     is_another = sync.clients > 1 or sync.outer
     own = "another function than the step on one device" if is_another else "with one client, the step itself"
-    minibatches = f"{sync.clients} x {sync.every}" if sync.every > 1 else f"{sync.clients}"
+    minibatches = " x ".join(str(n) for n in (sync.clients, sync.every) if n > 1) or "1"
     examples = f" of {sync.examples} examples each" if sync.examples else ""
     yield (
-        f"Replicas: {sync.clients} clients, each with weights of its own: {sync.name}, {own}. A call takes a client's "
+        f"Replicas: {sync.clients} client{'s' * (sync.clients > 1)}, each with weights of its own: {sync.name}, {own}. A call takes a client's "
         f"own minibatch; one update of what all have is made of {minibatches} minibatches{examples}."
     )
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))

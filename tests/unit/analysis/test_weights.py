@@ -82,7 +82,7 @@ def test_a_plan_holds_them(tmp_path: Path) -> None:
     assert again.plan is not None and again.plan.sync == plan.sync
     with pytest.raises(autopar.ArgumentsError, match="give sync= as well"):
         autopar.parallelize(step, plan=loaded)
-    with pytest.raises(autopar.PlanError, match="local SGD, every 2, and sync= makes 1 clients, local SGD, every 4"):
+    with pytest.raises(autopar.PlanError, match="local SGD, every 2, and sync= makes 1 client, local SGD, every 4"):
         autopar.parallelize(step, sync=Average(every=4), plan=loaded)(make_state(), batch())
     with pytest.raises(autopar.ArgumentsError, match="leave cluster= out"):
         autopar.explain(planned, make_state(), batch(), cluster=autopar.Cluster.named("dgx-h100"))
@@ -92,7 +92,7 @@ def test_a_plan_holds_them(tmp_path: Path) -> None:
 
 def test_what_explain_says() -> None:
     text = explained(autopar.parallelize(step, sync=Average(every=2)), make_state(), batch())
-    assert "Replicas: 1 clients" in text and "every 2 steps their mean is taken" in text
+    assert "Replicas: 1 client," in text and "every 2 steps their mean is taken" in text
     assert "Each client's own stay" in text
 
 
