@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 import autopar
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.options import Options
@@ -40,6 +41,7 @@ def test_each_option_outside_of_options_is_compared() -> None:
         "devices": Devices(Mesh([_DEVICE], ("data",)), "data"),
         "per_device": PerDevice("batch", 1, 0),
         "stage_devices": (StageDevice((_DEVICE,)),),
+        "clients": Clients.of(Devices.of(None), 1),
     }
     assert set(others) == {f.name for f in dataclasses.fields(Planner)} - _NO_OPTIONS
     for name, value in others.items():
