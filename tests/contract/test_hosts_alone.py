@@ -159,3 +159,23 @@ def test_rows_that_are_picked(shape: tuple[int, ...]) -> None:
     mine = hosted(step)(table(*shape), ids())
     for picked in (3, -1, np.array([4, 0]), np.array([[1], [2]]), (5, ...), slice(2, 4)):
         np.testing.assert_allclose(mine[picked], theirs[picked], rtol=1e-5)
+
+
+def test_leaves_with_one_new_value() -> None:
+    """Gradients of two weights that nothing reads are one array of zeros, which isn't donated twice."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(params["t"][ids] * params["w"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+        params |= {k: params[k] - old for k, old in state["grads"].items()}
+        return {"params": params, "grads": {k: grads[k] for k in state["grads"]}}, loss
+
+    params = {"t": jnp.ones((300, 4)), **{k: jnp.ones(4) for k in ("w", "u", "v")}}
+    state = {"params": params, "grads": {"u": jnp.ones(4), "v": jnp.ones(4)}}
+    planned = autopar.parallelize(step, strategy=("ps", "hosts"))
+    for k in range(3):
+        state, _ = planned(state, np.array([1, 2, 3 + k], np.int32))
+    assert not np.asarray(state["grads"]["u"]).any() and not np.asarray(state["grads"]["v"]).any()
