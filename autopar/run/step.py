@@ -152,7 +152,7 @@ class ParallelStep:
             return known
         entry = self.entry(*args, **kwargs)
         if any(map(is_traced, leaves)):
-            self._check_not_hosted(entry)
+            self._check_is_one_program(entry)
             ready = _Ready(key, entry, None)
         else:
             ready = _Ready(key, entry, entry.table_runner if any(map(is_table, leaves)) else entry.runner)
@@ -163,14 +163,17 @@ class ParallelStep:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
         entry = self.entry(*args, **kwargs)
-        self._check_not_hosted(entry)
+        self._check_is_one_program(entry)
         return entry.runner.lower()
 
-    def _check_not_hosted(self, entry: Entry) -> None:
-        if entry.compiled.plan.on_hosts:
+    def _check_is_one_program(self, entry: Entry) -> None:
+        what = (
+            "tables on hosts" if entry.compiled.plan.on_hosts else "" if entry.clients is None else "replicas (sync=)"
+        )
+        if what:
             raise StepError(
-                f"{self.name} has tables on hosts: it runs in several programs with exchanges between them, and so "
-                "can't be traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
+                f"{self.name} has {what}: it runs in several programs with exchanges between them, and so can't be "
+                "traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
             )
 
     def entry(self, *args: Any, **kwargs: Any) -> Entry:

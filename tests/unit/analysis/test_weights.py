@@ -86,6 +86,8 @@ def test_a_plan_holds_them(tmp_path: Path) -> None:
         autopar.parallelize(step, sync=Average(every=4), plan=loaded)(make_state(), batch())
     with pytest.raises(autopar.ArgumentsError, match="leave cluster= out"):
         autopar.explain(planned, make_state(), batch(), cluster=autopar.Cluster.named("dgx-h100"))
+    with pytest.raises(autopar.ArgumentsError, match="simulate knows no replicas"):
+        autopar.simulate(plan, cluster=autopar.Cluster.named("dgx-h100"))
     other = autopar.plan(autopar.parallelize(step), make_state(), batch())
     assert "replicas" in str(other.diff(plan))
 
@@ -146,5 +148,7 @@ def test_one_client_is_the_step() -> None:
         old = mine
         planned(mine, batch())
         np.asarray(old["params"]["w"])
+    with pytest.raises(autopar.StepError, match=r"step has replicas \(sync=\): it runs in several programs"):
+        jax.jit(planned)(make_state(), batch())
     with pytest.raises(autopar.ArgumentsError, match="whose clients train replicas"):
         autopar.shard({"x": np.ones(4)}, batch_size=2, step=autopar.parallelize(step))
