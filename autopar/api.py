@@ -219,7 +219,8 @@ def parallelize(
         clients=clients,
     )
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
-    return ParallelStep(planner, None if replan == "off" or devices.processes.several else AlphaWatch(replan))
+    unwatched = replan == "off" or devices.processes.several or sync is not None
+    return ParallelStep(planner, None if unwatched else AlphaWatch(replan))
 
 
 def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit) -> str | None:

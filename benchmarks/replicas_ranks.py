@@ -43,7 +43,9 @@ class Rank:
 
         self.task = TASKS[task]()
         step, make = step_of(self.task)
-        options: dict[str, Any] = {"strategy": "allreduce"}  # the vocabulary is small, and calibrating takes minutes here
+        options: dict[str, Any] = {
+            "strategy": "allreduce"
+        }  # the vocabulary is small, and calibrating takes minutes here
         if sync is not None:
             outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if sync.get("outer") else None
             options["sync"] = autopar.sync.Average(**{**sync, "outer": outer})

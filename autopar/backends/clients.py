@@ -113,7 +113,7 @@ class Clients:
     def _joined(self, arrays: Sequence[jax.Array], join: Callable[[Sequence[Array]], Array]) -> list[jax.Array]:
         if self.count == 1 or not arrays:
             return list(arrays)
-        arrays = [self._placed(x) for x in arrays]
+        arrays = [self.placed(x) for x in arrays]
         specs = tuple(_spec(x) for x in arrays)
         run = _program(self._mesh, specs, join, self.count)
         whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
@@ -121,7 +121,7 @@ class Clients:
             joined = run(*whole)
         return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
 
-    def _placed(self, array: jax.Array) -> jax.Array:
+    def placed(self, array: jax.Array) -> jax.Array:
         """An array on all devices of the client."""
         if array.sharding.device_set == set(self.devices.mesh.devices.flat):
             return array

@@ -105,7 +105,7 @@ class Examples:
     ) -> None:
         self._reader, self._size, self._counts = reader, size, tuple(counts)
         self._seed, self._member, self._held, self._first = seed, member, held, first
-        self._turns, self._turn = turns, turn
+        self._turns, self._turn, self._last = turns, turn, last
         whole = [n // size for n in counts]
         self.batches = min(whole) if last == "drop" else max(-(-n // size) for n in counts)
         if last == "error" and any(n != self.batches * size for n in counts):
@@ -113,6 +113,10 @@ class Examples:
             raise ArgumentsError(
                 f"the source has {shown}, which batches of {size * len(counts)} don't use up equally. "
                 "shard(source, last='drop') leaves the rest out, last='pad' fills the last batch up"
+            )
+        if self.batches < turns:
+            raise ArgumentsError(
+                f"the source has {self.batches} minibatches for {turns} clients: give smaller ones, or more examples"
             )
         if last == "error" and self.batches % turns:
             raise ArgumentsError(
@@ -123,7 +127,12 @@ class Examples:
     def read(self, epoch: int, start: int) -> Iterator[Part]:
         """Batches of an epoch from number `start` on, of clients those whose turn it is; a part's number is that of the
         last batch that somebody has then."""
-        count = self._reader.count
+        count, rest = self._reader.count, (self.batches - start) % self._turns
+        if rest and self._last == "error":
+            raise ArgumentsError(
+                f"from minibatch {start} on {self.batches - start} are left, which {self._turns} clients don't share "
+                "equally. shard(source, last='drop') leaves the rest of each epoch out"
+            )
         order = None
         if self._seed is not None:
             order = np.random.default_rng((self._seed, epoch, self._member)).permutation(count)

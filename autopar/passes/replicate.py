@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from autopar.analysis.weights import weights
+from autopar.analysis.weights import goes_on, weights
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.examples import BatchAxis
@@ -47,6 +47,13 @@ def replicate(
             f"sync: {program.name} has no weights: no floating-point leaf of its state meets the examples. Say with "
             "batch_axis= which axis of the batch runs over them, and with state_argnums= what the state is"
         )
+    lost = next((k for k in found if not goes_on(program, examples, k)), None)
+    if lost is not None:
+        raise StrategyError(
+            f"sync: {program.inputs[lost].path} meets the examples, but its new value doesn't follow from it, as of a "
+            "copy of other weights in fewer bits: its mean would be lost in the next step. Make the copy in the step, "
+            "and leave it out of the state"
+        )
     if len(found) < sync.fragments:
         raise StrategyError(
             f"sync: fragments={sync.fragments}, and {program.name} has {len(found)} weights: a fragment is some of "
@@ -71,7 +78,7 @@ def replicate(
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
-    if earlier is not None and earlier.sync != plan:
+    if earlier is not None and str(earlier.sync) != str(plan):
         raise PlanError(
             f"{earlier.name} is of {earlier.sync or 'no replicas'}, and sync= makes {plan} of {program.name}: give the "
             "sync= that it was made with, on as many processes, or make the plan again"

@@ -130,8 +130,9 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     minibatches = " x ".join(str(n) for n in (sync.clients, sync.every) if n > 1) or "1"
     examples = f" of {sync.examples} examples each" if sync.examples else ""
     yield (
-        f"Replicas: {sync.clients} client{'s' * (sync.clients > 1)}, each with weights of its own: {sync.name}, {own}. A call takes a client's "
-        f"own minibatch; one update of what all have is made of {minibatches} minibatches{examples}."
+        f"Replicas: {sync.clients} client{'s' * (sync.clients > 1)}, each with weights of its own: {sync.name}, {own}. "
+        f"A call takes a client's own minibatch; one update of what all have is made of {minibatches} "
+        f"minibatches{examples}."
     )
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))
     move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"

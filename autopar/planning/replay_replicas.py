@@ -64,6 +64,8 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
     first = next(coming, None)
     if first is None:
         return
+    if not isinstance(first, Sequence) or not first:
+        raise ArgumentsError("replay takes for each step a list of minibatches, one for each client")
     options = dataclasses.replace(step.options, clients=len(first))
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first[0])
 
@@ -117,7 +119,7 @@ def replay_replicas(
                     means[k] = touched.put(k, sent[c][k], some, mean, in_place=False)
             shared[c], new = averaging.merged(shared[c], weights[c], means)
             for k, array in new.items():
-                own[states[k]] = weights[c].like(k, array)
+                own[states[k]] = array
             leaves[c] = {k: own[out] for k, out in states.items()}
         yield results
 

@@ -126,7 +126,7 @@ class Planner:
         program = Program(block, inputs, outputs, self.name)
         if self.processes is not None:
             check_same_call(self.processes, program, self.choices, leaves)
-        if self.clients is not None and self.clients.processes.several:
+        if self.clients is not None and self.clients.processes.several and is_first:
             shared = [x if input_.role == "state" else None for input_, x in zip(inputs, leaves, strict=True)]
             check_same_call(self.clients.processes, program, self.choices, shared)
         mark(number, f"planning {self.name}"[:64], "compiles")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,15 +13,16 @@ import numpy as np
 
 from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
-from autopar.errors import CheckpointError, StepError
+from autopar.errors import CheckpointError, StateError, StepError
 from autopar.ir.program import Program
 from autopar.ir.sync_plan import SyncPlan
+from autopar.launch.group import odd_one
 from autopar.run.runner import Runner
 from autopar.run.touched_rows import TouchedRows
 from autopar.sync import Average
-from autopar.tables.kinds import copied, current
-from autopar.tables.replica import OnItsWay, Replica, Replicas, replicas_of
-from autopar.tables.sharded import Table
+from autopar.tables.kinds import copied
+from autopar.tables.leaf import TableLeaf
+from autopar.tables.replica import OnItsWay, Replica, Replicas, moved, replicas_of
 
 Array = Any
 
@@ -49,6 +51,11 @@ class Averaging:
         self._outer = None if sync.outer is None else jax.jit(self._updated)
 
     @property
+    def mode(self) -> str:
+        """Says what other steps must have in common with this one to go on with its replicas."""
+        return f"{self._plan.name} of {self._plan.fragments}"
+
+    @property
     def in_place(self) -> bool:
         """Whether nobody reads what was sent, once there is a mean of it."""
         return self._outer is None and not self._plan.delay
@@ -61,10 +68,10 @@ class Averaging:
     def begin(self, clients: Clients, weights: Mapping[int, Array]) -> Replicas:
         """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
         if self._sync.outer is None:
-            return Replicas(clients)
-        anchors = {k: copied(weights[k]) for k in self.weights}
+            return Replicas(clients, self.mode)
+        anchors = {k: copied(clients.placed(weights[k])) for k in self.weights}
         outer = {n: self._sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self.fragments)}
-        return Replicas(clients, anchors=anchors, outer=outer)
+        return Replicas(clients, self.mode, anchors=anchors, outer=outer)
 
     def resumed(self, clients: Clients, shared: Mapping[str, Array]) -> Replicas:
         """Returns what replicas share, of what a checkpoint has of that (`Replicas.shared`).
@@ -74,7 +81,7 @@ class Averaging:
         """
         arrays = {k: jnp.asarray(shared[name]) for k in self.weights if (name := f"anchors/{k}") in shared}
         known = len(arrays) == (0 if self._outer is None else len(self.weights))
-        begun = self.begin(clients, arrays) if known else Replicas(clients)
+        begun = self.begin(clients, arrays) if known else Replicas(clients, self.mode)
         begun = dataclasses.replace(begun, steps=int(shared["steps"]))
         if not known or [*begun.shared] != [*shared]:
             raise CheckpointError(
@@ -84,7 +91,7 @@ class Averaging:
         outer = {
             n: jax.tree.unflatten(
                 jax.tree.structure(state),
-                [jnp.asarray(shared[f"outer/{n}/{i}"]) for i in range(len(jax.tree.leaves(state)))],
+                [clients.placed(jnp.asarray(shared[f"outer/{n}/{i}"])) for i in range(len(jax.tree.leaves(state)))],
             )
             for n, state in begun.outer.items()
         }
@@ -111,15 +118,16 @@ class Averaging:
                 made, outer[n] = self._outer(made, outer[n], _picked(anchors, some))
                 anchors |= made
             if self._plan.delay:
-                pending[n] = OnItsWay(replicas.steps + self._plan.delay, _picked(weights, some, copied), made)
+                # What one client alone has "on its way" is its own weights, which the next step updates in place.
+                new_ones = made if self._outer is not None else _picked(made, some, copied)
+                pending[n] = OnItsWay(replicas.steps + self._plan.delay, _picked(weights, some, copied), new_ones)
             else:
                 new |= _picked(made, some, copied) if self._outer is not None else made
         for n, way in list(pending.items()):
             if way.due <= replicas.steps:
                 del pending[n]
                 some = self.fragments[n]
-                now = _moved([weights[k] for k in some], *([of[k] for k in some] for of in (way.sent, way.new)))
-                new |= dict(zip(some, now, strict=True))
+                new |= {k: moved(weights[k], way.sent[k], way.new[k]) for k in some}
         return dataclasses.replace(replicas, anchors=anchors, outer=outer, pending=pending), new
 
     def _updated(self, gradients: Mapping[int, Array], state: Any, weights: Mapping[int, Array]) -> Any:
@@ -136,20 +144,8 @@ def _differences(anchors: Sequence[Array], weights: Sequence[Array]) -> Sequence
     return [a - w for a, w in zip(anchors, weights, strict=True)]
 
 
-@jax.jit
-def _moved(weights: Sequence[Array], sent: Sequence[Array], new: Sequence[Array]) -> Sequence[Array]:
-    """Weights that became new ones while this client went on from those that it sent."""
-    return [n + (w - s) for w, s, n in zip(weights, sent, new, strict=True)]
-
-
-def settled(leaf: Replica) -> Any:
-    """Returns this client's leaf once its mean, if that is on its way, is merged."""
-    ways = [way for way in leaf.replicas.pending.values() if leaf.place in way.new]
-    if not ways:
-        return leaf.own
-    (way,), k, weights = ways, leaf.place, Weights({leaf.place: leaf.own})
-    (now,) = _moved([weights[k]], [way.sent[k]], [way.new[k]])
-    return weights.like(k, now)
+def _digest(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes())
 
 
 class ReplicaRunner:
@@ -175,6 +171,7 @@ class ReplicaRunner:
     ) -> None:
         self.inner, self.averaging, self.touched, self.clients = inner, averaging, touched, clients
         self._new_states, self._out_tree = program.new_states, out_tree
+        self._name, self._paths = program.name, [input_.path for input_ in program.inputs]
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
         """Returns what replicas share, and which rows this client touched, of what a checkpoint has of that."""
@@ -200,9 +197,14 @@ class ReplicaRunner:
         replicas = replicas_of(leaves)
         own = [self._own(leaf) for leaf in leaves]
         if replicas is None:
-            replicas = self.averaging.begin(self.clients, Weights(dict(enumerate(own))))
-            replicas = dataclasses.replace(replicas, touched=self.touched.none(self.averaging.weights))
-        touched = self.touched.after(replicas.touched, own)
+            replicas = self._begun(own)
+        elif replicas.mode != self.averaging.mode:
+            raise StepError(
+                f"{self._name}: the state's replicas are of another sync=, {replicas.mode}, and this step has "
+                f"{self.averaging.mode}. Begin with their mean, autopar.average(state)"
+            )
+        kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
+        touched = self.touched.after(kept, own)
         results = jax.tree.leaves(self.inner(own))
         replicas = dataclasses.replace(replicas, steps=replicas.steps + 1, touched=touched)
         weights = Weights({k: results[self._new_states[k]] for k in self.averaging.weights})
@@ -210,10 +212,32 @@ class ReplicaRunner:
         replicas, means = self._means(replicas, sent)
         replicas, new = self.averaging.merged(replicas, weights, means)
         for k, array in new.items():
-            results[self._new_states[k]] = weights.like(k, array)
+            results[self._new_states[k]] = array
         for k, out in self._new_states.items():
             results[out] = Replica(results[out], replicas, k)
         return self._out_tree.unflatten(results)
+
+    def _begun(self, leaves: Sequence[Any]) -> Replicas:
+        """What replicas share before the first step with ordinary arrays, which all clients have. Collective.
+
+        Raises:
+          StateError: they aren't the same.
+        """
+        weights = Weights(dict(enumerate(leaves)))
+        if self.clients.count > 1:
+            mine = [_digest(local(weights[k])) for k in self.averaging.weights]
+            all_ = self.clients.processes.values(mine, f"the weights that {self._name} begins with")
+            k = odd_one(all_)
+            if k is not None:
+                n = next(n for n, (a, b) in enumerate(zip(all_[0], all_[k], strict=True)) if a != b)
+                path, name = self._paths[self.averaging.weights[n]], self.clients.processes.name
+                raise StateError(
+                    f"{self._name}: {path} isn't the same array on {name(k)} as on {name(0)}. Clients begin with the "
+                    "same weights: make them of the same seed. If they are replicas that became ordinary arrays (by "
+                    "autopar.materialize, or arithmetic), take autopar.average(state), or go on with the replicas"
+                )
+        replicas = self.averaging.begin(self.clients, weights)
+        return dataclasses.replace(replicas, touched=self.touched.none(self.averaging.weights))
 
     def _own(self, leaf: Any) -> Any:
         """What a client's step is given: of an array over devices of other clients, too, a copy."""
@@ -236,22 +260,17 @@ class ReplicaRunner:
 
 
 class Weights(Mapping[int, Array]):
-    """Input -> the array of a leaf, of a table its rows as they are stored; brought up to date when it is read."""
+    """Input -> a leaf as an ordinary array, its rows in their order, all of them up to date; made when it is read."""
 
     def __init__(self, leaves: Mapping[int, Any]) -> None:
         self._leaves = leaves
 
     def __getitem__(self, k: int) -> Array:
-        leaf = current(self._leaves[k])
-        return leaf.stored if isinstance(leaf, Table) else jnp.asarray(leaf)
+        leaf = self._leaves[k]
+        return leaf.read() if isinstance(leaf, TableLeaf) else jnp.asarray(leaf)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._leaves)
 
     def __len__(self) -> int:
         return len(self._leaves)
-
-    def like(self, k: int, array: Array) -> Any:
-        """A leaf as the one of this number, of another array."""
-        leaf = current(self._leaves[k])
-        return dataclasses.replace(leaf, stored=array) if isinstance(leaf, Table) else array

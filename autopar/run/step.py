@@ -29,6 +29,7 @@ from autopar.run.lost_state import noting_lost_state
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.tables.kinds import is_table, layout_of, materialize
+from autopar.tables.replica import Replica
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
@@ -150,6 +151,11 @@ class ParallelStep:
         if known is not None:
             self._last, self.latest = known, known.entry
             return known
+        if self.clients is None and any(isinstance(leaf, Replica) for leaf in leaves):
+            raise StepError(
+                f"{self.name} was given replicas, of which each client has its own, and takes what is the same "
+                "everywhere: give autopar.average(state), or autopar.materialize(state) for this client's own"
+            )
         entry = self.entry(*args, **kwargs)
         if any(map(is_traced, leaves)):
             self._check_is_one_program(entry)
@@ -187,13 +193,28 @@ class ParallelStep:
                 noticing(self.name, "tracing"),
             ):
                 leaves = self.leaves(args, kwargs)
-                entry = self.planner.plan(call, leaves, self._calls, is_first=not self._entries)
+                entry = self._of_all_clients(self.planner.plan(call, leaves, self._calls, is_first=not self._entries))
             self._announce(call)
             self._entries[call.key, call.layouts] = entry
         if entry.example is None:
             entry.example = entry.example_of(self.leaves(args, kwargs))
         self.latest = entry
         return entry
+
+    def _of_all_clients(self, entry: Entry) -> Entry:
+        """The plan as all clients have it: each measured its own minibatch, and may have found otherwise which tables
+        to send by rows. They agree on that at the first call; other shapes come to each client at a time of its own."""
+        if self.clients is None:
+            return entry
+        sync = entry.compiled.plan.sync
+        assert sync is not None, "clients have replicas"
+        known = next((e.compiled.plan.sync for e in self._entries.values()), None)
+        if known is None:
+            all_ = self.clients.processes.values(list(sync.by_rows), f"which rows {self.name} sends")
+            by_rows = tuple(path for path in sync.by_rows if all(path in theirs for theirs in all_))
+            known = dataclasses.replace(sync, by_rows=by_rows)
+        bound = entry.compiled.bound.noting(sync=dataclasses.replace(known, examples=sync.examples))
+        return dataclasses.replace(entry, compiled=dataclasses.replace(entry.compiled, bound=bound))
 
     def _planned_for(self, call: Call) -> Entry | None:
         return next((e for e in self._entries.values() if e.takes(call)), None)
@@ -251,7 +272,7 @@ class ParallelStep:
         if compiled.bound.decisions == entry.compiled.bound.decisions:
             entry.example, entry.headroom = example, headroom
             return entry
-        again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
+        again = self._of_all_clients(dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example))
         self._entries.update({key: again for key, old in self._entries.items() if old is entry})
         self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not entry}
         self._last = _NONE

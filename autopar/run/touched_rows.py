@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compile import Compiled
-from autopar.ir.layout import RowLayout
 from autopar.ir.sync_plan import SyncPlan
 from autopar.measure.alpha import id_reader
 from autopar.tables.replica import Touched
@@ -37,10 +36,8 @@ class TouchedRows:
         by_path = {program.inputs[k].path: k for k in program.new_states}
         #: Input -> its family, of tables of which the touched rows are sent.
         self._families = {k: program.rows.space_of(k) for k in (by_path[path] for path in plan.by_rows)}
-        self._layouts: Mapping[int, tuple[RowLayout, int]] = compiled.bound.layouts
-        self._readers = {
-            space.family: id_reader(program, program.ids[space.family]) for space in self._families.values()
-        }
+        lifted = {k for k, space in self._families.items() if compiled.bound.family(space.family) is not None}
+        self._readers = {k: id_reader(program, program.ids[self._families[k].family]) for k in lifted}
 
     def __contains__(self, k: int) -> bool:
         return k in self._families
@@ -56,17 +53,16 @@ class TouchedRows:
           touched: So far.
           leaves: The call's flat arguments, which are still there.
         """
-        rows = {}
-        for family, read in self._readers.items():
-            ids = read(leaves)
-            assert ids is not None, "a call has all of its arguments"
-            extent = next(space.extent for space in self._families.values() if space.family == family)
-            found = np.unique(np.concatenate(ids))
-            rows[family] = found[(found >= 0) & (found < extent)]
         made = {}
         for k, space in self._families.items():
-            so_far = touched.get(k) or Touched(space.extent, (np.arange(space.extent),))
-            made[k] = so_far.with_call(rows[space.family])
+            so_far, everything = touched.get(k), np.arange(space.extent)
+            if so_far is None or k not in self._readers:  # or the step updates all rows, at these shapes
+                made[k] = Touched(space.extent, (everything,))
+                continue
+            ids = self._readers[k](leaves)
+            assert ids is not None, "a call has all of its arguments"
+            found = np.unique(np.concatenate(ids))
+            made[k] = so_far.with_call(found[(found >= 0) & (found < space.extent)])
         return made
 
     def of_bits(self, k: int, bits: np.ndarray) -> Touched:
@@ -83,20 +79,16 @@ class TouchedRows:
         return np.resize(rows if rows.size else np.zeros(1, np.int64), count)
 
     def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
-        """[n, ...]: rows of a table, as it is stored."""
-        return _picked(array, self._places(k, rows), self._axis(k))
+        """[n, ...]: rows of a table."""
+        return _picked(array, rows.astype(np.int32), self._axis(k))
 
     def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
         """The table with other rows."""
-        return _putter(in_place)(array, self._places(k, rows), values, self._axis(k))
+        return _putter(in_place)(array, rows.astype(np.int32), values, self._axis(k))
 
     def _axis(self, k: int) -> int:
         space = self._families[k]
         return space.axes[space.leaves.index(k)]
-
-    def _places(self, k: int, rows: np.ndarray) -> np.ndarray:
-        layout = self._layouts.get(k)
-        return np.asarray(rows if layout is None else layout[0].place(rows), np.int32)
 
 
 @functools.partial(jax.jit, static_argnums=2)

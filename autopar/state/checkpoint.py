@@ -32,7 +32,7 @@ from autopar.state.files.rows import write_rows
 from autopar.state.files.structure import describe_tree, rebuild
 from autopar.state.init import unbound
 from autopar.state.restoring import Keeper, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
-from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, saved_leaves
+from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, on_one_process, saved_leaves
 from autopar.tables.home import ArrayHome, Home, NumpyHome
 from autopar.tables.kinds import home_of
 
@@ -84,6 +84,7 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
 
 def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, group: Group) -> None:
     known: list[SavedLeaf] = []
+    state = on_one_process(state)
 
     def look() -> str:
         known.extend(saved_leaves(state))

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.launch.group import Group
-from autopar.run.replicas import settled
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import file_name
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
-from autopar.tables.replica import Replica, replicas_of
+from autopar.tables.replica import Replica, replicas_of, settled
 from autopar.tables.sharded import shards_of
 
 #: Types of Python numbers that a state may hold.
@@ -78,6 +78,22 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
         leaves.append(_replica(known, name, leaf) if isinstance(leaf, Replica) else _leaf(known, name, current(leaf)))
     return leaves
+
+
+def on_one_process(state: Any) -> Any:
+    """The state, replicas of clients of several processes being whole on each: what is saved is read without any
+    exchange. Collective over each client's processes."""
+    replicas = replicas_of(jax.tree.leaves(state))
+    if replicas is None or replicas.clients.count == replicas.clients.processes.size:
+        return state
+    anchors = {k: local(x) for k, x in replicas.anchors.items()}
+    outer = {n: jax.tree.map(local, slots) for n, slots in replicas.outer.items()}
+    shared = dataclasses.replace(replicas, anchors=anchors, outer=outer, pending={})
+
+    def whole(leaf: Any) -> Any:
+        return Replica(local(materialize(settled(leaf))), shared, leaf.place) if isinstance(leaf, Replica) else leaf
+
+    return jax.tree.map(whole, state)
 
 
 def leaves_beside(state: Any) -> list[SavedLeaf]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.tables.kinds import materialize
-from autopar.tables.replica import Replica, replicas_of
+from autopar.tables.replica import Replica, replicas_of, settled
 
 T = TypeVar("T")
 
@@ -18,7 +18,8 @@ def average(state: T) -> T:
     """The mean of all clients' replicas, as ordinary arrays, the same on every process: to evaluate, or to go on with.
 
     Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
-    is the first client's. The replicas stay as they are. Collective: all processes call it, at the same step.
+    is the first client's. A mean that is on its way counts as merged. The replicas stay as they are. Collective: all
+    processes call it, at the same step.
 
     Args:
       state: A state that a step with `sync=` returned, or a part of one; of any other it is `autopar.materialize`.
@@ -31,7 +32,7 @@ def average(state: T) -> T:
     if replicas is None:
         return materialize(state)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
-    mine = {k: materialize(leaves[k].own) for k in places}
+    mine = {k: materialize(settled(leaves[k])) for k in places}
     data = {k: jax.random.key_data(x) if jax_compat.is_key(x.dtype) else jnp.asarray(x) for k, x in mine.items()}
     floats = [k for k in places if jnp.issubdtype(data[k].dtype, jnp.floating)]
     others = [k for k in places if k not in floats]

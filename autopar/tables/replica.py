@@ -67,6 +67,7 @@ class Replicas:
 
     Attributes:
       clients: Who has them.
+      mode: What steps that go on with them have in common.
       steps: How many steps each client has done.
       anchors: With an outer optimizer, input -> the weight as it was made last for all clients.
       outer: Fragment -> the state of the outer optimizer.
@@ -75,6 +76,7 @@ class Replicas:
     """
 
     clients: Clients
+    mode: str
     steps: int = 0
     anchors: Mapping[int, Array] = field(default_factory=dict)
     outer: Mapping[int, Any] = field(default_factory=dict)
@@ -160,3 +162,15 @@ def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
     if len(found) > 1:
         raise DonatedStateError("some replicas of the state are of another step than others: give a state as returned")
     return next(iter(found), None)
+
+
+@jax.jit
+def moved(weight: Array, sent: Array, new: Array) -> Array:
+    """A weight that became a new one while this client went on from the one that it sent."""
+    return new + (weight - sent)
+
+
+def settled(leaf: Replica) -> Any:
+    """This client's leaf once its mean, if that is on its way, is merged."""
+    way = next((way for way in leaf.replicas.pending.values() if leaf.place in way.new), None)
+    return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.place], way.new[leaf.place])

@@ -63,6 +63,66 @@ def test_weights_are_what_examples_meet() -> None:
     assert "stats/mean" in plan.sync.own and plan.sync.examples == 6
 
 
+def found_in(fun: Any, state: Any) -> tuple[str, ...]:
+    plan = autopar.plan(autopar.parallelize(fun, sync=Average(every=2)), state, jnp.ones((6, 4)))
+    assert plan.sync is not None
+    return plan.sync.fragments[0]
+
+
+def test_slots_that_examples_meet_after_an_update() -> None:
+    """Two updates in a step, one after the other or in a loop, and a loss that is logged after the update."""
+
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    def once(state: Any, x: Any) -> Any:
+        m = 0.9 * state["m"] + jax.grad(loss_fn)(state["w"], x)
+        return {"w": state["w"] - 0.1 * m, "m": m}
+
+    state = {"w": jnp.eye(4), "m": jnp.zeros((4, 4))}
+
+    def logged(state: Any, x: Any) -> Any:
+        new = once(state, x)
+        return new, loss_fn(new["w"], x)
+
+    def looped(state: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda s, part: (once(s, part), None), state, jnp.stack([x, x], 1).swapaxes(0, 1))[
+            0
+        ], x.sum()
+
+    for fun in (lambda s, x: (once(once(s, x), x), x.sum()), logged, looped):
+        assert found_in(fun, state) == ("w",)
+
+
+def test_copies_of_master_weights_are_refused() -> None:
+    def step(state: Any, x: Any) -> Any:
+        grad = jax.grad(lambda w: jnp.mean((x.astype(w.dtype) @ w) ** 2))(state["copy"])
+        master = state["master"] - 0.1 * grad.astype(jnp.float32)
+        return {"copy": master.astype(jnp.bfloat16), "master": master}, x.sum()
+
+    state = {"copy": jnp.eye(4, dtype=jnp.bfloat16), "master": jnp.eye(4)}
+    with pytest.raises(
+        autopar.StrategyError, match="copy meets the examples, but its new value doesn't follow from it"
+    ):
+        found_in(step, state)
+
+
+def test_scales_of_batch_norm_are_weights() -> None:
+    """They are multiplied by what follows from a sum over the examples, which is no gradient."""
+
+    def step(state: Any, x: Any) -> Any:
+        def loss_fn(p: Any) -> Any:
+            h = x @ p["w"]
+            scale = p["scale"] * jax.lax.rsqrt(h.var(0) + 1e-5)
+            return jnp.mean(jnp.tanh(h * scale + (p["bias"] - h.mean(0) * scale)) ** 2)
+
+        grads = jax.grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), x.sum()
+
+    state = {"w": jnp.eye(4), "scale": jnp.ones(4), "bias": jnp.zeros(4)}
+    assert found_in(step, state) == ("bias", "scale", "w")
+
+
 def test_fragments_are_balanced() -> None:
     plan = autopar.plan(autopar.parallelize(step, sync=Average(every=4, fragments=2)), make_state(), batch())
     assert plan.sync is not None
