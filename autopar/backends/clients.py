@@ -93,8 +93,15 @@ class Clients:
         names = (_AXIS, *self.devices.mesh.axis_names)
         return Mesh(self.grid, names, axis_types=(AxisType.Auto,) * len(names))
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nothing may run beside a mean: CPU devices of a client share threads, which the collectives of two
+        programs could wait for in turn."""
+        return self.devices.mesh.size > 1 and self.grid.flat[0].platform == "cpu"
+
     def mean(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The mean of each array over the clients, in its dtype and where it is; not waited for. Collective."""
+        """The mean of each array over the clients, in its dtype and where it is. Collective; waited for on clients of
+        several CPU devices alone."""
         return self._joined(arrays, mean_of)
 
     def union(self, bits: Sequence[jax.Array]) -> list[jax.Array]:
@@ -118,7 +125,11 @@ class Clients:
         run = _program(self._mesh, specs, join, self.count)
         whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
         with PROGRESS.during("averaging replicas", "waits"):
+            if self._is_alone:
+                jax.block_until_ready(whole)
             joined = run(*whole)
+            if self._is_alone:
+                jax.block_until_ready(joined)
         return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
 
     def placed(self, array: jax.Array) -> jax.Array:

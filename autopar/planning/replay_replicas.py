@@ -102,7 +102,8 @@ def replay_replicas(
         calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(leaves, step, strict=True)]
         for call in calls:
             since = touched.after(since, call)
-        results = [jax.tree.leaves(runner.inner(call)) for call in calls]
+        # One after the other: collectives of two programs could wait for each other's threads.
+        results = [jax.block_until_ready(jax.tree.leaves(runner.inner(call))) for call in calls]
         shared = [dataclasses.replace(each, steps=each.steps + 1) for each in shared]
         weights = [Weights({k: own[states[k]] for k in averaging.weights}) for own in results]
         sent = [averaging.sent(*pair) for pair in zip(shared, weights, strict=True)]

@@ -28,7 +28,7 @@ from tests.support.rates import RATES
 calibrate.calibrate_rates = lambda devices, plan, advance: RATES
 FOLDER = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())).parent
 RANK, RANKS = jax.process_index(), jax.process_count()
-ROWS, WIDTH = 700, 4
+ROWS, WIDTH = 701, 4
 OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
 STEPS = 12
 
@@ -334,3 +334,12 @@ def check_what_is_refused() -> None:
     step = autopar.parallelize(step_of(tx), sync=Average(every=2 + RANK))
     with pytest.raises(autopar.AutoparError, match="has sync=Average"):
         step(make_state(tx), minibatch(RANK, 0))
+    step = autopar.parallelize(step_of(tx), sync=Average(every=3, delay=1))
+    state = trained(step, make_state(tx), range(2))
+    with pytest.raises(autopar.StateError, match="replicas that became ordinary arrays"):
+        step(autopar.materialize(state), minibatch(RANK, 2))
+    with pytest.raises(autopar.StepError, match="was given replicas"):
+        autopar.parallelize(step_of(tx))(state, minibatch(0, 2))
+    with pytest.raises(autopar.StepError, match="replicas are of another sync="):
+        autopar.parallelize(step_of(tx), sync=Average(every=3, outer=OUTER))(state, minibatch(RANK, 2))
+    trained(step, autopar.average(state), range(2, 4))
