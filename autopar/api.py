@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import jax
 import numpy as np
 
-from autopar.backends.clients import Clients
+from autopar.backends.clients import clients_of
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.cost.rates import StageRates
@@ -182,7 +182,7 @@ def parallelize(
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
-    clients = _clients(sync, devices, pipeline, plan, strategy)
+    clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
@@ -334,29 +334,6 @@ def _check_pipeline(
             f"this is process {jax.process_index()} of {jax.process_count()}. Give more stages or replicas, or start "
             "fewer processes"
         )
-
-
-def _clients(
-    sync: Average | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
-) -> Clients | None:
-    """Those that train a replica each; None without `sync`."""
-    if sync is None:
-        if plan is not None and plan.sync is not None:
-            raise ArgumentsError(
-                f"{plan.name} is of {plan.sync.clients} clients that train replicas, and doesn't hold their outer "
-                "optimizer: give sync= as well, as it was"
-            )
-        return None
-    if not isinstance(sync, Average):
-        raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...)")
-    if pipeline is not None:
-        raise ArgumentsError("sync= and pipeline= don't go together: leave one of them out")
-    if asks_for_hosts(strategy):
-        raise ArgumentsError(
-            "sync=Average(...): tables on hosts are one for all ranks, and replicas are each client's own. Keep their "
-            'rows on the devices, strategy="ps"'
-        )
-    return Clients.of(devices, sync.clients)
 
 
 def _decided(

@@ -32,7 +32,7 @@ def weights(program: Program, batch: Mapping[Var, int]) -> list[int]:
 
 
 def _met(block: Block, starts: Mapping[Var, set[int]], batch: Mapping[Var, int]) -> set[int]:
-    """What the values that meet the batch in a block follow from."""
+    """Finds the leaves that values which meet the batch in a block follow from."""
     reached, gradients, found = dict(starts), set[Var](), set[int]()
     for equation in block.equations:
         atoms = [a for a in equation.inputs if isinstance(a, Var)]
@@ -51,7 +51,7 @@ def _met(block: Block, starts: Mapping[Var, set[int]], batch: Mapping[Var, int])
 
 
 def _met_in_scan(equation: Equation, reached: Mapping[Var, set[int]], batch: Mapping[Var, int]) -> set[int]:
-    """The same of a loop, in whose iterations weights and their slots are carried along."""
+    """Finds them in a loop, in whose iterations weights and their slots are carried along."""
     body = equation.bodies[0]
     pairs = zip(body.inputs, equation.inputs, strict=True)
     starts = {inner: reached[a] for inner, a in pairs if isinstance(a, Var) and a in reached}

@@ -21,8 +21,12 @@ from jax.sharding import PartitionSpec as P
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError, AutoparError
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.plan import Plan
+from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import StoreGroup
 from autopar.launch.progress import PROGRESS
+from autopar.sync import Average
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
@@ -144,6 +148,37 @@ class Clients:
         parts = [shard.data.reshape(shard.data.shape or (1,)) for shard in array.addressable_shards]
         shape = (self.count * first, *rest)
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), parts)
+
+
+def clients_of(
+    sync: Average | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
+) -> Clients | None:
+    """Makes the clients that a step asks for; None without `sync`.
+
+    Args:
+      sync, pipeline, plan, strategy: As for `parallelize`.
+      devices: All devices that the step may have.
+
+    Raises:
+      ArgumentsError: options that don't go with it.
+    """
+    if sync is None:
+        if plan is not None and plan.sync is not None:
+            raise ArgumentsError(
+                f"{plan.name} is of {plan.sync.clients} clients that train replicas, and doesn't hold their outer "
+                "optimizer: give sync= as well, as it was"
+            )
+        return None
+    if not isinstance(sync, Average):
+        raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...)")
+    if pipeline is not None:
+        raise ArgumentsError("sync= and pipeline= don't go together: leave one of them out")
+    if asks_for_hosts(strategy):
+        raise ArgumentsError(
+            "sync=Average(...): tables on hosts are one for all ranks, and replicas are each client's own. Keep their "
+            'rows on the devices, strategy="ps"'
+        )
+    return Clients.of(devices, sync.clients)
 
 
 def mean_of(parts: Sequence[Array]) -> Array:

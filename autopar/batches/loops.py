@@ -48,11 +48,14 @@ def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
     return Loop(iter(batches), telling(everyone()))
 
 
-def telling(group: Group) -> Tell:
-    """Gives what tells a group of each other's signals: those that any process has, of those that this one has."""
+def telling(group: Group, *, seldom: bool = False) -> Tell:
+    """Gives what tells a group of each other's signals: those that any process has, of those that this one has.
+
+    `seldom`: not before each batch, as where processes have steps of their own and wait for nobody else.
+    """
     if not group.several:
         return tuple
-    return _tell_ranks if isinstance(group, MpiGroup) else _Spaced(group)
+    return _tell_ranks if isinstance(group, MpiGroup) and not seldom else _Spaced(group)
 
 
 class _Spaced:

@@ -115,7 +115,7 @@ class Replicated(Protocol):
 
     @property
     def clients(self) -> Clients | None:
-        """Those that train a replica each; None: all processes train one state."""
+        """Returns those that train a replica each; None: all processes train one state."""
         ...
 
 
@@ -192,7 +192,10 @@ class Batches(Iterator[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         group = everyone()
-        return Loop(self, telling(group) if group.members == self._options.group.members else tuple)
+        options = self._options
+        if group.members != options.group.members:
+            return Loop(self, tuple)
+        return Loop(self, telling(group, seldom=options.clients is not None))
 
     def __next__(self) -> Any:
         try:

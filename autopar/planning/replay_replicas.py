@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from autopar import jax_compat
 from autopar.backends.clients import mean_of
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Program
@@ -135,14 +136,16 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
     """
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, ReplicaRunner), "clients have replicas"
-    first = average(list(leaves))
+    clients, first = runner.clients, average(list(leaves))
     batch = [k for k in range(len(first)) if k not in program.new_states]
-    given = runner.clients.stacked([first[k] for k in batch], "the minibatches of all clients")
+    keys = {k for k in batch if jax_compat.is_key(getattr(first[k], "dtype", None))}
+    sent = [jax.random.key_data(first[k]) if k in keys else first[k] for k in batch]
+    given = clients.stacked(sent, "the minibatches of all clients")
     calls = []
-    for c in range(runner.clients.count):
+    for c in range(clients.count):
         own = dict(zip(batch, (stack[c] for stack in given), strict=True))
+        own |= {k: jax.random.wrap_key_data(own[k], impl=jax.random.key_impl(first[k])) for k in keys}
         calls.append([own.get(k, x) for k, x in enumerate(first)])
-    clients = runner.clients
     *_, last = replay_replicas(program, runner, [calls] * steps)
     expected = last[clients.own]
     found: list[Any] = []

@@ -199,7 +199,7 @@ class Entry:
 
     @functools.cached_property
     def _one_device_runner(self) -> Runner:
-        """Of tables of autopar's own."""
+        """Calls it where an argument or result is a table of autopar's own."""
         one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
         run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
         return DevicesRunner(run, self.compiled, one, self.out_tree, self.donate)
@@ -218,7 +218,7 @@ class Entry:
 
 
 def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
-    """What calls a client's step, by its own runner, and averages behind it."""
+    """Makes what calls a client's step, by its own runner, and averages behind it."""
     compiled, sync, plan = entry.compiled, entry.options.sync, entry.compiled.plan.sync
     assert sync is not None and plan is not None, "clients have replicas"
     averaging = Averaging(sync, plan, compiled.analysed)

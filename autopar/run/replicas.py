@@ -32,7 +32,7 @@ _TOUCHED = "touched/"
 
 
 class Averaging:
-    """What happens to a client's weights behind each of its steps.
+    """Says what happens to a client's weights behind each of its steps.
 
     Clients call it together, each with its own weights; `planning.replay_replicas` calls it for all of them in one
     process, one after the other. It is then the same programs, to the bit.
@@ -218,7 +218,7 @@ class ReplicaRunner:
         return self._out_tree.unflatten(results)
 
     def _begun(self, leaves: Sequence[Any]) -> Replicas:
-        """What replicas share before the first step with ordinary arrays, which all clients have. Collective.
+        """Returns what replicas share before the first step with ordinary arrays, if all have the same. Collective.
 
         Raises:
           StateError: they aren't the same.

@@ -77,7 +77,7 @@ class ParallelStep:
 
     @property
     def clients(self) -> Clients | None:
-        """Those that train a replica each, by `sync=`; None: all processes train one state."""
+        """Returns those that train a replica each, by `sync=`; None: all processes train one state."""
         return self.planner.clients
 
     @property

@@ -173,6 +173,18 @@ def check_replays_have_the_same_bits() -> None:
         same(state, last[RANK][0])
 
 
+def check_random_keys_of_minibatches() -> None:
+    """Each client's own, in a step with a third argument."""
+
+    def step(w: jax.Array, x: jax.Array, key: jax.Array) -> Any:
+        grad = jax.grad(lambda w: jnp.mean((x @ w * jax.random.bernoulli(key, 0.5, (6, 2))) ** 2))(w)
+        return w - 0.1 * grad, x.sum()
+
+    planned = autopar.parallelize(step, sync=Average(every=2), batch_argnums=(1, 2))
+    arguments = jnp.ones((3, 2)), np.ones((6, 3), np.float32), jax.random.key(RANK)
+    assert autopar.verify(planned, *arguments, steps=4).ok
+
+
 class WrongClients(Clients):
     """Takes other means than it should: "own"; "old", those of the turn before; "alone", the last client does."""
 
