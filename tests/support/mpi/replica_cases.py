@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -313,6 +314,19 @@ def check_minibatches() -> None:
     seen = sorted(x for own in group.values(np.asarray(next(again)["x"]).tolist(), "seen") for x in own)
     order = np.random.default_rng((3, 0, 0)).permutation(len(examples))
     assert seen == sorted(order[5 : 5 * (RANKS + 1)].tolist())
+
+
+def check_an_interrupt_ends_all_loops_before_the_same_minibatch() -> None:
+    step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=Average(every=2))
+    batches = autopar.shard({"x": np.arange(3000 * RANKS)}, batch_size=1, step=step)
+    seen = 0
+    with pytest.raises(KeyboardInterrupt):
+        for _ in batches:
+            seen += 1
+            if RANK == 0 and seen == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+    assert 3 <= seen < 3000 and batches.state()["batch"] == seen * RANKS
+    assert alike(np.array(seen))
 
 
 def check_clients_of_several_processes() -> None:
