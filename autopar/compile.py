@@ -37,10 +37,12 @@ from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import replicate
 from autopar.passes.shield import shield, shield_stages
 from autopar.passes.split_pipeline import split_pipeline
+from autopar.passes.split_servers import served_plan, split_servers
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.search import Reference, preferred, search_pipeline
+from autopar.sync import Async
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +96,7 @@ def _analyze_rows(program: Program, request: Request) -> tuple[Program, str]:
     return analyze_rows(
         program,
         lazy=options.sparse == "lazy",
-        defer=options.sparse == "exact" and options.pipeline is None,
+        defer=options.sparse == "exact" and options.pipeline is None and not options.is_served,
         undeferred=options.undeferred,
     )
 
@@ -106,7 +108,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
         devices=options.devices,
         microbatches=options.microbatches,
         batch_axis=options.batch_axis,
-        always=options.hosts or options.pipeline is not None,
+        always=options.hosts or options.pipeline is not None or options.is_served,
     )
 
 
@@ -124,11 +126,13 @@ def _replicate(program: Program, bound: BoundPlan, request: Request) -> Result:
     options = request.options
     if options.sync is None:
         return program, bound, "all processes train one state"
+    if isinstance(options.sync, Async):
+        return program, bound, "servers keep the state"
     return program, *replicate(program, bound, options.sync, options.clients, options.batch_axis, options.plan)
 
 
 def _split_update(program: Program, bound: BoundPlan, request: Request) -> Result:
-    if bound.plan.microbatches == 1 and request.options.pipeline is None:
+    if bound.plan.microbatches == 1 and request.options.pipeline is None and not request.options.is_served:
         return program, bound, "one batch"
     if bound.on_hosts:
         raise StrategyError(
@@ -139,6 +143,16 @@ def _split_update(program: Program, bound: BoundPlan, request: Request) -> Resul
     own = pipeline is not None and (pipeline.statistics == "microbatch" or pipeline.is_asynchronous)
     program, note = split_update(program, bound, own_statistics=own)
     return program, bound, note
+
+
+def _split_servers(program: Program, bound: BoundPlan, request: Request) -> Result:
+    options = request.options
+    if not isinstance(options.sync, Async):
+        return program, bound, "no servers"
+    served = split_servers(program, options.servers)
+    plan = served_plan(program, bound, served, options.sync, options.clients)
+    program = dataclasses.replace(program, served=served)
+    return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {options.servers} servers"
 
 
 def _split_pipeline(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -228,6 +242,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("place", _following(lambda program, bound, _: place(program, bound))),
     ("reduce_tables", _following(lambda program, bound, _: reduce_tables(program, bound))),
     ("split_update", _following(_split_update)),
+    ("split_servers", _following(_split_servers)),
     ("split_pipeline", _following(_split_pipeline)),
     ("localize", _following(_localize)),
     (

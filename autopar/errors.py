@@ -52,6 +52,10 @@ class StepError(AutoparError):
     """The step isn't a function of its arguments, so no plan of it can be right."""
 
 
+class TimelineError(AutoparError):
+    """What servers did can't be: a push twice, or of weights that weren't there yet, or later than the bound says."""
+
+
 class VerificationError(AutoparError):
     """The planned step doesn't return what the plain step returns."""
 

@@ -70,6 +70,44 @@ class Average:
         return "averaging in every step" if self.every == 1 else "local SGD"
 
 
+@dataclass(frozen=True)
+class Async:
+    """Servers keep the state; each worker pulls weights, computes a gradient of its own minibatch, and pushes it, and a
+    server updates what it keeps by each push as it comes (ASGD; MXNET-MPI, section 2).
+
+    So a gradient is applied to weights that have moved since it was computed: how often, its staleness, is recorded,
+    and `autopar.replay` computes the same of the record. Everything of the update that gradients alone decide, as the
+    norm of a clip, is computed by the worker. The state of the optimizer is the servers', counts among it: a schedule
+    goes by the pushes of all workers.
+
+    Attributes:
+      staleness: s: a worker begins its step c once all workers' pushes of steps up to c-1-s are applied (stale
+        synchronous parallel, Ho et al., 2013). 0: no gradient is stale, and all of a step are averaged before they are
+        applied once: data parallelism. None: no bound.
+      warmup: Steps that are trained by data parallelism before.
+    """
+
+    staleness: int | None = None
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("staleness", "warmup"):
+            value = getattr(self, name)
+            is_open = name == "staleness" and value is None
+            if not is_open and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                none = " or more, or None for no bound" if name == "staleness" else " or more"
+                raise ArgumentsError(f"Async({name}={value!r}): give a whole number, 0{none}")
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "asynchronous SGD" if self.staleness is None else f"staleness at most {self.staleness}"
+
+
+#: A way of training by replicas.
+Sync = Average | Async
+
+
 def check_clients(clients: object) -> None:
     """Check a number of clients.
 

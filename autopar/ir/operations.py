@@ -21,6 +21,7 @@ PASSES = (
     "place",
     "reduce_tables",
     "split_update",
+    "split_servers",
     "split_pipeline",
     "localize",
     "once_per_row",

@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.strategy import Emit, Sparse, Strategy
-from autopar.sync import Average
+from autopar.sync import Async, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,16 @@ class Options:
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
     #: How the replicas of clients come together, and how many there are; None: all processes train one state.
-    sync: Average | None = None
+    sync: Sync | None = None
     clients: int = 1
+    #: Servers that keep the state, if any do.
+    servers: int = 1
     #: T, devices over which products are divided.
     tensor: int = 1
     #: An earlier plan, by which the step is to be run.
     plan: Plan | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether servers keep the state."""
+        return isinstance(self.sync, Async)

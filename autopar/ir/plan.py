@@ -20,7 +20,7 @@ from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Emit, Method, Sparse, Where
-from autopar.ir.sync_plan import SyncPlan
+from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorPlan
 
 #: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
@@ -135,6 +135,7 @@ class Plan:
       microbatches: M, the parts of a batch that run one after the other before the update.
       pipeline: Its stages, if it is run in stages.
       sync: How the replicas of clients come together, if each trains its own; the rest is then a client's plan.
+      served: How workers train a state that servers keep, if they do; the rest is then a worker's plan.
       tensor: Products that are divided over the devices of a tensor axis, if there is one.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
@@ -161,6 +162,7 @@ class Plan:
     pipeline: PipelinePlan | None = None
     tensor: TensorPlan | None = None
     sync: SyncPlan | None = None
+    served: ServedPlan | None = None
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     reduction_backend: str = field(default="", metadata={"formerly": "road"})
@@ -227,7 +229,16 @@ class Plan:
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (self.devices, self.microbatches, self.strategy, limits, _stages_of(self), _tensor_of(self), self.sync)
+        about = (
+            self.devices,
+            self.microbatches,
+            self.strategy,
+            limits,
+            _stages_of(self),
+            _tensor_of(self),
+            self.sync,
+            self.served,
+        )
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -332,7 +343,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",
-        "replicas": str(plan.sync or "none"),
+        "replicas": str(plan.sync or plan.served or "none"),
         "bytes of state on a device": str(plan.state_bytes),
     }
 

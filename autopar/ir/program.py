@@ -248,6 +248,7 @@ class Program:
       once_per_row: What is computed for distinct rows (`analysis.local.OncePerRow`), None if nothing is.
       stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
       staged: Of a pipeline the programs of its stages (`ir.pipeline.StagedStep`); else None.
+      served: The programs of a worker and of the servers that keep the state (`ir.served.ServedStep`); else None.
     """
 
     block: Block
@@ -263,6 +264,7 @@ class Program:
     once_per_row: Any = None
     stages: Any = None
     staged: Any = None
+    served: Any = None
 
     @property
     def new_states(self) -> dict[int, int]:

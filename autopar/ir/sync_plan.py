@@ -1,4 +1,4 @@
-"""`SyncPlan`: what is decided of a step that clients train by replicas of their own (`autopar.sync`)."""
+"""What is decided of a step that clients train by replicas of their own (`autopar.sync`)."""
 
 from __future__ import annotations
 
@@ -51,3 +51,50 @@ class SyncPlan:
         """The fragments whose mean is taken after a step, which are counted from 1."""
         distance = self.every // len(self.fragments)
         return [k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """What one server does.
+
+    Attributes:
+      leaves: Paths of what it keeps.
+      leaf_bytes: Of these.
+      pull_bytes, push_bytes: Of what a worker pulls of it and pushes to it in a step.
+    """
+
+    leaves: tuple[str, ...]
+    leaf_bytes: int
+    pull_bytes: int
+    push_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPlan:
+    """How workers train a state that servers keep.
+
+    Attributes:
+      name: The way's, in words.
+      clients: N, how many workers there are.
+      staleness: s, the bound; None: there is none.
+      servers: What each of them does.
+      by_rows: Paths of the tables of which workers pull rows alone.
+      clocks: Paths of leaves that everyone counts by itself.
+      examples: Of a worker's minibatch; 0 where that isn't known.
+    """
+
+    name: str
+    clients: int
+    staleness: int | None
+    servers: tuple[ServerPlan, ...]
+    by_rows: tuple[str, ...]
+    clocks: tuple[str, ...]
+    examples: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a worker and all servers exchange in a step, those of a server in its own process included."""
+        return sum(server.pull_bytes + server.push_bytes for server in self.servers)
+
+    def __str__(self) -> str:
+        return f"{self.clients} worker{'s' * (self.clients > 1)}, {len(self.servers)} servers, {self.name}"

@@ -38,6 +38,7 @@ from autopar.run.pipeline import PipelineRunner
 from autopar.run.replicas import Averaging, ReplicaRunner
 from autopar.run.runner import Runner
 from autopar.run.touched_rows import TouchedRows
+from autopar.sync import Average
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -220,7 +221,7 @@ class Entry:
 def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
     """Makes what calls a client's step, by its own runner, and averages behind it."""
     compiled, sync, plan = entry.compiled, entry.options.sync, entry.compiled.plan.sync
-    assert sync is not None and plan is not None, "clients have replicas"
+    assert isinstance(sync, Average) and plan is not None, "clients have replicas"
     averaging = Averaging(sync, plan, compiled.analysed)
     touched = TouchedRows(compiled, plan)
     return ReplicaRunner(entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree)

@@ -132,7 +132,8 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         sent = {} if sizes is None else host_sent_bytes(sizes)
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
-        if method == "auto" and not _pays(program, space, ids):
+        pays = ids.count < space.extent if choices.options.is_served else _pays(program, space, ids)
+        if method == "auto" and not pays:
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         method = "ps" if method == "auto" else method
         bounds = device_bounds(space, ids, method, 1)

@@ -1,0 +1,106 @@
+"""The compiled programs of a step whose state servers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar import jax_compat
+from autopar.backends.emit import emit
+from autopar.ir.program import Block, Program
+from autopar.ir.served import ServedStep, ServerPart
+
+Array = Any
+#: What a server runs: leaves and ids -> what is pulled; leaves, clocks and what was pushed -> new leaves and clocks.
+PullProgram = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
+UpdateProgram = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]
+
+
+class ServedPrograms:
+    """What workers and servers run.
+
+    Args:
+      program: A program that `split_servers` has cut.
+      analysed: The analysed one, which knows the types of results.
+
+    Attributes:
+      step: What each of them does.
+      servers: Of each server the pull, and the update by a push, in place.
+    """
+
+    def __init__(self, program: Program, analysed: Program) -> None:
+        self.step: ServedStep = program.served
+        self.servers = [_server_programs(part, analysed) for part in self.step.servers]
+        served, program = self.step, analysed
+        types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]
+        types += [program.block.outputs[program.new_states[k]].type for k in served.clocks]
+        self._ids = jax.jit(emit(served.ids)) if served.ids.outputs else None
+        self._work = jax.jit(_typed(served.worker, types))
+
+    def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:
+        """For each server the ids of the rows that a worker needs of it. `leaves`: the step's flat arguments."""
+        if self._ids is None:
+            return [()] * len(self.step.servers)
+        ids = self._ids(*(leaves[k] for k in self.step.id_inputs))
+        return [[ids[n] for n in part.ids] for part in self.step.servers]
+
+    def work(
+        self, pulled: Sequence[Sequence[Array]], leaves: Sequence[Array]
+    ) -> tuple[list[Sequence[Array]], dict[int, Array], dict[int, Array]]:
+        """What is pushed to each server, the worker's results by number of the output, and new clocks by that of the
+        input. `pulled`: of each server; `leaves`: the step's flat arguments, of which those of the state that servers keep aren't read."""
+        given = [x for values in pulled for x in values]
+        outputs = self._work(*given, *(leaves[k] for k in self.step.own))
+        pushed: list[Sequence[Array]] = [[outputs[n] for n in part.pushed] for part in self.step.servers]
+        own, count = outputs[self.step.pushed :], len(self.step.results)
+        results = dict(zip(self.step.results, own[:count], strict=True))
+        return pushed, results, dict(zip(self.step.clocks, own[count:], strict=True))
+
+
+def _server_programs(part: ServerPart, program: Program) -> tuple[PullProgram, UpdateProgram]:
+    count = len(part.leaves)
+    types = [program.block.outputs[program.new_states[k]].type for k in (*part.leaves, *part.clocks)]
+    run_pull = jax.jit(_own(part.pull))
+    run_update = jax.jit(_typed(part.update, types), donate_argnums=tuple(range(count)), keep_unused=True)
+
+    def pull(leaves: Sequence[Array], ids: Sequence[Array]) -> list[Array]:
+        return run_pull(*leaves, *ids)
+
+    def update(
+        leaves: Sequence[Array], clocks: Sequence[Array], pushed: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        if len({id(x) for x in leaves}) < len(leaves):  # leaves with one new value are one array
+            leaves = [jnp.copy(x) for x in leaves]
+        new = run_update(*leaves, *clocks, *pushed)
+        return new[:count], new[count:]
+
+    return pull, update
+
+
+def _own(block: Block) -> Callable[..., list[Array]]:
+    """The block as a function, of whose results none is an argument: these are updated in place."""
+    run, given = emit(block), set(block.inputs)
+
+    def own(*inputs: Array) -> list[Array]:
+        return [jnp.copy(x) if a in given else x for a, x in zip(block.outputs, run(*inputs), strict=True)]
+
+    return own
+
+
+def _typed(block: Block, types: Sequence[Any]) -> Callable[..., list[Array]]:
+    """The block as a function, with the plain step's types, weak or strong."""
+    run = emit(block)
+
+    def typed(*inputs: Array) -> list[Array]:
+        return [x if t is None else _like(jnp.asarray(x), t) for x, t in zip(run(*inputs), types, strict=True)]
+
+    return typed
+
+
+def _like(value: Array, type_: Any) -> Array:
+    if jax_compat.is_key(value.dtype):
+        return value
+    return jax_compat.weak(value) if getattr(type_, "weak_type", False) else jax_compat.strong(value)

@@ -1,0 +1,281 @@
+"""Cut a step whose gradient program is apart into a worker's program and those of the servers that keep its state.
+
+A worker runs the gradient program, and what the update computes of gradients alone (a clip's norm); servers run the
+rest of the update on what workers push. Where the cut is, is chosen by bytes: of two values of which one follows from
+the other the smaller one travels. Leaves that the update ties together are kept by one server; what only counts
+(clocks) everyone has. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014),
+section 3; MXNET-MPI, section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from autopar import jax_compat
+from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.served import ServedStep, ServerPart
+from autopar.ir.slicing import nearest_line, needed_equations
+from autopar.ir.sync_plan import ServedPlan, ServerPlan
+from autopar.sync import Async
+
+
+def split_servers(program: Program, servers: int) -> ServedStep:
+    """The programs of a worker and of each server.
+
+    Args:
+      program: A program that `split_update` has cut, into one microbatch.
+      servers: How many servers there are.
+
+    Raises:
+      StrategyError: a result needs what servers alone have, or the update has an effect.
+    """
+    return _Cutter(program, servers).run()
+
+
+def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: Async, clients: int) -> ServedPlan:
+    """What is decided of a step that `split_servers` has cut, as the plan has it."""
+    paths = [input_.path for input_ in program.inputs]
+    lifted = {k for space in program.rows.spaces if bound.family(space.family) is not None for k in space.leaves}
+    pulled = {v: k for part in served.servers for k, v in zip(part.leaves, part.pull.inputs, strict=False)}
+    looked_up = {pulled[e.inputs[0]] for part in served.servers for e in part.pull.equations if e.inputs[0] in pulled}
+    along = [axis for k, axis in enumerate(bound.placements) if axis is not None and program.inputs[k].role == "batch"]
+    sizes = [v.shape[a] for v, a in zip(program.block.inputs, bound.placements, strict=False) if a is not None]
+    return ServedPlan(
+        name=sync.name,
+        clients=clients,
+        staleness=sync.staleness,
+        servers=tuple(
+            ServerPlan(tuple(paths[k] for k in part.leaves), part.leaf_bytes, part.pull_bytes, part.push_bytes)
+            for part in served.servers
+        ),
+        by_rows=tuple(paths[k] for k in sorted(lifted & looked_up - set(served.whole))),
+        clocks=tuple(paths[k] for k in served.clocks),
+        examples=max(sizes, default=0) if along else 0,
+    )
+
+
+class _Cutter:
+    def __init__(self, program: Program, servers: int) -> None:
+        self._program, self._count = program, servers
+        block = program.block
+        self._inputs, self._equations = block.inputs, block.equations
+        self._new = {k: block.outputs[out] for k, out in program.new_states.items()}
+        self._results = [k for k, output in enumerate(program.outputs) if output.state is None]
+        self._clocks = self._find_clocks()
+        self._served = [k for k in self._new if k not in self._clocks]
+        apart = [e for e in self._equations if e.op != "ap.microbatches"]
+        #: Of each value the leaves that it follows from other than by the gradient program, as bits.
+        self._of_state = _reached(apart, {self._inputs[k]: 1 << k for k in self._new})
+        self._on_state = [e for e in apart if any(self._of_state.get(v) for v in e.outputs)]
+        self._stateless = [e for e in apart if e not in self._on_state]
+
+    def run(self) -> ServedStep:
+        new = [self._new[k] for k in self._served]
+        update = needed_equations(Block((), tuple(self._on_state), ()), new)
+        states = {self._inputs[k] for k in self._new}
+        pushed, moved = self._sent(v for v in _free(update, new) if v not in states)
+        of_update = self._in_order([*self._on_state, *moved])
+        self._check_effects(of_update)
+        whole, pulls = self._pulled(pushed)
+        ids, routes = self._sent(v for e in pulls for v in _free([], e.inputs[1:]))
+        of_pulls = self._in_order([*pulls, *routes])
+        parts = [
+            self._part(leaves, (of_update, pushed), (of_pulls, ids), (whole, pulls)) for leaves in self._balanced(moved)
+        ]
+        pulled = [v for part in parts for v in part.pull.outputs if isinstance(v, Var)]
+        own = [*self._clocks, *(k for k in range(len(self._inputs)) if k not in self._new)]
+        outputs = (*pushed, *(self._program.block.outputs[k] for k in self._results))
+        outputs = (*outputs, *(self._new[k] for k in self._clocks))
+        rest = [e for e in self._equations if e not in pulls]
+        worker = needed_equations(Block((), tuple(rest), ()), outputs)
+        inputs = (*pulled, *(self._inputs[k] for k in own))
+        self._check_results(worker, outputs, inputs)
+        of_ids = needed_equations(self._program.block, ids)
+        read = _free(of_ids, ids)
+        id_inputs = tuple(k for k, v in enumerate(self._inputs) if v in read)
+        return ServedStep(
+            ids=Block(tuple(self._inputs[k] for k in id_inputs), tuple(of_ids), tuple(ids)),
+            id_inputs=id_inputs,
+            worker=Block(inputs, tuple(worker), outputs),
+            own=tuple(own),
+            pushed=len(pushed),
+            results=tuple(self._results),
+            clocks=tuple(self._clocks),
+            whole={k: pulled.index(self._inputs[k]) for k in whole},
+            servers=tuple(parts),
+        )
+
+    def _find_clocks(self) -> list[int]:
+        """Leaves of the state whose new value follows from such leaves alone."""
+        reached = _reached(self._equations, {v: 1 << k for k, v in enumerate(self._inputs)})
+        clocks = list(self._new)
+        while True:
+            bits = sum(1 << k for k in clocks)
+            kept = [k for k in clocks if not reached.get(self._new[k], 0) & ~bits]
+            if kept == clocks:
+                return clocks
+            clocks = kept
+
+    def _sent(self, wanted: Iterable[Var]) -> tuple[list[Var], list[Equation]]:
+        """Which values travel in place of those that are wanted, and the equations that make these of them.
+
+        Raises:
+          StrategyError: one of them can't travel.
+        """
+        sent = dict.fromkeys(wanted)
+        moved: list[Equation] = []
+        for equation in reversed(self._stateless):
+            outputs = [v for v in equation.outputs if v in sent]
+            inputs = [v for v in _free([equation], ()) if v not in sent]
+            must = not all(map(_travels, outputs))
+            if outputs and (must or _bytes(inputs) <= _bytes(outputs)) and not equation.effects:
+                for var in outputs:
+                    del sent[var]
+                sent.update(dict.fromkeys(inputs))
+                moved.append(equation)
+        lost = next((v for v in sent if not _travels(v)), None)
+        if lost is not None:
+            raise StrategyError(
+                f"sync=Async: the update of {self._program.name} needs a value ({lost.type}) that a worker can't send. "
+                "Make random keys of the state's, not of the batch's"
+            )
+        return list(sent), moved
+
+    def _pulled(self, pushed: Sequence[Var]) -> tuple[list[int], list[Equation]]:
+        """The leaves that a worker needs whole, and the lookups by which it needs rows."""
+        needed = needed_equations(self._program.block, pushed)
+        leaves = {self._inputs[k]: k for k in self._served}
+        pulls = [e for e in needed if e.op == "ap.pull" and e.inputs[0] in leaves and e.inputs[1] not in self._of_state]
+        others = _free([e for e in needed if e not in pulls], ())
+        return [k for v, k in leaves.items() if v in others], pulls
+
+    def _balanced(self, moved: Sequence[Equation]) -> list[list[int]]:
+        """The leaves of each server: those that the update ties together have one; the largest groups come first, each
+        to the server that has least."""
+        equations = self._in_order([*self._on_state, *moved])
+        reached = _reached(equations, {self._inputs[k]: 1 << k for k in self._served})
+        groups: list[int] = []
+        for k in self._served:
+            bits = reached.get(self._new[k], 0) | 1 << k
+            tied = [g for g in groups if g & bits]
+            groups = [g for g in groups if not g & bits] + [bits | _union(tied)]
+        sizes = {g: _bytes([self._inputs[k] for k in self._served if g >> k & 1]) for g in groups}
+        made, filled = [0] * self._count, [0] * self._count
+        for group in sorted(groups, key=lambda g: (-sizes[g], g & -g)):
+            n = min(range(self._count), key=lambda n: (filled[n], n))
+            made[n], filled[n] = made[n] | group, filled[n] + sizes[group]
+        return [[k for k in self._served if bits >> k & 1] for bits in made]
+
+    def _part(
+        self,
+        leaves: Sequence[int],
+        update: tuple[Sequence[Equation], Sequence[Var]],
+        pull: tuple[Sequence[Equation], Sequence[Var]],
+        pulled: tuple[Collection[int], Sequence[Equation]],
+    ) -> ServerPart:
+        """What a server with these leaves keeps and runs.
+
+        Args:
+          leaves: By the number of the step's input.
+          update, pull: Equations of all servers, and what workers send for them.
+          pulled: What workers pull: leaves whole, and rows by equations.
+        """
+        (of_update, pushed), (of_pulls, ids), (whole, lookups) = update, pull, pulled
+        clocks: list[int] = []
+        while True:  # a clock may need another one
+            new = [self._new[k] for k in (*leaves, *clocks)]
+            equations = needed_equations(Block((), tuple(of_update), ()), new)
+            read = _free(equations, new)
+            more = [k for k in self._clocks if self._inputs[k] in read]
+            if more == clocks:
+                break
+            clocks = more
+        used = [n for n, v in enumerate(pushed) if v in read]
+        kept = {self._inputs[k]: k for k in leaves}
+        rows = [e for e in lookups if e.inputs[0] in kept]
+        given = [*(self._inputs[k] for k in leaves if k in whole), *(e.outputs[0] for e in rows)]
+        of_given = needed_equations(Block((), tuple(of_pulls), ()), given)
+        asked = [n for n, v in enumerate(ids) if v in _free(of_given, ())]
+        states = [self._inputs[k] for k in leaves]
+        inputs = (*states, *(self._inputs[k] for k in clocks), *(pushed[n] for n in used))
+        return ServerPart(
+            leaves=tuple(leaves),
+            clocks=tuple(clocks),
+            pull=Block((*states, *(ids[n] for n in asked)), tuple(of_given), tuple(given)),
+            ids=tuple(asked),
+            update=Block(inputs, tuple(equations), tuple(new)),
+            pushed=tuple(used),
+            leaf_bytes=_bytes(states),
+            pull_bytes=_bytes(given) + _bytes([ids[n] for n in asked]),
+            push_bytes=_bytes([pushed[n] for n in used]),
+        )
+
+    def _in_order(self, some: Collection[Equation]) -> list[Equation]:
+        chosen = set(some)
+        return [e for e in self._equations if e in chosen]
+
+    def _check_effects(self, update: Sequence[Equation]) -> None:
+        effect = next((e for e in update if e.effects), None)
+        if effect is not None:
+            raise StrategyError(
+                f"sync=Async: {self._program.name} has an effect, {effect.op} ({effect.where}), on what servers keep. "
+                "Leave it out"
+            )
+
+    def _check_results(self, worker: Sequence[Equation], outputs: Sequence[Atom], given: Collection[Var]) -> None:
+        """Check that a worker has all that its results need.
+
+        Raises:
+          StrategyError: it hasn't.
+        """
+        lost = next((v for v in _free(worker, outputs) if v not in given), None)
+        if lost is None:
+            return
+        k = self._inputs.index(lost)
+        for n in self._results:
+            out = self._program.block.outputs[n]
+            if lost in _free(needed_equations(Block((), tuple(worker), ()), [out]), [out]):
+                line = nearest_line(self._program.block, out)
+                where = "" if line is None else f" ({line.where})"
+                result = self._program.outputs[n].path or f"of {self._program.name}"
+                raise StrategyError(
+                    f"sync=Async: the result {result}{where} needs "
+                    f"{self._program.inputs[k].path}, which servers keep, and a worker doesn't pull. Compute it of "
+                    "autopar.average(state), outside of the step"
+                )
+        raise AssertionError(f"a worker needs {self._program.inputs[k].path}")
+
+
+def _reached(equations: Iterable[Equation], starts: Mapping[Var, int]) -> dict[Atom, int]:
+    """Of each value the bits of the starts that it follows from."""
+    reached: dict[Atom, int] = {**starts}
+    for equation in equations:
+        bits = _union(reached.get(a, 0) for a in equation.inputs)
+        if bits:
+            reached.update(dict.fromkeys(equation.outputs, bits))
+    return reached
+
+
+def _free(equations: Iterable[Equation], outputs: Iterable[Atom]) -> dict[Var, None]:
+    """What equations and outputs read, and the equations don't make, in order."""
+    equations = list(equations)
+    made = {v for e in equations for v in e.outputs}
+    read = (a for atoms in (*(e.inputs for e in equations), outputs) for a in atoms)
+    return dict.fromkeys(a for a in read if isinstance(a, Var) and a not in made)
+
+
+def _union(bits: Iterable[int]) -> int:
+    total = 0
+    for each in bits:
+        total |= each
+    return total
+
+
+def _travels(var: Var) -> bool:
+    return isinstance(var.type, ArrayType) and not jax_compat.is_key(var.dtype)
+
+
+def _bytes(some: Iterable[Var]) -> int:
+    return sum(v.type.nbytes if isinstance(v.type, ArrayType) else 0 for v in some)

@@ -1,0 +1,74 @@
+"""What workers and servers say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A worker begins a step: answered by `Pulled`, once that may be.
+
+    Attributes:
+      worker, step: Which one's, and its number, from 0.
+      ids: Of the rows that the worker needs.
+    """
+
+    worker: int
+    step: int
+    ids: Sequence[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a worker's minibatch gave, for a server to apply. Not answered."""
+
+    worker: int
+    step: int
+    values: Sequence[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A worker pushes nothing before it pulls again: nobody needs to wait for it. Not answered."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A worker asks for all that a server keeps: answered by `Kept`."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Values as all pushes up to a version made them."""
+
+    version: int
+    values: Sequence[Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a server keeps, and what it has done.
+
+    Attributes:
+      leaves, clocks: By number of the step's input.
+      events: Its `Timeline` events, int64[n, 3].
+    """
+
+    leaves: dict[int, Array]
+    clocks: dict[int, Array]
+    events: np.ndarray
+
+
+Message = Pull | Push | Leave | Read
+Reply = Pulled | Kept
