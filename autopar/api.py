@@ -30,7 +30,7 @@ from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep
-from autopar.sync import Average
+from autopar.sync import Sync
 
 
 class _Given(TypedDict, total=False):
@@ -52,7 +52,7 @@ class _Given(TypedDict, total=False):
     replan: Replan
     microbatches: int
     pipeline: Pipeline | None
-    sync: Average | None
+    sync: Sync | None
 
 
 @overload
@@ -81,7 +81,7 @@ def parallelize(
     replan: Replan = "warn",
     microbatches: int = 1,
     pipeline: Pipeline | None = None,
-    sync: Average | None = None,
+    sync: Sync | None = None,
 ) -> Any:
     """Run a single-device train step by a plan that autopar makes of it.
 
@@ -133,7 +133,8 @@ def parallelize(
       pipeline: Run the step in stages on devices of their own, through which microbatches follow one another
         (`Pipeline`). Which weights a stage has is found; new states lie where their stages are. All tables are dense.
       sync: Train a replica on every client, a process or some of them, on minibatches of its own:
-        `autopar.sync.Average(...)`. Another function by design; docs/replicas.md.
+        `autopar.sync.Average(...)`. Or train one state that servers keep, each process by itself,
+        `autopar.sync.Async(...)`. Other functions by design; docs/replicas.md.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
@@ -204,6 +205,7 @@ def parallelize(
             may_leave=sync is None,
             sync=sync,
             clients=1 if clients is None else clients.count,
+            servers=1 if clients is None else clients.count,
         ),
         machine=Machine(
             rates=rates if plan is None else None,

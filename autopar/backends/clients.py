@@ -26,11 +26,12 @@ from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import StoreGroup
 from autopar.launch.progress import PROGRESS
-from autopar.sync import Average
+from autopar.sync import Average, Sync
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
 _AXIS = "clients"
+_SERVERS = "The servers of Async have the whole state in the memory of the hosts: leave strategy= out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +152,7 @@ class Clients:
 
 
 def clients_of(
-    sync: Average | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
+    sync: Sync | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
 ) -> Clients | None:
     """Makes the clients that a step asks for; None without `sync`.
 
@@ -169,16 +170,24 @@ def clients_of(
                 "optimizer: give sync= as well, as it was"
             )
         return None
-    if not isinstance(sync, Average):
-        raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...)")
+    if not isinstance(sync, Sync):
+        raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...) or autopar.sync.Async(...)")
     if pipeline is not None:
         raise ArgumentsError("sync= and pipeline= don't go together: leave one of them out")
     if asks_for_hosts(strategy):
         raise ArgumentsError(
-            "sync=Average(...): tables on hosts are one for all ranks, and replicas are each client's own. Keep their "
-            'rows on the devices, strategy="ps"'
+            f"sync={type(sync).__name__}(...): tables on hosts are one for all ranks that train one state together. "
+            + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Average) else _SERVERS)
         )
-    return Clients.of(devices, sync.clients)
+    if isinstance(sync, Average):
+        return Clients.of(devices, sync.clients)
+    clients = Clients.of(devices, None)
+    if clients.devices.mesh.size > 1:
+        raise ArgumentsError(
+            f"sync=Async(...): each process is a worker on one device, and this one has {clients.devices.mesh.size}. "
+            "Start a process for each device, or give mesh= one device of each process"
+        )
+    return clients
 
 
 def mean_of(parts: Sequence[Array]) -> Array:

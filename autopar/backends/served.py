@@ -51,7 +51,12 @@ class ServedPrograms:
         self, pulled: Sequence[Sequence[Array]], leaves: Sequence[Array]
     ) -> tuple[list[Sequence[Array]], dict[int, Array], dict[int, Array]]:
         """What is pushed to each server, the worker's results by number of the output, and new clocks by that of the
-        input. `pulled`: of each server; `leaves`: the step's flat arguments, of which those of the state that servers keep aren't read."""
+        input.
+
+        Args:
+          pulled: Of each server.
+          leaves: The step's flat arguments, of which those of the state that servers keep aren't read.
+        """
         given = [x for values in pulled for x in values]
         outputs = self._work(*given, *(leaves[k] for k in self.step.own))
         pushed: list[Sequence[Array]] = [[outputs[n] for n in part.pushed] for part in self.step.servers]

@@ -50,7 +50,7 @@ class ServedStep:
       clocks: Leaves of the state whose new value follows from such leaves alone: counts, random keys, what isn't
         trained. Everyone has them.
       whole: Leaves that a worker pulls whole: leaf -> its number among what is pulled.
-      servers: What each server keeps; some may keep nothing.
+      servers: What each server keeps; there may be fewer than were asked for.
     """
 
     ids: Block

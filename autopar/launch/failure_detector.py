@@ -51,7 +51,7 @@ class Seen:
 
     @property
     def waits(self) -> bool:
-        return self.kind == "waits" and not self.left
+        return self.kind in ("waits", "pulls") and not self.left
 
     @property
     def where(self) -> str:
@@ -102,10 +102,10 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
 def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
     """Ranks that have left, others being at a wait where they can't be met any more."""
     for r in left:
-        waiting = [w for w in running if w.waits and w.step > r.step and w.age_s > LATE_S]
+        waiting = [w for w in running if w.waits and w.kind != "pulls" and w.step > r.step and w.age_s > LATE_S]
         if waiting:
             return _left([r], waiting)
-    if left and running and all(w.waits and w.age_s > LAST_S for w in running):
+    if left and running and all(w.waits and w.kind != "pulls" and w.age_s > LAST_S for w in running):
         return _left(left, running)
     return None
 

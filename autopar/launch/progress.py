@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-#: What a process does: it computes (or runs the user's code), it waits for other ranks, or it compiles a program,
-#: for which no time can be foreseen.
-MarkKind = Literal["computes", "waits", "compiles"]
-KINDS: tuple[MarkKind, ...] = ("computes", "waits", "compiles")
+#: What a process does: it computes (or runs the user's code), it waits for other ranks, for servers, which answer as
+#: long as their process is there, or it compiles a program, for which no time can be foreseen.
+MarkKind = Literal["computes", "waits", "pulls", "compiles"]
+KINDS: tuple[MarkKind, ...] = ("computes", "waits", "pulls", "compiles")
 
 #: The number of the file descriptor of the page that is shared with the supervisor.
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"

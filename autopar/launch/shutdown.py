@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from autopar.launch.faults import INTERRUPTED, abort, exit_code, name_rank, report_fault
 from autopar.launch.heartbeat import Heartbeat
 from autopar.launch.progress import LEFT, PROGRESS
+from autopar.mpi.service import stop_service
 from autopar.mpi.world import World
 
 #: For this long a rank with an exit code other than 0 waits for others that may be leaving, too.
@@ -98,6 +99,7 @@ def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
     heartbeat.leave(code)
     try:
         _await_others(world, heartbeat, code)
+        stop_service()
         heartbeat.stop()
     except KeyboardInterrupt:
         abort(world, f"{name_rank(world.rank)} was interrupted, at its exit, last {PROGRESS.last}.", INTERRUPTED)

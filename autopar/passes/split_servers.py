@@ -72,6 +72,11 @@ class _Cutter:
         self._stateless = [e for e in apart if e not in self._on_state]
 
     def run(self) -> ServedStep:
+        if not self._served:
+            raise StrategyError(
+                f"sync=Async: no new state of {self._program.name} follows from what it is given with each call, so "
+                "there is nothing to train. Leave sync= out"
+            )
         new = [self._new[k] for k in self._served]
         update = needed_equations(Block((), tuple(self._on_state), ()), new)
         states = {self._inputs[k] for k in self._new}
@@ -152,8 +157,8 @@ class _Cutter:
         return [k for v, k in leaves.items() if v in others], pulls
 
     def _balanced(self, moved: Sequence[Equation]) -> list[list[int]]:
-        """The leaves of each server: those that the update ties together have one; the largest groups come first, each
-        to the server that has least."""
+        """The leaves of each server that has any: those that the update ties together have one; the largest groups
+        come first, each to the server that has least."""
         equations = self._in_order([*self._on_state, *moved])
         reached = _reached(equations, {self._inputs[k]: 1 << k for k in self._served})
         groups: list[int] = []
@@ -166,7 +171,7 @@ class _Cutter:
         for group in sorted(groups, key=lambda g: (-sizes[g], g & -g)):
             n = min(range(self._count), key=lambda n: (filled[n], n))
             made[n], filled[n] = made[n] | group, filled[n] + sizes[group]
-        return [[k for k in self._served if bits >> k & 1] for bits in made]
+        return [[k for k in self._served if bits >> k & 1] for bits in made if bits]
 
     def _part(
         self,

@@ -22,10 +22,10 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.across import is_global
 from autopar.compile import Compiled
-from autopar.errors import ArgumentsError, AutoparError, StepError
+from autopar.errors import ArgumentsError, AutoparError, StateError, StepError
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Block, Literal, Program
-from autopar.launch.group import StoreGroup, odd_one
+from autopar.launch.group import Group, StoreGroup, odd_one
 from autopar.launch.sameness import shown
 from autopar.tables.kinds import is_table
 
@@ -182,3 +182,30 @@ def _contents(leaf: Any) -> str | None:
     stride = -(-leaf.nbytes // _SAMPLE)
     flat = leaf.reshape(-1) if stride <= 1 else leaf.reshape(-1)[::stride]
     return _digest(np.ascontiguousarray(flat).tobytes())
+
+
+def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Any]) -> None:
+    """Check that all processes begin to train the same. Collective.
+
+    Args:
+      processes: All of them.
+      name: The step's.
+      arrays: Path -> this process's array.
+
+    Raises:
+      StateError: one isn't the same everywhere.
+    """
+    all_ = processes.values([_array_digest(x) for x in arrays.values()], f"the state that {name} begins with")
+    k = odd_one(all_)
+    if k is not None:
+        path = next(path for path, a, b in zip(arrays, all_[0], all_[k], strict=True) if a != b)
+        raise StateError(
+            f"{name}: {path} isn't the same array on {processes.name(k)} as on {processes.name(0)}. All begin with the "
+            "same state: make it of the same seed. If it is one that this step has trained and that became ordinary "
+            "arrays (by autopar.materialize, or arithmetic), take autopar.average(state), or go on with it as returned"
+        )
+
+
+def _array_digest(array: Any) -> int:
+    data = jax.random.key_data(array) if jax_compat.is_key(getattr(array, "dtype", None)) else array
+    return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).tobytes())

@@ -37,8 +37,9 @@ from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.replicas import Averaging, ReplicaRunner
 from autopar.run.runner import Runner
+from autopar.run.served import ServedRunner
 from autopar.run.touched_rows import TouchedRows
-from autopar.sync import Average
+from autopar.sync import Async, Average
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -142,7 +143,11 @@ class Entry:
     @functools.cached_property
     def runner(self) -> Runner:
         """Who calls the planned step."""
-        return self.own_runner if self.clients is None else replica_runner(self, self.clients)
+        if self.clients is None:
+            return self.own_runner
+        if isinstance(self.options.sync, Async):
+            return ServedRunner(self.compiled, self.options.sync, self.clients.processes, self.out_tree)
+        return replica_runner(self, self.clients)
 
     @functools.cached_property
     def own_runner(self) -> Runner:

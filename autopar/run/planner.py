@@ -157,6 +157,8 @@ class Planner:
         check_connected(self.name)
         if self.options.hosts or any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
+        if self.options.is_served:
+            check_ranks(self.name, "servers", "let clients average, sync=autopar.sync.Average(every=...)")
         if self.options.pipeline is not None and self.processes is not None:
             check_ranks(self.name, "stages on several processes", "give the stages devices of one process, mesh=")
 

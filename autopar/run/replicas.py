@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 
 from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
-from autopar.errors import CheckpointError, StateError, StepError
+from autopar.errors import CheckpointError, StepError
 from autopar.ir.program import Program
 from autopar.ir.sync_plan import SyncPlan
-from autopar.launch.group import odd_one
+from autopar.run.agreement import check_same_arrays
 from autopar.run.runner import Runner
 from autopar.run.touched_rows import TouchedRows
 from autopar.sync import Average
@@ -144,10 +143,6 @@ def _differences(anchors: Sequence[Array], weights: Sequence[Array]) -> Sequence
     return [a - w for a, w in zip(anchors, weights, strict=True)]
 
 
-def _digest(array: Array) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).tobytes())
-
-
 class ReplicaRunner:
     """Calls a client's own step.
 
@@ -225,17 +220,8 @@ class ReplicaRunner:
         """
         weights = Weights(dict(enumerate(leaves)))
         if self.clients.count > 1:
-            mine = [_digest(local(weights[k])) for k in self.averaging.weights]
-            all_ = self.clients.processes.values(mine, f"the weights that {self._name} begins with")
-            k = odd_one(all_)
-            if k is not None:
-                n = next(n for n, (a, b) in enumerate(zip(all_[0], all_[k], strict=True)) if a != b)
-                path, name = self._paths[self.averaging.weights[n]], self.clients.processes.name
-                raise StateError(
-                    f"{self._name}: {path} isn't the same array on {name(k)} as on {name(0)}. Clients begin with the "
-                    "same weights: make them of the same seed. If they are replicas that became ordinary arrays (by "
-                    "autopar.materialize, or arithmetic), take autopar.average(state), or go on with the replicas"
-                )
+            mine = {self._paths[k]: local(weights[k]) for k in self.averaging.weights}
+            check_same_arrays(self.clients.processes, self._name, mine)
         replicas = self.averaging.begin(self.clients, weights)
         return dataclasses.replace(replicas, touched=self.touched.none(self.averaging.weights))
 

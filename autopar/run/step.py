@@ -30,6 +30,7 @@ from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.tables.kinds import is_table, layout_of, materialize
 from autopar.tables.replica import Replica
+from autopar.tables.served import ServedLeaf
 
 #: A step that keeps changing shapes is stopped here: each shape costs a compilation.
 MAX_PLANS = 16
@@ -151,10 +152,10 @@ class ParallelStep:
         if known is not None:
             self._last, self.latest = known, known.entry
             return known
-        if self.clients is None and any(isinstance(leaf, Replica) for leaf in leaves):
+        if self.clients is None and any(isinstance(leaf, Replica | ServedLeaf) for leaf in leaves):
             raise StepError(
-                f"{self.name} was given replicas, of which each client has its own, and takes what is the same "
-                "everywhere: give autopar.average(state), or autopar.materialize(state) for this client's own"
+                f"{self.name} was given a state of a step with sync=, of which each client has its own, and takes "
+                "what is the same everywhere: give autopar.average(state), or autopar.materialize(state) for this client's own"
             )
         entry = self.entry(*args, **kwargs)
         if any(map(is_traced, leaves)):
@@ -204,7 +205,7 @@ class ParallelStep:
     def _of_all_clients(self, entry: Entry) -> Entry:
         """The plan as all clients have it: each measured its own minibatch, and may have found otherwise which tables
         to send by rows. They agree on that at the first call; other shapes come to each client at a time of its own."""
-        if self.clients is None:
+        if self.clients is None or entry.compiled.plan.served is not None:
             return entry
         sync = entry.compiled.plan.sync
         assert sync is not None, "clients have replicas"

@@ -8,12 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from autopar.backends.served import ServedPrograms
 from autopar.errors import TimelineError
 from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read
-from autopar.servers.server import Server
+from autopar.servers.server import served
 from autopar.servers.timeline import Timeline
 
 Array = Any
@@ -33,7 +31,7 @@ class Job:
 
     def __init__(self, programs: ServedPrograms, leaves: Sequence[Array], workers: int, staleness: int | None) -> None:
         self._programs = programs
-        self.servers = [new_server(programs, n, leaves, workers, staleness) for n in range(len(programs.servers))]
+        self.servers = [served(programs, n, leaves, workers, staleness) for n in range(len(programs.servers))]
         self._clocks = [{k: leaves[k] for k in programs.step.clocks} for _ in range(workers)]
 
     def kept(self) -> list[Kept]:
@@ -97,15 +95,6 @@ class Job:
         if waiting := [w for w, done in enumerate(results) if len(done) < steps[w]]:
             raise TimelineError(f"workers {waiting} wait for pulls that no message will bring")
         return results
-
-
-def new_server(
-    programs: ServedPrograms, number: int, leaves: Sequence[Array], workers: int, staleness: int | None
-) -> Server:
-    """Returns a server that keeps copies of its part of the state. Arguments as of `Job`."""
-    part = programs.step.servers[number]
-    kept = {k: jnp.copy(leaves[k]) for k in part.leaves}
-    return Server(kept, {k: leaves[k] for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 
 def as_recorded(timeline: Timeline) -> Choice:

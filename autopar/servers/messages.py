@@ -43,9 +43,15 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A worker asks for all that a server keeps: answered by `Kept`."""
+    """A worker asks for what a server keeps: answered by `Kept`.
+
+    Attributes:
+      worker: Which one asks.
+      leaves: By number of the step's input; None: all, clocks and events too.
+    """
 
     worker: int
+    leaves: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.served import PullProgram, UpdateProgram
+from autopar.backends.served import PullProgram, ServedPrograms, UpdateProgram
 from autopar.errors import AutoparError
 from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read, Reply
 from autopar.servers.timeline import LEFT
@@ -58,10 +59,7 @@ class Server:
         """
         worker = message.worker
         if isinstance(message, Read):
-            leaves = dict(zip(self._places, map(_on_host, self._leaves), strict=True))
-            pairs = zip(self._clock_places, self._clocks, strict=True)
-            clocks = {k: _on_host(x) for k, x in pairs if not jax_compat.is_key(x.dtype)}
-            return [(worker, Kept(leaves, clocks, self.events))]
+            return [(worker, self._kept(message.leaves))]
         if isinstance(message, Leave):
             self._gone.add(worker)
             self._events.extend((worker, LEFT, self._version))
@@ -87,6 +85,15 @@ class Server:
         """What was done so far, as `Timeline` has it, int64[n, 3]."""
         return np.array(self._events, np.int64).reshape(-1, 3)
 
+    def _kept(self, wanted: Collection[int] | None) -> Kept:
+        pairs = zip(self._places, self._leaves, strict=True)
+        leaves = {k: _on_host(x) for k, x in pairs if wanted is None or k in wanted}
+        if wanted is not None:
+            return Kept(leaves, {}, np.zeros((0, 3), np.int64))
+        pairs = zip(self._clock_places, self._clocks, strict=True)
+        clocks = {k: _on_host(x) for k, x in pairs if not jax_compat.is_key(x.dtype)}
+        return Kept(leaves, clocks, self.events)
+
     def _may_begin(self, step: int) -> bool:
         """Whether all pushes of steps up to step-1-s are applied."""
         if self._staleness is None:
@@ -97,6 +104,16 @@ class Server:
     def _pulled(self, pull: Pull) -> Pulled:
         self._given[pull.worker] = self._version
         return Pulled(self._version, self._pull(self._leaves, pull.ids))
+
+
+def served(
+    programs: ServedPrograms, number: int, leaves: Sequence[Array], workers: int, staleness: int | None
+) -> Server:
+    """Returns a server that keeps copies of its part of the state. `leaves`: the step's flat arguments;
+    others as of `Job`."""
+    part = programs.step.servers[number]
+    kept = {k: jnp.copy(leaves[k]) for k in part.leaves}
+    return Server(kept, {k: leaves[k] for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 
 def _on_host(leaf: Array) -> Array:

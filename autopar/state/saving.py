@@ -21,9 +21,11 @@ from autopar.ir.paths import path_name
 from autopar.launch.group import Group
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import file_name
+from autopar.tables.averaging import average
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
 from autopar.tables.replica import Replica, replicas_of, settled
+from autopar.tables.served import session_of
 from autopar.tables.sharded import shards_of
 
 #: Types of Python numbers that a state may hold.
@@ -82,8 +84,11 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
 
 def on_one_process(state: Any) -> Any:
     """The state, replicas of clients of several processes being whole on each: what is saved is read without any
-    exchange. Collective over each client's processes."""
-    replicas = replicas_of(jax.tree.leaves(state))
+    exchange. Collective over each client's processes; what servers keep over all."""
+    leaves = jax.tree.leaves(state)
+    if session_of(leaves) is not None:
+        return average(state)
+    replicas = replicas_of(leaves)
     if replicas is None or replicas.clients.count == replicas.clients.processes.size:
         return state
     anchors = {k: local(x) for k, x in replicas.anchors.items()}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
-from autopar.tables.kinds import materialize
+from autopar.servers.session import Session
+from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, replicas_of, settled
+from autopar.tables.served import ServedLeaf, session_of
 
 T = TypeVar("T")
 
@@ -18,8 +21,9 @@ def average(state: T) -> T:
     """The mean of all clients' replicas, as ordinary arrays, the same on every process: to evaluate, or to go on with.
 
     Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
-    is the first client's. A mean that is on its way counts as merged. The replicas stay as they are. Collective: all
-    processes call it, at the same step.
+    is the first client's. A mean that is on its way counts as merged. Of a state that servers keep (`sync.Async`) it is
+    that state, once all pushes of all workers are applied. The replicas stay as they are, and servers go on. Collective:
+    all processes call it; replicas at the same step.
 
     Args:
       state: A state that a step with `sync=` returned, or a part of one; of any other it is `autopar.materialize`.
@@ -28,6 +32,8 @@ def average(state: T) -> T:
       DonatedStateError: it was given to a step.
     """
     leaves, tree = jax.tree.flatten(state)
+    if (session := session_of(leaves)) is not None:
+        return jax.tree.unflatten(tree, _settled(leaves, session))
     replicas = replicas_of(leaves)
     if replicas is None:
         return materialize(state)
@@ -42,3 +48,17 @@ def average(state: T) -> T:
         if jax_compat.is_key(mine[k].dtype):
             made[k] = jax.random.wrap_key_data(made[k], impl=jax.random.key_impl(mine[k]))
     return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])
+
+
+def _settled(leaves: Sequence[Any], session: Session) -> list[Any]:
+    """Ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first worker's."""
+    whole: dict[int, Any] = {}
+    for kept in session.settled():
+        whole |= {**kept.leaves, **kept.clocks}
+    arrays = []
+    for leaf in leaves:
+        if not isinstance(leaf, ServedLeaf):
+            arrays.append(materialize(leaf))
+        else:
+            arrays.append(leaf.typed(whole[leaf.place]) if leaf.place in whole else copied(leaf.current()))
+    return arrays

@@ -1,0 +1,180 @@
+"""`Service`: ranks ask each other for something while both go on with their work.
+
+A thread of its own makes all calls of MPI on communicators of its own: it takes what comes, has it answered by who is
+registered for it, and hands on replies. So a rank answers while its main thread is inside a compiled program (which
+has let go of Python's lock). Objects travel by pickle's protocol 5, arrays within them out of band, without a copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.mpi.world import world
+
+#: Takes a rank's message, and returns the replies that are due now, each with the rank that it is for.
+Handler = Callable[[Any], list[tuple[int, Any]]]
+
+#: Between two looks for messages: at least, at most, and as a part of the time since the last one, in seconds.
+_PAUSE_S, _LONGEST_S, _GROWTH = 50e-6, 2e-3, 0.15
+#: How often somebody who waits looks whether the thread has failed, in seconds.
+_LOOK_S = 0.5
+
+
+class Service:
+    """Messages of this rank, and those that it answers. Collective to make.
+
+    Attributes:
+      rank, size: As of the communicator.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        """`comm`: None for a process that is alone."""
+        self._handlers: list[Handler | None] = []
+        self._released: Counter[int] = Counter()
+        self._answering = threading.Lock()
+        self._replies: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
+        self._early: dict[tuple[int, int], deque[Any]] = {}
+        self._outgoing: deque[tuple[int, Any]] = deque()
+        self._woken, self._ends = threading.Event(), False
+        self._failure: Exception | None = None
+        self.rank, self.size = 0, 1
+        self._thread: threading.Thread | None = None
+        if comm is None:
+            return
+        from mpi4py.util import pkl5
+
+        self._comm = pkl5.Intracomm(comm.Dup())
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._thread = threading.Thread(target=self._serve, name="autopar service", daemon=True)
+        self._thread.start()
+
+    def register(self, handler: Handler | None) -> int:
+        """Have messages answered from now on, until all ranks `release` it. All register in the same order, and none
+        sends before all have.
+
+        Args:
+          handler: What answers them; None: this rank is asked nothing.
+
+        Returns:
+          The number by which it is asked.
+        """
+        self._handlers.append(handler)
+        return len(self._handlers) - 1
+
+    def release(self, number: int) -> None:
+        """Say that this rank asks no more. May come at any time, from any thread."""
+        for rank in range(self.size):
+            self._post(rank, (number, "release", None))
+
+    def send(self, number: int, rank: int, message: Any) -> None:
+        """Send a message to a rank's handler. Those to one handler arrive in their order. Arrays mustn't change."""
+        if rank == self.rank:
+            self._answer(number, message)
+        else:
+            self._post(rank, (number, "ask", message))
+
+    def receive(self, number: int, rank: int) -> Any:
+        """The next reply of a rank's handler.
+
+        Raises:
+          AutoparError: this rank's own service failed.
+        """
+        wanted = (number, rank)
+        while not (known := self._early.get(wanted)):
+            try:
+                number_, rank_, reply = self._replies.get(timeout=_LOOK_S)
+                self._early.setdefault((number_, rank_), deque()).append(reply)
+            except queue.Empty:
+                pass
+            if self._failure is not None:
+                raise AutoparError(f"rank {self.rank} can't answer others: {self._failure}") from self._failure
+        return known.popleft()
+
+    def stop(self) -> None:
+        """End the thread. Nobody may send any more."""
+        self._ends = True
+        self._woken.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _answer(self, number: int, message: Any) -> None:
+        with self._answering:
+            handler = self._handlers[number]
+            assert handler is not None, "only those who haven't released it ask"
+            replies = handler(message)
+            for rank, reply in replies:
+                if rank == self.rank:
+                    self._replies.put((number, self.rank, reply))
+                else:
+                    self._post(rank, (number, "reply", reply))
+
+    def _take(self, source: int, number: int, kind: str, content: Any) -> None:
+        """Do what a message says."""
+        if kind == "reply":
+            self._replies.put((number, source, content))
+        elif kind == "ask":
+            self._answer(number, content)
+        else:
+            self._released[number] += 1
+            if self._released[number] == self.size:
+                self._handlers[number] = None
+
+    def _post(self, rank: int, message: Any) -> None:
+        if self._thread is None:
+            self._take(rank, *message)
+            return
+        self._outgoing.append((rank, message))
+        self._woken.set()
+
+    def _serve(self) -> None:
+        try:
+            self._exchange()
+        except Exception as error:
+            self._failure = error
+
+    def _exchange(self) -> None:
+        """Take and send messages until all ends."""
+        from mpi4py import MPI
+
+        status, sending, last = MPI.Status(), [], time.monotonic()
+        while not self._ends or self._outgoing or sending:
+            is_idle = True
+            while self._outgoing:
+                rank, message = self._outgoing.popleft()
+                if rank == self.rank:
+                    self._take(rank, *message)
+                else:
+                    sending.append(self._comm.isend(message, rank))
+                is_idle = False
+            # The source is named: over TCP (UCX) mpich 5.0.2 loses messages to receives from any source, for good.
+            while self._comm.Iprobe(status=status):
+                source = status.Get_source()
+                self._take(source, *self._comm.recv(source=source))
+                is_idle = False
+            sending = [request for request in sending if not request.test()[0]]
+            now = time.monotonic()
+            if not is_idle:
+                last = now
+                continue
+            pause = min(max(_PAUSE_S, _GROWTH * (now - last)), _LONGEST_S)
+            if self._woken.wait(pause):
+                self._woken.clear()
+
+
+@functools.cache
+def service() -> Service:
+    """This process's service. Collective, the first time."""
+    return Service(world().comm)
+
+
+def stop_service() -> None:
+    """End this process's service, if it has one, once all ranks are done."""
+    if service.cache_info().currsize:
+        service().stop()

@@ -1,0 +1,75 @@
+"""`ServedRunner`: calls a worker's step, of a state that servers keep (`autopar.sync.Async`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.backends.served import ServedPrograms
+from autopar.compile import Compiled
+from autopar.errors import StepError
+from autopar.launch.group import Group
+from autopar.run.agreement import check_same_arrays
+from autopar.servers.session import Session
+from autopar.sync import Async
+from autopar.tables.kinds import materialize
+from autopar.tables.served import ServedLeaf, session_of
+
+
+class ServedRunner:
+    """Calls a worker's step.
+
+    Args:
+      compiled: The step as servers run it.
+      sync: The way that the user chose.
+      processes: All workers.
+      out_tree: The structure of its results.
+    """
+
+    def __init__(self, compiled: Compiled, sync: Async, processes: Group, out_tree: Any) -> None:
+        self._analysed, self._sync = compiled.analysed, sync
+        self._processes, self._out_tree = processes, out_tree
+        self.programs = ServedPrograms(compiled.program, compiled.analysed)
+        inputs = zip(self._analysed.inputs, self._analysed.block.inputs, strict=True)
+        shapes = ", ".join(f"{input_.path} {v.type}" for input_, v in inputs if input_.role != "state")
+        self._mode = f"{compiled.plan.served}, {shapes}"
+        states = self._analysed.new_states
+        self._types = {k: self._analysed.block.outputs[out].type for k, out in states.items()}
+
+    def lower(self) -> Any:
+        """A worker's step is several programs with messages between them."""
+        raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
+
+    def was_exceeded(self) -> bool:
+        """Never: no capacity is measured."""
+        return False
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """The step's results, of flat arguments: the new state as leaves that servers keep, and what this worker's
+        minibatch gave."""
+        session = session_of(leaves)
+        if session is None:
+            session = self._begun(leaves)
+        elif session.mode != self._mode:
+            raise StepError(
+                f"{self._analysed.name}: servers keep the state for one step with minibatches of one shape, "
+                f"{session.mode}; this is {self._mode}. Give minibatches of one size (drop_remainder=True), or begin "
+                "once more with autopar.average(state)"
+            )
+        results = session.step(self.programs, leaves)
+        for k, out in self._analysed.new_states.items():
+            results[out] = ServedLeaf(session, k, self._types[k])
+        return self._out_tree.unflatten([results[k] for k in range(len(self._analysed.outputs))])
+
+    def _begun(self, leaves: Sequence[Any]) -> Session:
+        """Begin to train an ordinary state, if all workers have the same. Collective.
+
+        Raises:
+          StateError: they haven't.
+        """
+        states = list(self._analysed.new_states)
+        arrays = dict(zip(states, materialize([leaves[k] for k in states], copy=False), strict=True))
+        named = {self._analysed.inputs[k].path: arrays[k] for k in states}
+        check_same_arrays(self._processes, self._analysed.name, named)
+        given = [arrays.get(k, x) for k, x in enumerate(leaves)]
+        return Session(self.programs, given, self._sync.staleness, self._mode)

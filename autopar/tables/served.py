@@ -1,0 +1,88 @@
+"""`ServedLeaf`: a leaf of a state that servers keep, as a worker has it (`autopar.sync.Async`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar import jax_compat
+from autopar.errors import DonatedStateError, donated
+from autopar.servers.session import Session
+from autopar.tables.leaf import StandingLeaf
+
+
+class ServedLeaf(StandingLeaf):
+    """A leaf of the state behind a worker's step.
+
+    A leaf like an array: `jax.tree` maps over it, and the step takes and returns it. Reading it (`np.asarray`,
+    indexing) asks its server for what it is now, pushes of other workers included; no other worker takes part. Other
+    JAX functions refuse it: `autopar.materialize(state)` makes ordinary arrays of what it is now, and
+    `autopar.average(state)`, collective, the same ones on all processes.
+    """
+
+    def __init__(self, session: Session, place: int, aval: Any) -> None:
+        """`place`: which input of the step it is; `aval`: its shape and dtype."""
+        self._session, self._place, self._aval, self._step = session, place, aval, session.steps
+
+    @property
+    def session(self) -> Session:
+        """What the worker does."""
+        return self._session
+
+    @property
+    def place(self) -> int:
+        """The number of the step's input that it is."""
+        return self._place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._aval.dtype
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether its type is a weak one."""
+        return bool(getattr(self._aval, "weak_type", False))
+
+    def is_deleted(self) -> bool:
+        return self._step != self._session.steps
+
+    def current(self) -> Any:
+        """The array as it is now.
+
+        Raises:
+          DonatedStateError: it was given to a step.
+        """
+        if self.is_deleted():
+            raise donated("this leaf")
+        return self.typed(self._session.read(self._place))
+
+    def typed(self, value: Any) -> Any:
+        """A value of this leaf as an array of its type."""
+        array = jnp.asarray(value)
+        return jax_compat.weak(array) if self.is_weak else array
+
+    @property
+    def _where(self) -> str:
+        session = self._session
+        home = session.served.get(self._place)
+        return f", worker {session.rank}'s" if home is None else f" on server {home}"
+
+
+def session_of(leaves: Sequence[Any]) -> Session | None:
+    """What this process does for the state that some leaves are of; None if servers keep none of them.
+
+    Raises:
+      DonatedStateError: they are of several states, or were given to a step.
+    """
+    served = [leaf for leaf in leaves if isinstance(leaf, ServedLeaf)]
+    if any(leaf.is_deleted() for leaf in served):
+        raise donated("the state")
+    if any(leaf.session is not served[0].session for leaf in served):
+        raise DonatedStateError("some leaves are of another state that servers keep than others: give one as returned")
+    return served[0].session if served else None
