@@ -38,6 +38,7 @@ with paused_collection():
     from autopar.planning.explanation import Explanation
     from autopar.planning.plan import plan
     from autopar.planning.replay_replicas import replay
+    from autopar.planning.replay_served import replay_timeline, timeline
     from autopar.planning.simulate import Simulation, simulate
     from autopar.planning.staleness import Staleness, staleness
     from autopar.planning.verification import Verification
@@ -45,6 +46,7 @@ with paused_collection():
     from autopar.planning.why import Why, why
     from autopar.report import Report, report
     from autopar.run.step import ParallelStep
+    from autopar.servers.timeline import Timeline
     from autopar.state.checkpoint import Restored, restore, save
     from autopar.state.draining import ended, paired
     from autopar.state.init import init
@@ -54,6 +56,7 @@ with paused_collection():
     from autopar.tables.kinds import materialize
     from autopar.tables.pending import PendingArray, drain
     from autopar.tables.replica import Replica
+    from autopar.tables.served import ServedLeaf
     from autopar.tables.sharded import Table
     from autopar.tables.staged import StageArray
 
@@ -84,6 +87,7 @@ __all__ = [
     "Replica",
     "Report",
     "Restored",
+    "ServedLeaf",
     "Simulation",
     "StageArray",
     "Staleness",
@@ -93,6 +97,7 @@ __all__ = [
     "StrategyError",
     "Table",
     "TableAlpha",
+    "Timeline",
     "UncheckedWarning",
     "Verification",
     "VerificationError",
@@ -110,6 +115,7 @@ __all__ = [
     "parallelize",
     "plan",
     "replay",
+    "replay_timeline",
     "report",
     "restore",
     "save",
@@ -117,6 +123,7 @@ __all__ = [
     "simulate",
     "staleness",
     "sync",
+    "timeline",
     "uninterrupted",
     "verify",
     "watchdog",

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.backends.clients import mean_of
+from autopar.backends.clients import Clients, mean_of
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Program
 from autopar.planning.verification import LeafCheck, Verification
@@ -137,15 +137,7 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, ReplicaRunner), "clients have replicas"
     clients, first = runner.clients, average(list(leaves))
-    batch = [k for k in range(len(first)) if k not in program.new_states]
-    keys = {k for k in batch if jax_compat.is_key(getattr(first[k], "dtype", None))}
-    sent = [jax.random.key_data(first[k]) if k in keys else first[k] for k in batch]
-    given = clients.stacked(sent, "the minibatches of all clients")
-    calls = []
-    for c in range(clients.count):
-        own = dict(zip(batch, (stack[c] for stack in given), strict=True))
-        own |= {k: jax.random.wrap_key_data(own[k], impl=jax.random.key_impl(first[k])) for k in keys}
-        calls.append([own.get(k, x) for k, x in enumerate(first)])
+    calls = calls_of_all(clients, program, first)
     *_, last = replay_replicas(program, runner, [calls] * steps)
     expected = last[clients.own]
     found: list[Any] = []
@@ -155,10 +147,29 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
         state = {k: found[out] for k, out in program.new_states.items()}
     pairs = zip(expected, found, strict=True)
     mine = [compared_values(materialize(a), materialize(b.own if isinstance(b, Replica) else b)) for a, b in pairs]
+    return compared(clients, program, mine, steps, AGAINST)
+
+
+def calls_of_all(clients: Clients, program: Program, first: Sequence[Any]) -> list[list[Any]]:
+    """Returns all clients' flat arguments, of this one's; the state is one. Collective."""
+    batch = [k for k in range(len(first)) if k not in program.new_states]
+    keys = {k for k in batch if jax_compat.is_key(getattr(first[k], "dtype", None))}
+    sent = [jax.random.key_data(first[k]) if k in keys else first[k] for k in batch]
+    given = clients.stacked(sent, "the minibatches of all clients")
+    calls = []
+    for c in range(clients.count):
+        own = dict(zip(batch, (stack[c] for stack in given), strict=True))
+        own |= {k: jax.random.wrap_key_data(own[k], impl=jax.random.key_impl(first[k])) for k in keys}
+        calls.append([own.get(k, x) for k, x in enumerate(first)])
+    return calls
+
+
+def compared(clients: Clients, program: Program, mine: Sequence[Any], steps: int, against: str) -> Verification:
+    """What all clients found of each output, `compared_values`: they must be equal bit for bit. Collective."""
     all_ = clients.processes.values(mine, "comparing replicas with their replay")
     checks = []
     for k, output in enumerate(program.outputs):
         path = program.inputs[output.state].path if output.state is not None else output.path
         size, error = (max(values) for values in zip(*(each[k] for each in all_), strict=True))
         checks.append(LeafCheck(path, size, error, 0.0, error == 0))
-    return Verification(tuple(checks), steps, AGAINST)
+    return Verification(tuple(checks), steps, against)

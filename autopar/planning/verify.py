@@ -27,6 +27,7 @@ from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
 from autopar.planning.replay_replicas import compare_replicas
+from autopar.planning.replay_served import compare_served
 from autopar.planning.verification import LeafCheck, Verification
 from autopar.planning.verify_replay import compare_replay
 from autopar.run.arguments import read_call
@@ -47,8 +48,8 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
 
     A pipeline without a flush (`schedule="spectrain"`) is another function than the plain step, by design. It is
     compared with a replay of its own tasks, one after the other in one process, bit for bit, and what is printed says
-    so. So are the replicas of clients (`sync=`), with a replay of all clients' steps and means; each process then gives
-    its own minibatch.
+    so. So are the replicas of clients (`sync=`), with a replay of all clients' steps and means, and a state that
+    servers keep, with a replay of what they did; each process then gives its own minibatch.
 
     Across processes, all of them verify together; each runs the plain step whole by itself.
 
@@ -75,7 +76,9 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         _check_pure(pure, entry, arrays, named)
         with noticing(step.name, "verifying, by the plain step and one in float64"):
             staged, leaves = entry.compiled.program.staged, pure.leaves(arrays, named)
-            if entry.clients is not None:
+            if entry.compiled.plan.served is not None:
+                compared = compare_served(entry, leaves, steps)
+            elif entry.clients is not None:
                 compared = compare_replicas(entry, leaves, steps)
             elif staged is not None and staged.asynchronous is not None:
                 compared = compare_replay(entry, leaves, steps)

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.backends.served import ServedPrograms
 from autopar.errors import TimelineError
 from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read
-from autopar.servers.server import served
+from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
@@ -38,6 +38,10 @@ class Job:
         """What each server keeps now."""
         replies = [server.take(Read(0)) for server in self.servers]
         return [reply for ((_, reply),) in replies if isinstance(reply, Kept)]
+
+    def state(self) -> dict[int, Array]:
+        """The state now, by number of the step's input (`state_of`)."""
+        return state_of({k: on_host(x) for k, x in self._clocks[0].items()}, self.kept())
 
     def run(
         self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: Choice

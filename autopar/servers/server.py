@@ -87,11 +87,10 @@ class Server:
 
     def _kept(self, wanted: Collection[int] | None) -> Kept:
         pairs = zip(self._places, self._leaves, strict=True)
-        leaves = {k: _on_host(x) for k, x in pairs if wanted is None or k in wanted}
+        leaves = {k: on_host(x) for k, x in pairs if wanted is None or k in wanted}
         if wanted is not None:
             return Kept(leaves, {}, np.zeros((0, 3), np.int64))
-        pairs = zip(self._clock_places, self._clocks, strict=True)
-        clocks = {k: _on_host(x) for k, x in pairs if not jax_compat.is_key(x.dtype)}
+        clocks = dict(zip(self._clock_places, map(on_host, self._clocks), strict=True))
         return Kept(leaves, clocks, self.events)
 
     def _may_begin(self, step: int) -> bool:
@@ -116,6 +115,19 @@ def served(
     return Server(kept, {k: leaves[k] for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 
-def _on_host(leaf: Array) -> Array:
-    """A copy that later updates leave alone."""
-    return np.array(leaf)
+def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Array]:
+    """Returns the state by number of the step's input: what servers keep, and count; the rest is a worker's.
+
+    Args:
+      clocks: Of the first worker.
+      kept: By all servers.
+    """
+    state = dict(clocks)
+    for each in kept:
+        state |= {**each.leaves, **each.clocks}
+    return state
+
+
+def on_host(leaf: Array) -> Array:
+    """Returns a copy that later updates leave alone, and that can be sent."""
+    return leaf if jax_compat.is_key(leaf.dtype) else np.array(leaf)

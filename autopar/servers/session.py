@@ -15,7 +15,7 @@ from autopar.launch.group import everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import service
 from autopar.servers.messages import Kept, Leave, Pull, Push, Read
-from autopar.servers.server import served
+from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
@@ -83,9 +83,18 @@ class Session:
         self._send(home, Read(self._service.rank, (leaf,)))
         return jnp.asarray(self._receive(home).leaves[leaf])
 
-    def settled(self) -> list[Kept]:
-        """What each server keeps once all workers have done their steps. Nobody waits for this one until it goes on.
-        Collective."""
+    def settled(self) -> dict[int, Array]:
+        """The state by number of the step's input, once all workers have done their steps: `state_of`. Collective."""
+        kept, clocks = self._kept()
+        return state_of(clocks, kept)
+
+    def timeline(self) -> Timeline:
+        """What all servers did. Collective."""
+        return Timeline(self._service.size, self._staleness, [kept.events for kept in self._kept()[0]])
+
+    def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
+        """What each server keeps once all workers have done their steps, and the first worker's own. Nobody waits for
+        this worker until it goes on."""
         rank, processes = self._service.rank, everyone()
         for n in self._servers:
             self._send(n, Leave(rank))
@@ -98,12 +107,9 @@ class Session:
         if rank in self._servers:
             self._send(rank, Read(rank))
             mine = self._receive(rank)
-        all_ = [pickle.loads(data) for data in processes.gather(pickle.dumps(mine), "what servers keep")]
-        return all_[: len(self._servers)]
-
-    def timeline(self) -> Timeline:
-        """What all servers did. Collective."""
-        return Timeline(self._service.size, self._staleness, [kept.events for kept in self.settled()])
+        own = {k: on_host(x) for k, x in self.clocks.items()} if rank == 0 else {}
+        all_ = [pickle.loads(x) for x in processes.gather(pickle.dumps((mine, own)), "what servers keep")]
+        return [kept for kept, _ in all_[: len(self._servers)]], all_[0][1]
 
     def _send(self, server: int, message: Any) -> None:
         self._service.send(self._number, server, message)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.servers.session import Session
-from autopar.tables.kinds import copied, materialize
+from autopar.tables.kinds import materialize
 from autopar.tables.replica import Replica, replicas_of, settled
 from autopar.tables.served import ServedLeaf, session_of
 
@@ -22,8 +22,8 @@ def average(state: T) -> T:
 
     Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
     is the first client's. A mean that is on its way counts as merged. Of a state that servers keep (`sync.Async`) it is
-    that state, once all pushes of all workers are applied. The replicas stay as they are, and servers go on. Collective:
-    all processes call it; replicas at the same step.
+    that state, once all pushes of all workers are applied. The replicas stay as they are, and servers go on.
+    Collective: all processes call it, those with replicas at the same step.
 
     Args:
       state: A state that a step with `sync=` returned, or a part of one; of any other it is `autopar.materialize`.
@@ -52,13 +52,5 @@ def average(state: T) -> T:
 
 def _settled(leaves: Sequence[Any], session: Session) -> list[Any]:
     """Ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first worker's."""
-    whole: dict[int, Any] = {}
-    for kept in session.settled():
-        whole |= {**kept.leaves, **kept.clocks}
-    arrays = []
-    for leaf in leaves:
-        if not isinstance(leaf, ServedLeaf):
-            arrays.append(materialize(leaf))
-        else:
-            arrays.append(leaf.typed(whole[leaf.place]) if leaf.place in whole else copied(leaf.current()))
-    return arrays
+    whole = session.settled()
+    return [leaf.typed(whole[leaf.place]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]

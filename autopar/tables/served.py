@@ -64,6 +64,8 @@ class ServedLeaf(StandingLeaf):
 
     def typed(self, value: Any) -> Any:
         """A value of this leaf as an array of its type."""
+        if jax_compat.is_key(value.dtype):
+            return value
         array = jnp.asarray(value)
         return jax_compat.weak(array) if self.is_weak else array
 

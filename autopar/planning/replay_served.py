@@ -1,0 +1,142 @@
+"""Replay and `verify` of a state that servers keep (`autopar.sync.Async`): what they did, once more in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar import jax_compat
+from autopar.backends.served import ServedPrograms
+from autopar.errors import ArgumentsError, TimelineError
+from autopar.planning.replay_replicas import calls_of_all, compared
+from autopar.planning.verification import Verification
+from autopar.planning.verify_replay import compared_values
+from autopar.run.entry import Entry
+from autopar.run.served import ServedRunner
+from autopar.run.step import ParallelStep
+from autopar.servers.job import Job, as_recorded
+from autopar.servers.timeline import Timeline
+from autopar.tables.averaging import average
+from autopar.tables.kinds import copied, materialize
+from autopar.tables.served import session_of
+
+Array = Any
+#: What a state that servers keep is compared with.
+AGAINST = "a sequential replay of what its servers did, since asynchronous training is another function than the step"
+
+
+def timeline(state: Any) -> Timeline:
+    """What servers did with a state, since the first call with it: which push came after which, and what it had seen.
+
+    `autopar.replay_timeline` computes the numbers again of it; its `staleness` and `steps` say how the training went.
+    Waits for all pushes; servers go on afterwards. Collective: all processes call it.
+
+    Args:
+      state: A state that a step with `sync=autopar.sync.Async(...)` returned.
+
+    Raises:
+      ArgumentsError: servers keep nothing of it.
+      DonatedStateError: it was given to a step.
+    """
+    session = session_of(jax.tree.leaves(state))
+    if session is None:
+        raise ArgumentsError("timeline takes a state that a step with sync=autopar.sync.Async(...) returned")
+    return session.timeline()
+
+
+def replay_timeline(
+    step: ParallelStep, state: Any, minibatches: Sequence[Sequence[Any]], timeline: Timeline
+) -> tuple[Any, list[list[Any]]]:
+    """Compute in one process what workers and servers computed together, message by message as they came.
+
+    The programs are theirs. So on one kind of machine the numbers are theirs, to the bit.
+
+    Args:
+      step: What `parallelize(..., sync=autopar.sync.Async(...))` returned, of a function `(state, batch)`.
+      state: What the workers began with.
+      minibatches: For each worker its batches, one for each of its steps.
+      timeline: What was done (`autopar.timeline`).
+
+    Returns:
+      The state that `autopar.average` gave at the end, and for each worker what each of its calls returned besides its
+      state: the call's results with None for the state's leaves.
+
+    Raises:
+      ArgumentsError: a step without such a `sync=`, or too few minibatches.
+      TimelineError: the timeline can't be of this step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, autopar
+      >>> @autopar.parallelize(sync=autopar.sync.Async())
+      ... def step(w, x):
+      ...     return w - 0.1 * jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(w), w.sum()
+      >>> # Two workers pull at once; the push of each is made of the same weights.
+      >>> done = autopar.Timeline(workers=2, bound=None, events=[np.array([[0, 0, 0], [1, 0, 0]])])
+      >>> w, results = autopar.replay_timeline(step, jnp.zeros(1), [[jnp.ones((2, 1))]] * 2, done)
+      >>> float(w[0])
+      0.4
+    """
+    if not isinstance(step, ParallelStep) or not step.options.is_served:
+        raise ArgumentsError("replay_timeline takes a step with sync=autopar.sync.Async(...)")
+    counts = timeline.steps.tolist()
+    if len(minibatches) != len(counts) or any(len(a) < n for a, n in zip(minibatches, counts, strict=True)):
+        raise ArgumentsError(
+            f"replay_timeline was given {[len(own) for own in minibatches]} minibatches of {len(minibatches)} workers, "
+            f"and the timeline has steps {counts} of {len(counts)}"
+        )
+    options = dataclasses.replace(step.options, clients=timeline.workers, servers=len(timeline.events))
+    first = next(own[0] for own in minibatches if own)
+    entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
+    programs, program = ServedPrograms(entry.compiled.program, entry.compiled.analysed), entry.compiled.analysed
+    if len(programs.servers) != len(timeline.events):
+        raise TimelineError(f"{step.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
+    start = step.leaves((materialize(state), first), {})
+    job = Job(programs, start, timeline.workers, None)
+    done = job.run(counts, lambda w, c: step.leaves((state, minibatches[w][c]), {}), as_recorded(timeline))
+    new = job.state()
+    leaves = [_like(new[k], x) if k in new else copied(x) for k, x in enumerate(start)]
+    made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
+    nothing = [None] * len(program.outputs)
+    results = [[entry.out_tree.unflatten(_put(nothing, own)) for own in each] for each in done]
+    return made, results
+
+
+def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+    """Compare what workers and servers do with the replay of their timeline: equal bit for bit. Collective.
+
+    Args:
+      entry: The step at these shapes.
+      leaves: Flat arguments of this worker's calls; servers begin with the state once all pushes are applied.
+      steps: How many calls.
+    """
+    program, clients, runner = entry.compiled.analysed, entry.clients, entry.runner
+    assert clients is not None and isinstance(runner, ServedRunner), "servers keep the state"
+    first = average(list(leaves))
+    calls = calls_of_all(clients, program, first)
+    found: list[Any] = []
+    state: dict[int, Any] = {}
+    for _ in range(steps):
+        found = jax.tree.leaves(runner([state.get(k, x) for k, x in enumerate(first)]))
+        state = {k: found[out] for k, out in program.new_states.items()}
+    done = timeline(state)
+    found = average(found)
+    job = Job(runner.programs, first, clients.count, None)
+    results = job.run([steps] * clients.count, lambda w, _: calls[w], as_recorded(done))[clients.own][-1]
+    expected = {**results, **{out: job.state()[k] for k, out in program.new_states.items()}}
+    mine = [compared_values(expected[k], x) for k, x in enumerate(found)]
+    return compared(clients, program, mine, steps, AGAINST)
+
+
+def _put(into: Sequence[Any], values: dict[int, Any]) -> list[Any]:
+    return [values.get(k, x) for k, x in enumerate(into)]
+
+
+def _like(value: Any, old: Any) -> Any:
+    if jax_compat.is_key(value.dtype):
+        return value
+    array = jnp.asarray(value)
+    return jax_compat.weak(array) if jax_compat.is_weak(old) else array

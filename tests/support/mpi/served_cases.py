@@ -1,0 +1,122 @@
+"""What every rank runs in `test_worlds.py`: a state that servers in the ranks keep, which workers train."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.launch.group import everyone
+from autopar.sync import Async
+from tests.support.mpi.replica_cases import (
+    FOLDER,
+    RANK,
+    RANKS,
+    alike,
+    make_state,
+    minibatch,
+    same,
+    some,
+    step_of,
+)
+
+STEPS = 200 if RANKS > 2 else 30
+
+
+def trained(step: Any, state: Any, steps: int = STEPS) -> tuple[Any, list[float]]:
+    """Trains with delays at random, and now and then a look at a weight."""
+    random, losses = np.random.default_rng(RANK), []
+    for k in range(steps):
+        state, loss = step(state, minibatch(RANK, k))
+        losses.append(float(loss))
+        if random.random() < 0.2:
+            time.sleep(random.exponential(0.004))
+        if random.random() < 0.05:
+            assert np.isfinite(np.asarray(state["params"]["w"])).all()
+    return state, losses
+
+
+def replayed(step: Any, state: Any, timeline: autopar.Timeline) -> tuple[Any, list[list[float]]]:
+    batches = [[minibatch(w, k) for k in range(n)] for w, n in enumerate(timeline.steps)]
+    made, results = autopar.replay_timeline(step, state, batches, timeline)
+    return made, [[float(loss) for _, loss in each] for each in results]
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+
+def check_replays_have_the_same_bits() -> None:
+    for tx, bound in some((optax.sgd(0.1), None), (CLIPPED, 1), (optax.adagrad(0.1), None), (optax.adagrad(0.1), 3)):
+        step = autopar.parallelize(step_of(tx), sync=Async(staleness=bound))
+        assert autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=9).ok
+        state, losses = trained(step, make_state(tx))
+        timeline, made = autopar.timeline(state), autopar.average(state)
+        assert timeline.steps.tolist() == [STEPS] * RANKS
+        assert alike([timeline.events[0], made["params"]])
+        if bound is not None:
+            assert timeline.bound == bound
+        theirs, their_losses = replayed(step, make_state(tx), timeline)
+        same(made, theirs)
+        assert losses == their_losses[RANK]
+        state, _ = step(state, minibatch(RANK, 0))  # servers go on
+        assert len(autopar.timeline(state).pushes[0]) == (STEPS + 1) * RANKS
+
+
+def check_rows_alone_travel() -> None:
+    step = autopar.parallelize(step_of(optax.adagrad(0.1)), sync=Async())
+    step(make_state(optax.adagrad(0.1)), minibatch(RANK, 0))
+    plan = step.plan.served
+    assert plan.by_rows == ("params/emb",) and len(plan.servers) == min(RANKS, 3)
+    emb = next(server for server in plan.servers if "params/emb" in server.leaves)
+    assert emb.leaves == ("opt/0/sum_of_squares/emb", "params/emb")
+    assert emb.pull_bytes + emb.push_bytes < emb.leaf_bytes / 3
+
+
+def check_a_worker_with_fewer_steps_holds_up_nobody() -> None:
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Async(staleness=1))
+    state, _ = trained(step, make_state(tx), 4 + 6 * RANK)
+    made, timeline = autopar.average(state), autopar.timeline(state)
+    assert timeline.steps.tolist() == [4 + 6 * w for w in range(RANKS)]
+    same(made, replayed(step, make_state(tx), timeline)[0])
+
+
+def check_checkpoints() -> None:
+    """What is saved has all pushes, and another job of servers goes on with it."""
+    tx = optax.adam(1e-2)
+    step = autopar.parallelize(step_of(tx), sync=Async())
+    state, _ = trained(step, make_state(tx), 5)
+    autopar.save(FOLDER / "served", state)
+    restored = autopar.restore(FOLDER / "served", make_state(tx)).state
+    same(restored, autopar.average(state))
+    assert int(restored["opt"][0].count) == 5 * RANKS
+    state, _ = trained(step, restored, 3)
+    assert int(autopar.average(state)["opt"][0].count) == 8 * RANKS
+
+
+def check_what_is_refused() -> None:
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Async())
+    old, _ = step(make_state(tx), minibatch(RANK, 0))
+    new, _ = step(old, minibatch(RANK, 1))
+    with pytest.raises(autopar.DonatedStateError):
+        np.asarray(old["params"]["w"])
+    with pytest.raises(autopar.DonatedStateError):
+        step(old, minibatch(RANK, 2))
+    less = jax.tree.map(lambda x: x[:3], minibatch(RANK, 2))
+    with pytest.raises(autopar.StepError, match="minibatches of one shape"), pytest.warns(autopar.RecompileWarning):
+        step(new, less)
+    with pytest.raises(autopar.StepError, match=r"autopar.average\(state\)"):
+        autopar.parallelize(step_of(tx))(new, minibatch(RANK, 2))
+    start = make_state(tx)
+    start["params"]["b"] += RANK
+    with pytest.raises(autopar.AutoparError, match="params/b"):
+        step(start, minibatch(RANK, 0))
+    with pytest.raises(autopar.ArgumentsError, match="servers of Async"):
+        autopar.parallelize(step_of(tx), sync=Async(), strategy=("ps", "hosts"))
+    everyone().gather(b"", "all were refused")
