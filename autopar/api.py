@@ -27,10 +27,11 @@ from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.run.drift import AlphaWatch, Replan
+from autopar.run.joined_step import JoinedStep, WarmedStep
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep
-from autopar.sync import Sync
+from autopar.sync import Async, Sync
 
 
 class _Given(TypedDict, total=False):
@@ -152,22 +153,15 @@ def parallelize(
       >>> step.plan.parameters[0].lifted
       True
     """
+    arguments = {k: v for k, v in locals().items() if k != "step"}
     if step is None:
-        arguments = {k: v for k, v in locals().items() if k != "step"}
         return lambda fun: parallelize(fun, **arguments)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
+    if isinstance(sync, Async) and sync.is_joined:
+        return _joined(step, sync, arguments)
     plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
-    if sparse not in ("exact", "lazy", "off"):
-        raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
-    if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
-        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(STRATEGIES)}, or a mapping from patterns")
-    if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
-        raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
-    if not isinstance(donate, bool):
-        raise ArgumentsError(f"donate={donate!r}: give True or False")
-    if emit not in ("pjit", "pmap"):
-        raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
+    _check_choices(strategy, sparse, emit, donate)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
@@ -223,6 +217,36 @@ def parallelize(
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     unwatched = replan == "off" or devices.processes.several or sync is not None
     return ParallelStep(planner, None if unwatched else AlphaWatch(replan))
+
+
+def _check_choices(strategy: Any, sparse: Any, emit: Any, donate: Any) -> None:
+    """Raise ArgumentsError for what isn't there to choose."""
+    if sparse not in ("exact", "lazy", "off"):
+        raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
+    if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
+        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(STRATEGIES)}, or a mapping from patterns")
+    if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
+        raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
+    if not isinstance(donate, bool):
+        raise ArgumentsError(f"donate={donate!r}: give True or False")
+    if emit not in ("pjit", "pmap"):
+        raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
+
+
+def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -> ParallelStep:
+    """A step that trains by data parallelism, of which each process gives its own minibatch, always or at first.
+
+    Args:
+      step, sync: What the user gave.
+      options: All of `parallelize`.
+    """
+    first: dict[str, Any] = {**options, "sync": None}
+    plain = parallelize(step, **first)
+    joined = JoinedStep(plain.planner, all_devices=plain.devices)
+    if sync.staleness == 0:
+        return joined
+    then: dict[str, Any] = {**options, "sync": dataclasses.replace(sync, warmup=0)}
+    return WarmedStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
 
 
 def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit) -> str | None:

@@ -99,6 +99,11 @@ class Async:
                 raise ArgumentsError(f"Async({name}={value!r}): give a whole number, 0{none}")
 
     @property
+    def is_joined(self) -> bool:
+        """Whether some steps are trained by data parallelism."""
+        return self.staleness == 0 or self.warmup > 0
+
+    @property
     def name(self) -> str:
         """What it is called."""
         return "asynchronous SGD" if self.staleness is None else f"staleness at most {self.staleness}"

@@ -20,6 +20,7 @@ from tests.support.mpi.replica_cases import (
     alike,
     make_state,
     minibatch,
+    near,
     same,
     some,
     step_of,
@@ -65,6 +66,37 @@ def check_replays_have_the_same_bits() -> None:
         assert losses == their_losses[RANK]
         state, _ = step(state, minibatch(RANK, 0))  # servers go on
         assert len(autopar.timeline(state).pushes[0]) == (STEPS + 1) * RANKS
+
+
+def plain(tx: Any, steps: int) -> Any:
+    """The state of plain steps on the minibatches of all workers at once."""
+    step, state = jax.jit(step_of(tx)), make_state(tx)
+    for k in range(steps):
+        parts = [minibatch(w, k) for w in range(RANKS)]
+        state, _ = step(state, jax.tree.map(lambda *xs: np.concatenate(xs), *parts))
+    return state
+
+
+def check_no_staleness_is_data_parallelism() -> None:
+    for tx in (optax.sgd(0.1), CLIPPED):
+        step = autopar.parallelize(step_of(tx), sync=Async(staleness=0))
+        state, _ = trained(step, make_state(tx), 8)
+        near(autopar.average(state)["params"], plain(tx, 8)["params"])
+
+
+def check_steps_before() -> None:
+    """A warm-up is data parallelism; then servers go on with its state."""
+    tx = optax.adagrad(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Async(warmup=6))
+    state, _ = trained(step, make_state(tx), 6)
+    near(autopar.materialize(state["params"]), plain(tx, 6)["params"])
+    for k in range(6, 9):
+        state, _ = step(state, minibatch(RANK, k))
+    made, timeline = autopar.average(state), autopar.timeline(state)
+    assert isinstance(state["params"]["w"], autopar.ServedLeaf)
+    assert timeline.steps.tolist() == [3] * RANKS
+    batches = [[minibatch(w, k) for k in range(6, 9)] for w in range(RANKS)]
+    near(autopar.replay_timeline(step, plain(tx, 6), batches, timeline)[0]["params"], made["params"])
 
 
 def check_rows_alone_travel() -> None:

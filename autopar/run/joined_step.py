@@ -1,0 +1,95 @@
+"""Steps by data parallelism of which each process gives its own minibatch, as clients do (`autopar.sync.Async`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends.across import is_global, local
+from autopar.backends.devices import Devices
+from autopar.ir.examples import example_axes
+from autopar.ir.paths import path_name
+from autopar.run.entry import Entry
+from autopar.run.step import ParallelStep
+from autopar.tables.kinds import materialize
+
+
+@dataclass(eq=False)
+class JoinedStep(ParallelStep):
+    """A step by data parallelism whose batch is made of the minibatches of all processes: `Async(staleness=0)`.
+
+    Attributes:
+      all_devices: Those of all processes.
+    """
+
+    all_devices: Devices | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given, named = self._joined(args, kwargs)
+        return super().__call__(*given, **named)
+
+    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+        given, named = self._joined(args, kwargs)
+        return super().entry(*given, **named)
+
+    def _joined(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """A call's arguments, what is no state being that of all processes."""
+        devices = self.all_devices
+        if devices is None or not devices.processes.several:
+            return args, kwargs
+        apart = set(self.static_argnums)
+        batches = self.planner.batch_argnums
+        if batches is None:
+            apart.update((0,) if self.state_argnums is None else self.state_argnums)
+        is_batch = [k in batches if batches is not None else k not in apart for k in range(len(args))]
+        given = ([a for k, a in enumerate(args) if is_batch[k]], dict(kwargs) if batches is None else {})
+        paths, tree = jax.tree_util.tree_flatten_with_path(given)
+        leaves = [leaf for _, leaf in paths]
+        known = [(path_name(path), tuple(np.shape(leaf)) if _is_examples(leaf) else ()) for path, leaf in paths]
+        axes = example_axes(self.options.batch_axis, known)
+        joined, named = jax.tree.unflatten(tree, [_join(x, a, devices) for x, a in zip(leaves, axes, strict=True)])
+        rest = iter(joined)
+        return [next(rest) if is_batch[k] else a for k, a in enumerate(args)], {**kwargs, **named}
+
+
+def _is_examples(leaf: Any) -> bool:
+    return isinstance(leaf, np.ndarray | jax.Array) and not is_global(leaf) and not jax_compat.is_key(leaf.dtype)
+
+
+def _join(leaf: Any, axis: int | None, devices: Devices) -> Any:
+    """An array along whose axis the processes' examples lie one behind the other."""
+    if axis is None or not _is_examples(leaf):
+        return leaf
+    return jax.make_array_from_process_local_data(devices.sharding(axis), np.asarray(leaf))
+
+
+@dataclass(eq=False)
+class WarmedStep(ParallelStep):
+    """A step that does its first calls by another one: `Async(warmup=)`.
+
+    Attributes:
+      first: The other one.
+      warmup: How many calls it does.
+    """
+
+    first: Callable[..., Any] | None = None
+    warmup: int = 0
+    _done: int = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.first is None or self._done > self.warmup:
+            return super().__call__(*args, **kwargs)
+        self._done += 1
+        if self._done <= self.warmup:
+            return self.first(*args, **kwargs)
+        args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=lambda x: hasattr(x, "materialize"))
+        return super().__call__(*args, **kwargs)
+
+
+def _own(leaf: Any) -> Any:
+    return local(materialize(leaf, copy=False)) if isinstance(leaf, jax.Array) or hasattr(leaf, "materialize") else leaf
