@@ -4,7 +4,7 @@ from autopar.collection import paused_collection
 
 # A collection while modules are made walks all of JAX's: a tenth of the time.
 with paused_collection():
-    from autopar import sync
+    from autopar import sync, testing
     from autopar.api import parallelize
     from autopar.batches.loops import uninterrupted
     from autopar.batches.shard import shard
@@ -123,6 +123,7 @@ __all__ = [
     "simulate",
     "staleness",
     "sync",
+    "testing",
     "timeline",
     "uninterrupted",
     "verify",

@@ -21,6 +21,7 @@ from benchmarks import (
     replicas,
     soak,
     staleness,
+    stragglers,
 )
 
 BENCHMARKS = {
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "staleness": staleness.staleness,
     "prediction": staleness.prediction,
     "replicas": replicas.replicas,
+    "stragglers": stragglers.stragglers,
     "soak": soak.soak,
     "contract": contract.product,
     "optimizers": contract.optimizers,

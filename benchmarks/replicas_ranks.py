@@ -24,7 +24,7 @@ def main(address: str) -> None:
     """Serve the methods of a `Rank`."""
     os.sched_setaffinity(0, {RANK % (os.cpu_count() or 1)})
     rank = Rank()
-    serve(address, RANK, {name: getattr(rank, name) for name in ("prepare", "train", "held_out")})
+    serve(address, RANK, {name: getattr(rank, name) for name in ("prepare", "train", "held_out", "slowed")})
 
 
 class Rank:
@@ -33,7 +33,8 @@ class Rank:
     def prepare(self, task: str, sync: Mapping[str, Any] | None) -> float:
         """Makes a step and a state, and compiles; returns the bytes that the plan has a client send in a step.
 
-        `sync`: options of `Average`, `outer` being True or left out; None: data parallelism over all ranks.
+        `sync`: options of `Average` (`outer` being True or left out), or of the `kind` that is said; None: data
+        parallelism over all ranks.
         """
         import jax
         import optax
@@ -47,8 +48,10 @@ class Rank:
             "strategy": "allreduce"
         }  # the vocabulary is small, and calibrating takes minutes here
         if sync is not None:
-            outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if sync.get("outer") else None
-            options["sync"] = autopar.sync.Average(**{**sync, "outer": outer})
+            chosen: dict[str, Any] = {name: value for name, value in sync.items() if name != "kind"}
+            if sync.get("outer"):
+                chosen["outer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)
+            options["sync"] = getattr(autopar.sync, sync.get("kind", "Average"))(**chosen)
         self.is_replica = sync is not None
         self.step = autopar.parallelize(step, **options)
         state = make(0)
@@ -56,7 +59,7 @@ class Rank:
             state, _ = self.step(state, self._batch(-1 - k))
         jax.block_until_ready(autopar.average(state))
         self.state, self.done = make(0), 0
-        plan = self.step.plan.sync
+        plan = self.step.plan.sync or self.step.plan.served
         return 0.0 if plan is None else plan.sent_bytes
 
     def _batch(self, k: int) -> Any:
@@ -79,6 +82,28 @@ class Rank:
         jax.block_until_ready((self.state, metrics))
         self.done += steps
         return time.perf_counter() - start, sent_by_interface() - before
+
+    def slowed(
+        self, rank: int, factor: float, least_s: float, seconds: float, steps: int | None
+    ) -> tuple[int, float, float]:
+        """Trains for some seconds, or steps, one rank slower; how many steps, seconds, and their mean staleness."""
+        import jax
+
+        import autopar
+        from autopar import testing
+        from autopar.launch.group import everyone
+
+        batch, done = self._batch(0), 0
+        everyone().gather(b"", "a start")
+        start = time.perf_counter()
+        with testing.slow(rank, factor, least_s=least_s):
+            while done < steps if steps is not None else time.perf_counter() - start < seconds:
+                self.state, metrics = self.step(self.state, batch)
+                jax.block_until_ready(metrics)
+                done += 1
+        passed = time.perf_counter() - start
+        is_served = self.step.plan.served is not None
+        return done, passed, float(autopar.timeline(self.state).staleness.mean()) if is_served else 0.0
 
     def held_out(self) -> float:
         """The loss of the mean of all replicas on examples that nobody trains on."""

@@ -24,6 +24,7 @@ from autopar.planning.explain_notes import (
     memory_notes,
     predicted_note,
     replica_notes,
+    server_notes,
     tensor_notes,
 )
 from autopar.planning.explanation import ExplainedLeaf, Explanation
@@ -91,7 +92,14 @@ def _explain(
         updates=any(input_.role == "state" for input_ in program.inputs),
         processes=1 if entry.devices is None else len(entry.devices.processes.members),
         hosted=hosted_text(entry, leaves, devices) if plan.on_hosts else "",
-        notes=(*replica_notes(plan), *memory_notes(entry, cluster), *tensor_notes(plan), *there, *entry.notes),
+        notes=(
+            *replica_notes(plan),
+            *server_notes(plan),
+            *memory_notes(entry, cluster),
+            *tensor_notes(plan),
+            *there,
+            *entry.notes,
+        ),
         pipeline=plan.pipeline,
         tensor=entry.options.tensor,
         microbatches=plan.microbatches,

@@ -148,3 +148,35 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     if sync.own:
         more = f" and {len(sync.own) - 3} others" * (len(sync.own) > 3)
         yield f"Each client's own stay {', '.join(sync.own[:3])}{more}."
+
+
+def server_notes(plan: Plan) -> Iterator[str]:
+    """Lines on a state that servers keep."""
+    served = plan.served
+    if served is None:
+        return
+    others, count = served.clients - 1, len(served.servers)
+    examples = f" of {served.examples} examples" if served.examples else ""
+    own = "another function than the step on one device" if others else "with one worker, the step itself"
+    late = (
+        ""
+        if served.staleness is None
+        else (
+            f" A worker begins its step c once all workers' pushes of steps up to c-{served.staleness + 1} are applied."
+        )
+    )
+    yield (
+        f"Servers: {served.clients} worker{'s train' if others else ' trains'} one state, which {count} "
+        f"server{'s' * (count > 1)} keep{'s' * (count == 1)}: {served.name}, {own}. A call takes a worker's own "
+        f"minibatch{examples}, and its push is applied as it comes: to weights that have had the pushes of {others} "
+        f"others since it pulled them, where all are equally fast.{late}"
+    )
+    sizes = ", ".join(format_bytes(server.leaf_bytes) for server in served.servers)
+    rows = f" Of {', '.join(served.by_rows)} only the rows of a minibatch travel." * bool(served.by_rows)
+    yield f"Servers keep {sizes}. A worker exchanges {format_bytes(served.sent_bytes)} a step with them.{rows}"
+    if served.clocks:
+        more = f" and {len(served.clocks) - 3} others" * (len(served.clocks) > 3)
+        yield (
+            f"{', '.join(served.clocks[:3])}{more}: counted by each server, of all pushes, and by each worker, of its "
+            "own."
+        )

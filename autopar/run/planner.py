@@ -23,7 +23,7 @@ from autopar.compile import (
 )
 from autopar.cost.measurements import Measurements
 from autopar.cost.units import format_bytes
-from autopar.errors import StepError, StrategyError
+from autopar.errors import ArgumentsError, StepError, StrategyError
 from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
@@ -159,6 +159,11 @@ class Planner:
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
         if self.options.is_served:
             check_ranks(self.name, "servers", "let clients average, sync=autopar.sync.Average(every=...)")
+            if not self.donate:
+                raise ArgumentsError(
+                    f"{self.name}: servers keep one state, which every step updates, so donate=False can't be. Leave "
+                    "it out; autopar.average(state) and autopar.materialize(state) make copies"
+                )
         if self.options.pipeline is not None and self.processes is not None:
             check_ranks(self.name, "stages on several processes", "give the stages devices of one process, mesh=")
 

@@ -15,6 +15,7 @@ from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError, StepError
 from autopar.ir.program import Program
 from autopar.ir.sync_plan import SyncPlan
+from autopar.launch.slowness import SLOWNESS
 from autopar.run.agreement import check_same_arrays
 from autopar.run.runner import Runner
 from autopar.run.touched_rows import TouchedRows
@@ -200,7 +201,10 @@ class ReplicaRunner:
             )
         kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
         touched = self.touched.after(kept, own)
-        results = jax.tree.leaves(self.inner(own))
+        with SLOWNESS.computing():
+            results = jax.tree.leaves(self.inner(own))
+            if SLOWNESS.is_on:
+                jax.block_until_ready(results)
         replicas = dataclasses.replace(replicas, steps=replicas.steps + 1, touched=touched)
         weights = Weights({k: results[self._new_states[k]] for k in self.averaging.weights})
         sent = self.averaging.sent(replicas, weights)

@@ -13,6 +13,7 @@ import numpy as np
 from autopar.backends.served import ServedPrograms
 from autopar.launch.group import everyone
 from autopar.launch.progress import PROGRESS
+from autopar.launch.slowness import SLOWNESS
 from autopar.mpi.service import service
 from autopar.servers.messages import Kept, Leave, Pull, Push, Read
 from autopar.servers.server import on_host, served, state_of
@@ -69,9 +70,11 @@ class Session:
             self._send(n, Pull(rank, self.steps, [np.asarray(x) for x in ids]))
         with PROGRESS.during("pulling weights", "pulls"):
             pulled = [self._receive(n).values for n in self._servers]
-        pushed, results, self.clocks = programs.work(pulled, given)
-        for n, values in enumerate(pushed):
-            self._send(n, Push(rank, self.steps, [np.asarray(x) for x in values]))
+        with SLOWNESS.computing():
+            pushed, results, self.clocks = programs.work(pulled, given)
+            sent = [[np.asarray(x) for x in values] for values in pushed]
+        for n, values in enumerate(sent):
+            self._send(n, Push(rank, self.steps, values))
         self.steps += 1
         return results
 

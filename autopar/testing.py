@@ -1,0 +1,42 @@
+"""What tests and benchmarks of training by several workers need."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from autopar.errors import ArgumentsError
+from autopar.launch.group import everyone
+from autopar.launch.slowness import SLOWNESS
+
+
+@contextlib.contextmanager
+def slow(rank: int, factor: float, *, least_s: float = 0.0) -> Iterator[None]:
+    """Within it, one rank's steps with `sync=` seem slower than they are: a straggler, emulated by sleeping.
+
+    What a client or worker computes by itself takes longer; exchanges and servers don't.
+
+    Args:
+      rank: Which one; the others stay as they are.
+      factor: How many times as long it takes.
+      least_s: What a step takes at least on all ranks, before that, in seconds, most of it slept: so that ranks which
+        share cores can be told apart by `factor` alone.
+
+    Raises:
+      ArgumentsError: there is no such rank, or a number below 1 (`factor`) or 0 (`least_s`).
+
+    Example:
+      >>> with slow(rank=0, factor=10):
+      ...     pass  # train
+    """
+    group = everyone()
+    if not 0 <= rank < group.size:
+        raise ArgumentsError(f"slow(rank={rank}): there are {group.size} ranks, from 0")
+    if factor < 1 or least_s < 0:
+        raise ArgumentsError(f"slow(factor={factor}, least_s={least_s}): give a factor from 1, and seconds from 0")
+    before = (SLOWNESS.factor, SLOWNESS.least_s)
+    SLOWNESS.factor, SLOWNESS.least_s = (factor if rank == group.rank else 1.0), least_s
+    try:
+        yield
+    finally:
+        SLOWNESS.factor, SLOWNESS.least_s = before
