@@ -76,6 +76,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint: none was saved there, or the first save was interrupted."""
 
 
+class StabilityWarning(UserWarning):
+    """By the numbers that were given, training diverges."""
+
+
 class StateWarning(UserWarning):
     """Something looks like state and isn't treated so: the step runs plain, or drops a part's new value."""
 

@@ -109,8 +109,76 @@ class Async:
         return "asynchronous SGD" if self.staleness is None else f"staleness at most {self.staleness}"
 
 
+@dataclass(frozen=True)
+class Elastic:
+    """Each worker trains weights of its own, and now and then an exchange pulls them and a centre towards each other
+    (EASGD, Zhang et al., 2015; MXNET-MPI, section 5).
+
+    Servers keep the centre c. Behind every `interval` steps, and in the next one, e = alpha (x - c) of one pair of a
+    worker's weights x and the centre: c becomes c + e, and x what the step makes of it less e (equations 2 and 3 of
+    MXNET-MPI; its figure 8 moves x by a centre that has moved already). The exchange runs beside the step. Everything
+    else that a step keeps stays each worker's own.
+
+    Attributes:
+      alpha: How far, above 0 and below 1.
+      interval: Steps from one exchange of a worker to its next.
+      learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
+      curvature: h, the largest eigenvalue of the loss's Hessian, for the same. Where both are given and alpha is above
+        (4 - 2 eta h) / (4 - eta h), parameters of a quadratic of that curvature diverge (Zhang et al., section 4.1, for
+        workers in turn): a warning says so.
+
+    Raises:
+      ArgumentsError: a number that makes no sense.
+    """
+
+    alpha: float
+    interval: int = 64
+    learning_rate: float | None = None
+    curvature: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < 1:
+            raise ArgumentsError(
+                f"Elastic(alpha={self.alpha!r}): give a number above 0 and below 1, such as 0.9 / workers"
+            )
+        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
+            raise ArgumentsError(f"Elastic(interval={self.interval!r}): give a whole number of steps, 1 or more")
+        for name in ("learning_rate", "curvature"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
+                raise ArgumentsError(f"Elastic({name}={value!r}): give a number above 0, or leave it out")
+
+    #: As of `Average`: all weights are exchanged at once.
+    outer = None
+    fragments = 1
+    delay = 0
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.interval
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return "elastic averaging"
+
+
 #: A way of training by replicas.
-Sync = Average | Async
+Sync = Average | Async | Elastic
+
+
+def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, synchronous: bool = False) -> float:
+    """The largest alpha of `Elastic` by which a quadratic of one parameter doesn't diverge.
+
+    Args:
+      learning_rate, curvature: eta, h.
+      clients: p.
+      synchronous: Whether all clients exchange at once: (4 - 2 eta h) / (2 + 2p - p eta h); else one after the other:
+        (4 - 2 eta h) / (4 - eta h). 0 or less: no alpha is stable.
+    """
+    slope = learning_rate * curvature
+    return (4 - 2 * slope) / (2 + 2 * clients - clients * slope if synchronous else 4 - slope)
 
 
 def check_clients(clients: object) -> None:

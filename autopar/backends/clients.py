@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
-from autopar.errors import ArgumentsError, AutoparError
+from autopar.errors import ArgumentsError, AutoparError, StabilityWarning, warn
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import StoreGroup
 from autopar.launch.progress import PROGRESS
-from autopar.sync import Average, Sync
+from autopar.sync import Average, Elastic, Sync, stable_alpha
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
@@ -182,12 +182,30 @@ def clients_of(
     if isinstance(sync, Average):
         return Clients.of(devices, sync.clients)
     clients = Clients.of(devices, None)
+    if isinstance(sync, Elastic):
+        _check_stable(sync)
+        return clients
     if clients.devices.mesh.size > 1:
         raise ArgumentsError(
             f"sync=Async(...): each process is a worker on one device, and this one has {clients.devices.mesh.size}. "
             "Start a process for each device, or give mesh= one device of each process"
         )
     return clients
+
+
+def _check_stable(sync: Elastic) -> None:
+    if sync.learning_rate is None or sync.curvature is None:
+        return
+    most = stable_alpha(sync.learning_rate, sync.curvature)
+    if sync.alpha > most:
+        slope = sync.learning_rate * sync.curvature
+        remedy = "Give a smaller learning rate" if most <= 0 else f"Give an alpha up to {most:.3g}, or less of either"
+        warn(
+            f"Elastic(alpha={sync.alpha:.3g}): with learning rate {sync.learning_rate:.3g} and curvature "
+            f"{sync.curvature:.3g}, eta h = {slope:.3g}, weights diverge above (4 - 2 eta h) / (4 - eta h) = "
+            f"{most:.3g}. {remedy}",
+            StabilityWarning,
+        )
 
 
 def mean_of(parts: Sequence[Array]) -> Array:

@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.strategy import Emit, Sparse, Strategy
-from autopar.sync import Async, Sync
+from autopar.sync import Async, Elastic, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ class Options:
     tensor: int = 1
     #: An earlier plan, by which the step is to be run.
     plan: Plan | None = None
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers keep the state, or a centre of its weights."""
+        return isinstance(self.sync, Async | Elastic)
 
     @property
     def is_served(self) -> bool:

@@ -20,6 +20,7 @@ class SyncPlan:
       mean_bytes: Of all that is averaged, of tables the touched rows, at most.
       by_rows: Paths of the tables of which the rows are sent that clients have touched since.
       own: Paths of the floating-point leaves of the state that stay each client's own.
+      servers: How many keep a centre, which weights are exchanged with; 0: there is none, and they are averaged.
       examples: Of a client's minibatch; 0 where that isn't known.
     """
 
@@ -33,12 +34,15 @@ class SyncPlan:
     mean_bytes: int
     by_rows: tuple[str, ...]
     own: tuple[str, ...]
+    servers: int
     examples: int
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that a client sends in a step, on average: 2(C-1)/C of the weights, every k steps. An upper bound where
-        touched rows are sent, of which steps have some in common."""
+        touched rows are sent, of which steps have some in common. To a centre all of them, every k steps."""
+        if self.servers:
+            return self.mean_bytes / self.every
         return 2 * (self.clients - 1) / self.clients * self.mean_bytes / self.every
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from autopar.analysis.weights import goes_on, weights
 from autopar.errors import PlanError, StrategyError
+from autopar.ir.balance import balanced
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.examples import BatchAxis
 from autopar.ir.plan import Plan
@@ -15,13 +16,13 @@ from autopar.ir.program import Program
 from autopar.ir.rowspace import Row, Same
 from autopar.ir.sync_plan import SyncPlan
 from autopar.passes.analyze_batch import analyze_batch
-from autopar.sync import Average
+from autopar.sync import Average, Elastic
 
 
 def replicate(
     program: Program,
     bound: BoundPlan,
-    sync: Average,
+    sync: Average | Elastic,
     clients: int,
     batch_axis: BatchAxis,
     earlier: Plan | None = None,
@@ -60,9 +61,11 @@ def replicate(
             "them. Give fewer fragments"
         )
     block = program.block
+    by_servers = isinstance(sync, Elastic)
     sizes = {k: block.inputs[k].type.nbytes for k in found}
-    fragments = _balanced(found, [sizes[k] for k in found], sync.fragments)
-    rows = dict(_touched(program, bound, found, clients * sync.every)) if clients > 1 else {}
+    parts = balanced([sizes[k] for k in found], sync.fragments)
+    fragments = [[found[n] for n in part] for part in parts]
+    rows = dict(_touched(program, bound, found, clients * sync.every)) if clients > 1 and not by_servers else {}
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
     plan = SyncPlan(
@@ -76,6 +79,7 @@ def replicate(
         mean_bytes=sum(rows[k] if k in rows else size for k, size in sizes.items()),
         by_rows=tuple(program.inputs[k].path for k in rows),
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
+        servers=min(clients, len(found)) if by_servers else 0,
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
     if earlier is not None and str(earlier.sync) != str(plan):
@@ -97,14 +101,3 @@ def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatc
         if isinstance(new, Row) and isinstance(new.off, Same) and new.off.leaf == k:
             count = min(space.extent, minibatches * program.ids[space.family].count)
             yield k, count * (program.block.inputs[k].type.nbytes // space.extent)
-
-
-def _balanced(leaves: Sequence[int], sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Leaves in parts of about as many bytes: the largest first, each to the part that has least."""
-    made: list[list[int]] = [[] for _ in range(parts)]
-    filled = [0] * parts
-    for size, leaf in sorted(zip(sizes, leaves, strict=True), key=lambda pair: (-pair[0], pair[1])):
-        k = min(range(parts), key=lambda k: (filled[k], len(made[k]), k))
-        made[k].append(leaf)
-        filled[k] += size
-    return [sorted(part) for part in made]

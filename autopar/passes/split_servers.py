@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from autopar import jax_compat
 from autopar.errors import StrategyError
+from autopar.ir.balance import balanced
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.served import ServedStep, ServerPart
@@ -166,11 +167,9 @@ class _Cutter:
             bits = reached.get(self._new[k], 0) | 1 << k
             tied = [g for g in groups if g & bits]
             groups = [g for g in groups if not g & bits] + [bits | _union(tied)]
-        sizes = {g: _bytes([self._inputs[k] for k in self._served if g >> k & 1]) for g in groups}
-        made, filled = [0] * self._count, [0] * self._count
-        for group in sorted(groups, key=lambda g: (-sizes[g], g & -g)):
-            n = min(range(self._count), key=lambda n: (filled[n], n))
-            made[n], filled[n] = made[n] | group, filled[n] + sizes[group]
+        groups.sort(key=lambda g: g & -g)
+        parts = balanced([_bytes([self._inputs[k] for k in self._served if g >> k & 1]) for g in groups], self._count)
+        made = [_union(groups[n] for n in part) for part in parts]
         return [[k for k in self._served if bits >> k & 1] for bits in made if bits]
 
     def _part(

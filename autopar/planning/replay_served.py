@@ -1,4 +1,4 @@
-"""Replay and `verify` of a state that servers keep (`autopar.sync.Async`): what they did, once more in one process."""
+"""Replay and `verify` of training with servers (`autopar.sync.Async`, `Elastic`): what they did, in one process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from autopar import jax_compat
 from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
+from autopar.planning.replay_elastic import replay_elastic
 from autopar.planning.replay_replicas import calls_of_all, compared
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values
@@ -20,8 +21,10 @@ from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.servers.job import Job, as_recorded
 from autopar.servers.timeline import Timeline
+from autopar.sync import Elastic
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
+from autopar.tables.replica import replicas_of
 from autopar.tables.served import session_of
 
 Array = Any
@@ -30,21 +33,25 @@ AGAINST = "a sequential replay of what its servers did, since asynchronous train
 
 
 def timeline(state: Any) -> Timeline:
-    """What servers did with a state, since the first call with it: which push came after which, and what it had seen.
+    """What servers did with a state, since the first call with it: which push (or exchange) came after which, and what
+    it had seen.
 
     `autopar.replay_timeline` computes the numbers again of it; its `staleness` and `steps` say how the training went.
     Waits for all pushes; servers go on afterwards. Collective: all processes call it.
 
     Args:
-      state: A state that a step with `sync=autopar.sync.Async(...)` returned.
+      state: A state that a step with `sync=autopar.sync.Async(...)`, or `Elastic(...)`, returned.
 
     Raises:
       ArgumentsError: servers keep nothing of it.
       DonatedStateError: it was given to a step.
     """
-    session = session_of(jax.tree.leaves(state))
+    leaves = jax.tree.leaves(state)
+    session, replicas = session_of(leaves), replicas_of(leaves)
+    if session is None and replicas is not None:
+        session = replicas.center
     if session is None:
-        raise ArgumentsError("timeline takes a state that a step with sync=autopar.sync.Async(...) returned")
+        raise ArgumentsError("timeline takes a state that a step with sync=Async(...) or Elastic(...) returned")
     return session.timeline()
 
 
@@ -56,17 +63,19 @@ def replay_timeline(
     The programs are theirs. So on one kind of machine the numbers are theirs, to the bit.
 
     Args:
-      step: What `parallelize(..., sync=autopar.sync.Async(...))` returned, of a function `(state, batch)`.
+      step: What `parallelize(..., sync=autopar.sync.Async(...))`, or `Elastic(...)`, returned, of a function
+        `(state, batch)`.
       state: What the workers began with.
       minibatches: For each worker its batches, one for each of its steps.
       timeline: What was done (`autopar.timeline`).
 
     Returns:
-      The state that `autopar.average` gave at the end, and for each worker what each of its calls returned besides its
-      state: the call's results with None for the state's leaves.
+      The state that `autopar.average` gave at the end, and for each worker what each of its calls returned, with None
+      for leaves of the state that servers keep; replicas are updated in place, and only those of the last call are
+      still there.
 
     Raises:
-      ArgumentsError: a step without such a `sync=`, or too few minibatches.
+      ArgumentsError: a step without such a `sync=`, too few minibatches, or those of too few workers.
       TimelineError: the timeline can't be of this step.
 
     Example:
@@ -80,29 +89,47 @@ def replay_timeline(
       >>> float(w[0])
       0.4
     """
-    if not isinstance(step, ParallelStep) or not step.options.is_served:
-        raise ArgumentsError("replay_timeline takes a step with sync=autopar.sync.Async(...)")
-    counts = timeline.steps.tolist()
-    if len(minibatches) != len(counts) or any(len(a) < n for a, n in zip(minibatches, counts, strict=True)):
+    if not isinstance(step, ParallelStep) or not step.options.has_servers:
+        raise ArgumentsError("replay_timeline takes a step with sync=autopar.sync.Async(...) or Elastic(...)")
+    if len(minibatches) != timeline.workers:
         raise ArgumentsError(
-            f"replay_timeline was given {[len(own) for own in minibatches]} minibatches of {len(minibatches)} workers, "
-            f"and the timeline has steps {counts} of {len(counts)}"
+            f"replay_timeline was given minibatches of {len(minibatches)} workers, and the timeline has "
+            f"{timeline.workers}"
         )
     options = dataclasses.replace(step.options, clients=timeline.workers, servers=len(timeline.events))
     first = next(own[0] for own in minibatches if own)
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
+    start = step.leaves((materialize(state), first), {})
+    calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
+    run = replay_elastic if isinstance(options.sync, Elastic) else replay_served
+    leaves, done = run(entry, start, calls, timeline)
+    made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
+    return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
+
+
+def replay_served(
+    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
+) -> tuple[list[Any], list[list[list[Any]]]]:
+    """Do what a timeline says. Arguments and results as of `replay_elastic`; results have None for the state.
+
+    Raises:
+      ArgumentsError: too few calls.
+      TimelineError: the timeline can't be of this step.
+    """
+    counts = timeline.steps.tolist()
+    if any(len(a) < n for a, n in zip(calls, counts, strict=True)):
+        raise ArgumentsError(
+            f"replay_timeline was given {[len(own) for own in calls]} minibatches of {len(calls)} workers, and the "
+            f"timeline has steps {counts}"
+        )
     programs, program = ServedPrograms(entry.compiled.program, entry.compiled.analysed), entry.compiled.analysed
     if len(programs.servers) != len(timeline.events):
-        raise TimelineError(f"{step.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
-    start = step.leaves((materialize(state), first), {})
+        raise TimelineError(f"{program.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
     job = Job(programs, start, timeline.workers, None)
-    done = job.run(counts, lambda w, c: step.leaves((state, minibatches[w][c]), {}), as_recorded(timeline))
-    new = job.state()
+    done = job.run(counts, lambda w, c: calls[w][c], as_recorded(timeline))
+    new, count = job.state(), range(len(program.outputs))
     leaves = [_like(new[k], x) if k in new else copied(x) for k, x in enumerate(start)]
-    made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
-    nothing = [None] * len(program.outputs)
-    results = [[entry.out_tree.unflatten(_put(nothing, own)) for own in each] for each in done]
-    return made, results
+    return leaves, [[[own.get(k) for k in count] for own in each] for each in done]
 
 
 def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
@@ -129,10 +156,6 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     expected = {**results, **{out: job.state()[k] for k, out in program.new_states.items()}}
     mine = [compared_values(expected[k], x) for k, x in enumerate(found)]
     return compared(clients, program, mine, steps, AGAINST)
-
-
-def _put(into: Sequence[Any], values: dict[int, Any]) -> list[Any]:
-    return [values.get(k, x) for k, x in enumerate(into)]
 
 
 def _like(value: Any, old: Any) -> Any:

@@ -32,6 +32,7 @@ from autopar.run.arguments import Call, States, read_layout
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
+from autopar.run.elastic import ElasticRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
@@ -39,7 +40,7 @@ from autopar.run.replicas import Averaging, ReplicaRunner
 from autopar.run.runner import Runner
 from autopar.run.served import ServedRunner
 from autopar.run.touched_rows import TouchedRows
-from autopar.sync import Async, Average
+from autopar.sync import Async, Average, Elastic
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -226,10 +227,11 @@ class Entry:
 def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
     """Makes what calls a client's step, by its own runner, and averages behind it."""
     compiled, sync, plan = entry.compiled, entry.options.sync, entry.compiled.plan.sync
-    assert isinstance(sync, Average) and plan is not None, "clients have replicas"
+    assert isinstance(sync, Average | Elastic) and plan is not None, "clients have replicas"
     averaging = Averaging(sync, plan, compiled.analysed)
     touched = TouchedRows(compiled, plan)
-    return ReplicaRunner(entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree)
+    kind = ElasticRunner if isinstance(sync, Elastic) else ReplicaRunner
+    return kind(entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree)
 
 
 def _weak(value: Any) -> Any:

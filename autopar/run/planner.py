@@ -157,11 +157,11 @@ class Planner:
         check_connected(self.name)
         if self.options.hosts or any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
-        if self.options.is_served:
+        if self.options.has_servers:
             check_ranks(self.name, "servers", "let clients average, sync=autopar.sync.Average(every=...)")
             if not self.donate:
                 raise ArgumentsError(
-                    f"{self.name}: servers keep one state, which every step updates, so donate=False can't be. Leave "
+                    f"{self.name}: servers go on with every step, so donate=False can't be. Leave "
                     "it out; autopar.average(state) and autopar.materialize(state) make copies"
                 )
         if self.options.pipeline is not None and self.processes is not None:

@@ -19,7 +19,7 @@ from autopar.launch.slowness import SLOWNESS
 from autopar.run.agreement import check_same_arrays
 from autopar.run.runner import Runner
 from autopar.run.touched_rows import TouchedRows
-from autopar.sync import Average
+from autopar.sync import Average, Elastic
 from autopar.tables.kinds import copied
 from autopar.tables.leaf import TableLeaf
 from autopar.tables.replica import OnItsWay, Replica, Replicas, moved, replicas_of
@@ -43,8 +43,8 @@ class Averaging:
       program: The analysed step.
     """
 
-    def __init__(self, sync: Average, plan: SyncPlan, program: Program) -> None:
-        self._sync, self._plan = sync, plan
+    def __init__(self, sync: Average | Elastic, plan: SyncPlan, program: Program) -> None:
+        self.sync, self._plan = sync, plan
         numbers = {input_.path: k for k, input_ in enumerate(program.inputs) if k in program.new_states}
         #: Of each fragment the inputs that are its weights.
         self.fragments = [[numbers[path] for path in fragment] for fragment in plan.fragments]
@@ -67,10 +67,10 @@ class Averaging:
 
     def begin(self, clients: Clients, weights: Mapping[int, Array]) -> Replicas:
         """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
-        if self._sync.outer is None:
+        if self.sync.outer is None:
             return Replicas(clients, self.mode)
         anchors = {k: copied(clients.placed(weights[k])) for k in self.weights}
-        outer = {n: self._sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self.fragments)}
+        outer = {n: self.sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self.fragments)}
         return Replicas(clients, self.mode, anchors=anchors, outer=outer)
 
     def resumed(self, clients: Clients, shared: Mapping[str, Array]) -> Replicas:
@@ -101,7 +101,7 @@ class Averaging:
         """Returns what a client sends behind its step: weights of the fragments whose turn it is, or how far they went
         from where all were."""
         due = [k for n in self._plan.due(replicas.steps) for k in self.fragments[n]]
-        if self._sync.outer is None:
+        if self.sync.outer is None:
             return {k: weights[k] for k in due}
         return dict(zip(due, _differences([replicas.anchors[k] for k in due], [weights[k] for k in due]), strict=True))
 
@@ -131,7 +131,8 @@ class Averaging:
         return dataclasses.replace(replicas, anchors=anchors, outer=outer, pending=pending), new
 
     def _updated(self, gradients: Mapping[int, Array], state: Any, weights: Mapping[int, Array]) -> Any:
-        updates, state = self._sync.outer.update(gradients, state, weights)
+        assert self.sync.outer is not None, "there is an outer optimizer"
+        updates, state = self.sync.outer.update(gradients, state, weights)
         return jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates), state
 
 
@@ -199,22 +200,32 @@ class ReplicaRunner:
                 f"{self._name}: the state's replicas are of another sync=, {replicas.mode}, and this step has "
                 f"{self.averaging.mode}. Begin with their mean, autopar.average(state)"
             )
-        kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
-        touched = self.touched.after(kept, own)
+        replicas = self._before(replicas, leaves, own)
+        if SLOWNESS.is_on:
+            jax.block_until_ready([x for x in own if isinstance(x, jax.Array)])  # a mean, which others may be late for
         with SLOWNESS.computing():
             results = jax.tree.leaves(self.inner(own))
             if SLOWNESS.is_on:
                 jax.block_until_ready(results)
-        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1, touched=touched)
-        weights = Weights({k: results[self._new_states[k]] for k in self.averaging.weights})
-        sent = self.averaging.sent(replicas, weights)
-        replicas, means = self._means(replicas, sent)
-        replicas, new = self.averaging.merged(replicas, weights, means)
+        replicas, new = self._behind(replicas, results)
         for k, array in new.items():
             results[self._new_states[k]] = array
         for k, out in self._new_states.items():
             results[out] = Replica(results[out], replicas, k)
         return self._out_tree.unflatten(results)
+
+    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+        """What replicas share once a step is about to begin. `leaves`: its flat arguments, `own`: as it gets them."""
+        kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
+        return dataclasses.replace(replicas, touched=self.touched.after(kept, own))
+
+    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+        """What replicas share behind a step, and the weights that aren't those that it returned."""
+        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
+        weights = Weights({k: results[self._new_states[k]] for k in self.averaging.weights})
+        sent = self.averaging.sent(replicas, weights)
+        replicas, means = self._means(replicas, sent)
+        return self.averaging.merged(replicas, weights, means)
 
     def _begun(self, leaves: Sequence[Any]) -> Replicas:
         """Returns what replicas share before the first step with ordinary arrays, if all have the same. Collective.

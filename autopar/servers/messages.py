@@ -35,6 +35,20 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """A worker's weights, which are to be pulled to a centre: answered by `Pulled`, how far.
+
+    Attributes:
+      worker, step: Whose, and which exchange of its, from 0.
+      values: By number of the step's input, of what the server keeps.
+    """
+
+    worker: int
+    step: int
+    values: Sequence[Array]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """A worker pushes nothing before it pulls again: nobody needs to wait for it. Not answered."""
 
@@ -56,7 +70,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Values as all pushes up to a version made them."""
+    """Values as all pushes up to a version made them, or how far an exchange at that version pulls weights."""
 
     version: int
     values: Sequence[Array]
@@ -76,5 +90,5 @@ class Kept:
     events: np.ndarray
 
 
-Message = Pull | Push | Leave | Read
+Message = Pull | Push | Exchange | Leave | Read
 Reply = Pulled | Kept

@@ -12,7 +12,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.served import PullProgram, ServedPrograms, UpdateProgram
 from autopar.errors import AutoparError
-from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read, Reply
+from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply
 from autopar.servers.timeline import LEFT
 
 Array = Any
@@ -51,7 +51,7 @@ class Server:
         self._waiting: list[Pull] = []
         self._events = array("q")
 
-    def take(self, message: Message) -> list[tuple[int, Reply]]:
+    def take(self, message: Pull | Push | Leave | Read) -> list[tuple[int, Reply]]:
         """Returns answers that are due now, each with the worker that it is for.
 
         Raises:
@@ -102,7 +102,7 @@ class Server:
 
     def _pulled(self, pull: Pull) -> Pulled:
         self._given[pull.worker] = self._version
-        return Pulled(self._version, self._pull(self._leaves, pull.ids))
+        return Pulled(self._version, [np.asarray(x) for x in self._pull(self._leaves, pull.ids)])
 
 
 def served(

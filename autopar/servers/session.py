@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.served import ServedPrograms
-from autopar.launch.group import everyone
-from autopar.launch.progress import PROGRESS
 from autopar.launch.slowness import SLOWNESS
 from autopar.mpi.service import service
+from autopar.servers.link import Link
 from autopar.servers.messages import Kept, Leave, Pull, Push, Read
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
@@ -40,17 +37,12 @@ class Session:
         self.mode, self.steps, self._staleness = mode, 0, staleness
         self.clocks: Mapping[int, Array] = {k: jnp.copy(leaves[k]) for k in programs.step.clocks}
         self._programs, self._homes = programs, programs.step.homes
-        self._service, self._servers = service(), range(len(programs.servers))
-        here = self._service.rank
-        server = served(programs, here, leaves, self._service.size, staleness) if here < len(programs.servers) else None
-        self._number = self._service.register(None if server is None else server.take)
-        everyone().gather(b"", "servers are there")
-        weakref.finalize(self, self._service.release, self._number)
+        self.link = Link(len(programs.servers), lambda n: served(programs, n, leaves, service().size, staleness).take)
 
     @property
     def rank(self) -> int:
         """This worker's number."""
-        return self._service.rank
+        return self.link.rank
 
     @property
     def served(self) -> Mapping[int, int]:
@@ -64,17 +56,15 @@ class Session:
           programs: Those at these shapes.
           leaves: The step's flat arguments, of which those of the state aren't read.
         """
-        given = [self.clocks.get(k, x) for k, x in enumerate(leaves)]
-        rank = self._service.rank
+        given, link = [self.clocks.get(k, x) for k, x in enumerate(leaves)], self.link
         for n, ids in enumerate(programs.ids(given)):
-            self._send(n, Pull(rank, self.steps, [np.asarray(x) for x in ids]))
-        with PROGRESS.during("pulling weights", "pulls"):
-            pulled = [self._receive(n).values for n in self._servers]
+            link.send(n, Pull(link.rank, self.steps, [np.asarray(x) for x in ids]))
+        pulled = [link.receive(n).values for n in link.servers]
         with SLOWNESS.computing():
             pushed, results, self.clocks = programs.work(pulled, given)
             sent = [[np.asarray(x) for x in values] for values in pushed]
         for n, values in enumerate(sent):
-            self._send(n, Push(rank, self.steps, values))
+            link.send(n, Push(link.rank, self.steps, values))
         self.steps += 1
         return results
 
@@ -83,8 +73,8 @@ class Session:
         if leaf in self.clocks:
             return self.clocks[leaf]
         home = self._homes[leaf]
-        self._send(home, Read(self._service.rank, (leaf,)))
-        return jnp.asarray(self._receive(home).leaves[leaf])
+        self.link.send(home, Read(self.rank, (leaf,)))
+        return jnp.asarray(self.link.receive(home).leaves[leaf])
 
     def settled(self) -> dict[int, Array]:
         """The state by number of the step's input, once all workers have done their steps: `state_of`. Collective."""
@@ -93,29 +83,10 @@ class Session:
 
     def timeline(self) -> Timeline:
         """What all servers did. Collective."""
-        return Timeline(self._service.size, self._staleness, [kept.events for kept in self._kept()[0]])
+        return Timeline(self.link.size, self._staleness, [kept.events for kept in self._kept()[0]])
 
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
-        """What each server keeps once all workers have done their steps, and the first worker's own. Nobody waits for
-        this worker until it goes on."""
-        rank, processes = self._service.rank, everyone()
-        for n in self._servers:
-            self._send(n, Leave(rank))
-            self._send(n, Read(rank, ()))
-        with PROGRESS.during("the others' steps", "waits"):
-            for n in self._servers:
-                self._receive(n)
-            processes.gather(b"", "all have pushed")
-        mine = None
-        if rank in self._servers:
-            self._send(rank, Read(rank))
-            mine = self._receive(rank)
-        own = {k: on_host(x) for k, x in self.clocks.items()} if rank == 0 else {}
-        all_ = [pickle.loads(x) for x in processes.gather(pickle.dumps((mine, own)), "what servers keep")]
-        return [kept for kept, _ in all_[: len(self._servers)]], all_[0][1]
-
-    def _send(self, server: int, message: Any) -> None:
-        self._service.send(self._number, server, message)
-
-    def _receive(self, server: int) -> Any:
-        return self._service.receive(self._number, server)
+        """What each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
+        for n in self.link.servers:
+            self.link.send(n, Leave(self.rank))
+        return self.link.settled({k: on_host(x) for k, x in self.clocks.items()})

@@ -84,11 +84,14 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
 
 def on_one_process(state: Any) -> Any:
     """The state, replicas of clients of several processes being whole on each: what is saved is read without any
-    exchange. Collective over each client's processes; what servers keep over all."""
+    exchange. Collective over each client's processes; what servers keep, over all."""
     leaves = jax.tree.leaves(state)
     if session_of(leaves) is not None:
         return average(state)
     replicas = replicas_of(leaves)
+    if replicas is not None and replicas.center is not None:
+        shared = dataclasses.replace(replicas, anchors=replicas.center.settled())
+        return jax.tree.map(lambda x: Replica(x.own, shared, x.place) if isinstance(x, Replica) else x, state)
     if replicas is None or replicas.clients.count == replicas.clients.processes.size:
         return state
     anchors = {k: local(x) for k, x in replicas.anchors.items()}
@@ -111,6 +114,8 @@ def leaves_beside(state: Any) -> list[SavedLeaf]:
     for k, touched in replicas.touched.items():
         known = _leaf(f"replicas/touched/{k}", f"touched_{k:04d}", touched.bits)
         saved.append(_of_each(replicas.clients, known))
+    if replicas.center is not None:
+        saved.append(_of_each(replicas.clients, _leaf("replicas/own_steps", "own_steps", np.asarray([replicas.steps]))))
     return saved
 
 

@@ -21,9 +21,10 @@ def average(state: T) -> T:
     """The mean of all clients' replicas, as ordinary arrays, the same on every process: to evaluate, or to go on with.
 
     Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
-    is the first client's. A mean that is on its way counts as merged. Of a state that servers keep (`sync.Async`) it is
-    that state, once all pushes of all workers are applied. The replicas stay as they are, and servers go on.
-    Collective: all processes call it, those with replicas at the same step.
+    is the first client's. A mean that is on its way counts as merged. With a centre (`sync.Elastic`) weights are that.
+    Of a state that servers keep (`sync.Async`) it is that state, once all pushes of all workers are applied. The
+    replicas stay as they are, and servers go on. Collective: all processes call it, those with replicas at the same
+    step (with a centre at any).
 
     Args:
       state: A state that a step with `sync=` returned, or a part of one; of any other it is `autopar.materialize`.
@@ -44,6 +45,9 @@ def average(state: T) -> T:
     others = [k for k in places if k not in floats]
     made = dict(zip(floats, replicas.clients.mean([data[k] for k in floats]), strict=True))
     made |= dict(zip(others, replicas.clients.first([data[k] for k in others]), strict=True))
+    if replicas.center is not None:
+        center = replicas.center.settled()
+        made |= {k: jnp.asarray(center[leaves[k].place]) for k in places if leaves[k].place in center}
     for k in others:
         if jax_compat.is_key(mine[k].dtype):
             made[k] = jax.random.wrap_key_data(made[k], impl=jax.random.key_impl(mine[k]))

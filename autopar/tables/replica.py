@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
+from autopar.servers.elastic import CenterSession
 from autopar.tables.leaf import StandingLeaf, TableLeaf
 
 Array = Any
@@ -73,6 +74,7 @@ class Replicas:
       outer: Fragment -> the state of the outer optimizer.
       pending: Fragment -> its mean, while it is on its way.
       touched: Table -> the rows that this client's calls have looked up since its last mean, where only these move.
+      center: By elastic averaging, what this process does for it.
     """
 
     clients: Clients
@@ -82,6 +84,7 @@ class Replicas:
     outer: Mapping[int, Any] = field(default_factory=dict)
     pending: Mapping[int, OnItsWay] = field(default_factory=dict)
     touched: Mapping[int, Touched] = field(default_factory=dict)
+    center: CenterSession | None = None
 
     @property
     def shared(self) -> dict[str, Any]:

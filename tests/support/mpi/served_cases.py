@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.launch.group import everyone
-from autopar.sync import Async
+from autopar.sync import Async, Elastic
 from tests.support.mpi.replica_cases import (
     FOLDER,
     RANK,
@@ -152,3 +152,33 @@ def check_what_is_refused() -> None:
     with pytest.raises(autopar.ArgumentsError, match="servers of Async"):
         autopar.parallelize(step_of(tx), sync=Async(), strategy=("ps", "hosts"))
     everyone().gather(b"", "all were refused")
+
+
+def check_elastic_replays_have_the_same_bits() -> None:
+    """Replicas, exchanges at random moments, the centre; tables by their rows within a worker."""
+    for tx, interval in some((optax.sgd(0.1), 1), (optax.adam(1e-2), 3), (optax.adagrad(0.1), 4)):
+        step = autopar.parallelize(step_of(tx), sync=Elastic(alpha=0.9 / RANKS, interval=interval))
+        mine = STEPS - 5 * RANK
+        state, losses = trained(step, make_state(tx), mine)
+        timeline, made, own = autopar.timeline(state), autopar.average(state), autopar.materialize(state)
+        assert timeline.steps.tolist() == [(STEPS - 5 * w - 1) // interval for w in range(RANKS)]
+        batches = [[minibatch(w, k) for k in range(STEPS - 5 * w)] for w in range(RANKS)]
+        theirs, results = autopar.replay_timeline(step, make_state(tx), batches, timeline)
+        same(made, theirs)
+        same(own, results[RANK][-1][0])
+        assert losses == [float(loss) for _, loss in results[RANK]]
+        assert not np.array_equal(made["params"]["w"], own["params"]["w"])
+        state, _ = step(state, minibatch(RANK, 0))
+
+
+def check_elastic_checkpoints() -> None:
+    tx = optax.adam(1e-2)
+    step = autopar.parallelize(step_of(tx), sync=Elastic(alpha=0.3, interval=2))
+    state, _ = trained(step, make_state(tx), 5)
+    center = autopar.average(state)["params"]
+    autopar.save(FOLDER / "elastic", state)
+    again = autopar.restore(FOLDER / "elastic", make_state(tx), step=step, batch=minibatch(RANK, 0)).state
+    same(again, state)
+    same(autopar.average(again)["params"], center)
+    state, _ = trained(step, again, 2)
+    assert int(np.asarray(state["opt"][0].count)) == 7

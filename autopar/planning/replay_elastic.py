@@ -1,0 +1,131 @@
+"""Replay of elastic averaging (`autopar.sync.Elastic`): workers' steps and exchanges in one process, as they came."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.clients import mean_of
+from autopar.errors import TimelineError
+from autopar.run.elastic import pulled
+from autopar.run.entry import Entry
+from autopar.run.replicas import Averaging
+from autopar.run.runner import Runner
+from autopar.servers.center import Center
+from autopar.servers.elastic import center_parts
+from autopar.servers.messages import Exchange, Pulled
+from autopar.servers.timeline import Timeline
+from autopar.sync import Elastic
+from autopar.tables.kinds import copied, materialize
+
+Array = Any
+_mean = jax.jit(mean_of)
+
+
+class _Worker:
+    """A worker's steps up to its next exchange.
+
+    Attributes:
+      leaves: Its state, by number of the step's input.
+      results: What its calls returned.
+      exchanges: How many are done.
+      sent: Whether the next step is beside one.
+      moves: What came of that, by number of the step's input.
+    """
+
+    def __init__(
+        self, runner: Runner, states: Mapping[int, int], every: int, start: Sequence[Any], calls: Sequence[Any]
+    ) -> None:
+        self._runner, self._states, self._every, self._calls = runner, states, every, calls
+        self.leaves = {k: copied(materialize(start[k])) for k in states}
+        self.results: list[list[Any]] = []
+        self.exchanges, self.sent = 0, False
+        self.moves: dict[int, Array] = {}
+
+    @property
+    def _is_due(self) -> bool:
+        return len(self.results) > 0 and len(self.results) % self._every == 0
+
+    def advance(self) -> None:
+        """Do steps until one is to be exchanged, or all are done."""
+        while len(self.results) < len(self._calls) and not self._is_due:
+            self._step({})
+        self.sent = len(self.results) < len(self._calls)
+
+    def exchanged(self) -> None:
+        """Do the step beside which an exchange was, and those up to the next one."""
+        self._step(self.moves)
+        self.exchanges, self.moves = self.exchanges + 1, {}
+        self.advance()
+
+    def _step(self, moves: Mapping[int, Array]) -> None:
+        call = [self.leaves.get(k, x) for k, x in enumerate(self._calls[len(self.results)])]
+        results = jax.block_until_ready(jax.tree.leaves(self._runner(call)))
+        numbers = list(moves)
+        weights = [jnp.asarray(materialize(results[self._states[k]])) for k in numbers]
+        for k, array in zip(numbers, pulled(weights, list(moves.values())) if numbers else [], strict=True):
+            results[self._states[k]] = array
+        self.leaves = {k: results[out] for k, out in self._states.items()}
+        self.results.append(results)
+
+
+def replay_elastic(
+    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
+) -> tuple[list[Any], list[list[list[Any]]]]:
+    """Do what a timeline says.
+
+    Args:
+      entry: The step at these shapes.
+      start: A call's flat arguments; of these the state.
+      calls: For each worker its calls' flat arguments; those of the state aren't read.
+      timeline: All exchanges.
+
+    Returns:
+      The flat arguments of the end, with the centre's weights and the mean of all else; and each worker's flat results.
+
+    Raises:
+      TimelineError: an exchange comes before its worker can have sent it, or the workers have others.
+    """
+    sync, plan, program = entry.options.sync, entry.compiled.plan.sync, entry.compiled.analysed
+    assert isinstance(sync, Elastic) and plan is not None, "there is a centre"
+    averaged = Averaging(sync, plan, program).weights
+    weights = {k: jnp.asarray(materialize(start[k])) for k in averaged}
+    parts = center_parts(weights, len(timeline.events))
+    centers = [Center({k: weights[k] for k in part}, sync.alpha, timeline.workers) for part in parts]
+    states = program.new_states
+    workers = [_Worker(entry.own_runner, states, sync.interval, start, own) for own in calls]
+    todo = [deque(events[:, :2].tolist()) for events in timeline.pushes]
+    for worker in workers:
+        worker.advance()
+    while any(todo):
+        before = sum(map(len, todo))
+        for part, center, events in zip(parts, centers, todo, strict=True):
+            while events and _can_come(workers[events[0][0]], events[0][1], part):
+                number, step = events.popleft()
+                worker = workers[number]
+                ((_, reply),) = center.take(Exchange(number, step, [np.array(worker.leaves[k]) for k in part]))
+                assert isinstance(reply, Pulled), "nobody reads"
+                worker.moves |= zip(part, reply.values, strict=True)
+                if len(worker.moves) == len(averaged):
+                    worker.exchanged()
+        if sum(map(len, todo)) == before:
+            raise TimelineError(f"none of {[events[0] for events in todo if events]} can have come next")
+    if waiting := [k for k, worker in enumerate(workers) if worker.sent]:
+        raise TimelineError(f"workers {waiting} have more minibatches than the timeline has exchanges for")
+    made = list(start)
+    for k in states:
+        own = [jnp.asarray(materialize(worker.leaves[k])) for worker in workers]
+        made[k] = _mean(own) if jnp.issubdtype(own[0].dtype, jnp.floating) else own[0]
+    for center in centers:
+        for k, x in center.leaves.items():
+            made[k] = x
+    return made, [worker.results for worker in workers]
+
+
+def _can_come(worker: _Worker, step: int, part: Sequence[int]) -> bool:
+    return worker.sent and worker.exchanges == step and part[0] not in worker.moves

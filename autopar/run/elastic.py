@@ -1,0 +1,71 @@
+"""`ElasticRunner`: calls a worker's own step, and exchanges its weights with a centre (`autopar.sync.Elastic`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.errors import CheckpointError
+from autopar.run.replicas import ReplicaRunner, Weights
+from autopar.servers.elastic import CenterSession
+from autopar.sync import Elastic
+from autopar.tables.replica import Replicas
+
+Array = Any
+
+
+class ElasticRunner(ReplicaRunner):
+    """Calls a worker's own step. An exchange is of the weights before a step, and runs beside it."""
+
+    def _begun(self, leaves: Sequence[Any]) -> Replicas:
+        """As of averages; servers begin with the same weights."""
+        return self.centered(super()._begun(leaves), dict(Weights(dict(enumerate(leaves)))))
+
+    def centered(self, replicas: Replicas, weights: Mapping[int, Array]) -> Replicas:
+        """Returns what replicas share, and a centre that begins with some weights. Collective."""
+        sync = self.averaging.sync
+        assert isinstance(sync, Elastic), "there is a centre"
+        session = CenterSession({k: jnp.asarray(weights[k]) for k in self.averaging.weights}, sync.alpha)
+        return dataclasses.replace(replicas, center=session)
+
+    def resumed(self, saved: Mapping[str, Array]) -> Replicas:
+        anchors = {k: saved[name] for k in self.averaging.weights if (name := f"anchors/{k}") in saved}
+        if len(anchors) < len(self.averaging.weights):
+            raise CheckpointError(
+                "the replicas were saved by a step without a centre: restore them by a step with the same sync=, or "
+                "leave step= out to have their mean"
+            )
+        steps = int(saved["own_steps"][0])
+        return self.centered(Replicas(self.clients, self.averaging.mode, steps), anchors)
+
+    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+        if self._is_due(replicas):
+            assert replicas.center is not None, "servers keep a centre"
+            weights = Weights(dict(enumerate(own)))
+            replicas.center.send({k: weights[k] for k in self.averaging.weights})
+        return replicas
+
+    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+        is_due = self._is_due(replicas)
+        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
+        if not is_due:
+            return replicas, {}
+        assert replicas.center is not None, "servers keep a centre"
+        moves = replicas.center.receive()
+        numbers = list(moves)
+        weights = Weights({k: results[self._new_states[k]] for k in numbers})
+        return replicas, dict(zip(numbers, pulled([weights[k] for k in numbers], list(moves.values())), strict=True))
+
+    def _is_due(self, replicas: Replicas) -> bool:
+        every = self.averaging.sync.every
+        return replicas.steps > 0 and replicas.steps % every == 0
+
+
+@jax.jit
+def pulled(weights: Sequence[Array], moves: Sequence[Array]) -> list[Array]:
+    """Returns a worker's weights behind an exchange: x - e."""
+    return [x - e for x, e in zip(weights, moves, strict=True)]

@@ -1,0 +1,67 @@
+"""`Center`: keeps a centre of all workers' weights, and pulls both towards each other (`autopar.sync.Elastic`)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import AutoparError
+from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply
+
+Array = Any
+
+
+class Center:
+    """Takes one message after the other: what an exchange moves comes from one pair of weights and centre, so that
+    what a worker loses the centre gains (Zhang et al., "Deep learning with elastic averaging SGD", 2015).
+
+    Args:
+      leaves: The centre's, by number of the step's input. It updates them in place.
+      alpha: How far an exchange pulls.
+      workers: N.
+    """
+
+    def __init__(self, leaves: Mapping[int, Array], alpha: float, workers: int) -> None:
+        self._places, self._leaves = tuple(leaves), [jnp.copy(x) for x in leaves.values()]
+        self._alpha, self._done = alpha, [0] * workers
+        self._events = array("q")
+
+    @property
+    def leaves(self) -> dict[int, Array]:
+        """The centre now, by number of the step's input."""
+        return dict(zip(self._places, self._leaves, strict=True))
+
+    def take(self, message: Exchange | Read) -> list[tuple[int, Reply]]:
+        """Returns the answer, with the worker that it is for.
+
+        Raises:
+          AutoparError: an exchange that isn't the next one of its worker.
+        """
+        worker = message.worker
+        if isinstance(message, Read):
+            wanted = message.leaves
+            leaves = {k: np.array(x) for k, x in self.leaves.items() if wanted is None or k in wanted}
+            events = np.array(self._events, np.int64).reshape(-1, 3)
+            return [(worker, Kept(leaves, {}, events))]
+        if message.step != self._done[worker]:
+            raise AutoparError(
+                f"worker {worker} sent exchange {message.step} where {self._done[worker]} is next. This is a bug of "
+                "autopar"
+            )
+        version = sum(self._done)
+        self._leaves, moves = _exchanged(self._leaves, list(message.values), self._alpha)
+        self._done[worker] += 1
+        self._events.extend((worker, message.step, version))
+        return [(worker, Pulled(version, [np.asarray(x) for x in moves]))]
+
+
+@jax.jit
+def _exchanged(center: Sequence[Array], weights: Sequence[Array], alpha: float) -> tuple[list[Array], list[Array]]:
+    """The centre that follows, and how far the weights are to move: e = alpha (x - c), c + e."""
+    moves = [(alpha * (x - c)).astype(c.dtype) for x, c in zip(weights, center, strict=True)]
+    return [c + e for c, e in zip(center, moves, strict=True)], moves
