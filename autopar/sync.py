@@ -124,8 +124,8 @@ class Elastic:
       interval: Steps from one exchange of a worker to its next.
       learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
       curvature: h, the largest eigenvalue of the loss's Hessian, for the same. Where both are given and alpha is above
-        (4 - 2 eta h) / (4 - eta h), parameters of a quadratic of that curvature diverge (Zhang et al., section 4.1, for
-        workers in turn): a warning says so.
+        (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange contracts (Zhang et al., section 4.1, for
+        workers in turn), a warning says so.
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -169,13 +169,14 @@ Sync = Average | Async | Elastic
 
 
 def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, synchronous: bool = False) -> float:
-    """The largest alpha of `Elastic` by which a quadratic of one parameter doesn't diverge.
+    """The largest alpha of `Elastic` by which a quadratic of one parameter doesn't diverge (Zhang et al., section 4.1).
 
     Args:
       learning_rate, curvature: eta, h.
       clients: p.
-      synchronous: Whether all clients exchange at once: (4 - 2 eta h) / (2 + 2p - p eta h); else one after the other:
-        (4 - 2 eta h) / (4 - eta h). 0 or less: no alpha is stable.
+      synchronous: Whether all clients exchange at once: (4 - 2 eta h) / (2 + 2p - p eta h). Else one after the other:
+        (4 - 2 eta h) / (4 - eta h), up to which no exchange expands; with several clients more may do. 0 or less: no
+        alpha is stable.
     """
     slope = learning_rate * curvature
     return (4 - 2 * slope) / (2 + 2 * clients - clients * slope if synchronous else 4 - slope)

@@ -183,7 +183,7 @@ def clients_of(
         return Clients.of(devices, sync.clients)
     clients = Clients.of(devices, None)
     if isinstance(sync, Elastic):
-        _check_stable(sync)
+        check_stable(sync)
         return clients
     if clients.devices.mesh.size > 1:
         raise ArgumentsError(
@@ -193,7 +193,8 @@ def clients_of(
     return clients
 
 
-def _check_stable(sync: Elastic) -> None:
+def check_stable(sync: Elastic) -> None:
+    """Warn of an alpha by which training diverges, where it can be known."""
     if sync.learning_rate is None or sync.curvature is None:
         return
     most = stable_alpha(sync.learning_rate, sync.curvature)
@@ -202,8 +203,8 @@ def _check_stable(sync: Elastic) -> None:
         remedy = "Give a smaller learning rate" if most <= 0 else f"Give an alpha up to {most:.3g}, or less of either"
         warn(
             f"Elastic(alpha={sync.alpha:.3g}): with learning rate {sync.learning_rate:.3g} and curvature "
-            f"{sync.curvature:.3g}, eta h = {slope:.3g}, weights diverge above (4 - 2 eta h) / (4 - eta h) = "
-            f"{most:.3g}. {remedy}",
+            f"{sync.curvature:.3g}, eta h = {slope:.3g}, an exchange and a step contract up to "
+            f"(4 - 2 eta h) / (4 - eta h) = {most:.3g}; above that weights may diverge. {remedy}",
             StabilityWarning,
         )
 
