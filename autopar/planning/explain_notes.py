@@ -10,6 +10,7 @@ from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.examples import example_axes
 from autopar.ir.plan import Plan
+from autopar.ir.sync_plan import SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
@@ -125,15 +126,24 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     sync = plan.sync
     if sync is None:
         return
-    is_another = sync.clients > 1 or sync.outer
+    is_another = sync.clients > 1 or sync.outer or sync.servers
     own = "another function than the step on one device" if is_another else "with one client, the step itself"
     minibatches = " x ".join(str(n) for n in (sync.clients, sync.every) if n > 1) or "1"
     examples = f" of {sync.examples} examples each" if sync.examples else ""
+    of_what = f"; one update of what all have is made of {minibatches} minibatches{examples}" * (not sync.servers)
     yield (
         f"Replicas: {sync.clients} client{'s' * (sync.clients > 1)}, each with weights of its own: {sync.name}, {own}. "
-        f"A call takes a client's own minibatch; one update of what all have is made of {minibatches} "
-        f"minibatches{examples}."
+        f"A call takes a client's own minibatch{of_what}."
     )
+    if sync.servers:
+        yield (
+            f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: every {sync.every} "
+            f"steps of a worker they and a centre on {sync.servers} server{'s' * (sync.servers > 1)} are pulled towards "
+            f"each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, and "
+            "receives as much."
+        )
+        yield from _own_notes(sync)
+        return
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))
     move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"
     when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
@@ -145,6 +155,10 @@ def replica_notes(plan: Plan) -> Iterator[str]:
         f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {when} {move}{how}{late}. "
         f"A client sends {most}{format_bytes(sync.sent_bytes)} a step, 2(C-1)/C b / k.{rows}"
     )
+    yield from _own_notes(sync)
+
+
+def _own_notes(sync: SyncPlan) -> Iterator[str]:
     if sync.own:
         more = f" and {len(sync.own) - 3} others" * (len(sync.own) > 3)
         yield f"Each client's own stay {', '.join(sync.own[:3])}{more}."

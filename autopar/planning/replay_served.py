@@ -17,14 +17,13 @@ from autopar.planning.replay_replicas import calls_of_all, compared
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values
 from autopar.run.entry import Entry
-from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.servers.job import Job, as_recorded
 from autopar.servers.timeline import Timeline
 from autopar.sync import Elastic
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
-from autopar.tables.replica import replicas_of
+from autopar.tables.replica import Replica, replicas_of
 from autopar.tables.served import session_of
 
 Array = Any
@@ -141,20 +140,25 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
       steps: How many calls.
     """
     program, clients, runner = entry.compiled.analysed, entry.clients, entry.runner
-    assert clients is not None and isinstance(runner, ServedRunner), "servers keep the state"
+    assert clients is not None, "each process is a worker"
     first = average(list(leaves))
-    calls = calls_of_all(clients, program, first)
+    calls = [[own] * steps for own in calls_of_all(clients, program, first)]
     found: list[Any] = []
-    state: dict[int, Any] = {}
+    state = {k: copied(first[k]) for k in program.new_states}
     for _ in range(steps):
         found = jax.tree.leaves(runner([state.get(k, x) for k, x in enumerate(first)]))
         state = {k: found[out] for k, out in program.new_states.items()}
     done = timeline(state)
-    found = average(found)
-    job = Job(runner.programs, first, clients.count, None)
-    results = job.run([steps] * clients.count, lambda w, _: calls[w], as_recorded(done))[clients.own][-1]
-    expected = {**results, **{out: job.state()[k] for k, out in program.new_states.items()}}
-    mine = [compared_values(expected[k], x) for k, x in enumerate(found)]
+    if isinstance(entry.options.sync, Elastic):
+        *_, expected = replay_elastic(entry, first, calls, done)[1][clients.own]
+        found = [x.own if isinstance(x, Replica) else x for x in found]
+    else:
+        found = average(found)
+        made, results = replay_served(entry, first, calls, done)
+        *_, expected = results[clients.own]
+        for k, out in program.new_states.items():
+            expected[out] = made[k]
+    mine = [compared_values(materialize(a), materialize(b)) for a, b in zip(expected, found, strict=True)]
     return compared(clients, program, mine, steps, AGAINST)
 
 

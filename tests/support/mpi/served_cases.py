@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ import pytest
 
 import autopar
 from autopar.launch.group import everyone
+from autopar.servers.elastic import CenterSession
+from autopar.servers.messages import Push
 from autopar.sync import Async, Elastic
 from tests.support.mpi.replica_cases import (
     FOLDER,
@@ -158,6 +162,7 @@ def check_elastic_replays_have_the_same_bits() -> None:
     """Replicas, exchanges at random moments, the centre; tables by their rows within a worker."""
     for tx, interval in some((optax.sgd(0.1), 1), (optax.adam(1e-2), 3), (optax.adagrad(0.1), 4)):
         step = autopar.parallelize(step_of(tx), sync=Elastic(alpha=0.9 / RANKS, interval=interval))
+        assert autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=9).ok
         mine = STEPS - 5 * RANK
         state, losses = trained(step, make_state(tx), mine)
         timeline, made, own = autopar.timeline(state), autopar.average(state), autopar.materialize(state)
@@ -182,3 +187,33 @@ def check_elastic_checkpoints() -> None:
     same(autopar.average(again)["params"], center)
     state, _ = trained(step, again, 2)
     assert int(np.asarray(state["opt"][0].count)) == 7
+
+
+def check_what_must_fail() -> None:
+    """A worker that pushes twice its gradient, and one that moves twice as far, or alone."""
+    tx, last = optax.sgd(0.1), RANK == RANKS - 1
+    start, batch = make_state(tx), minibatch(RANK, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        if last:
+            patch.setattr(Push, "__init__", _doubled(Push.__init__))
+        with pytest.raises(autopar.VerificationError, match="params"):
+            autopar.verify(autopar.parallelize(step_of(tx), sync=Async()), start, batch, steps=4)
+    for factor in (0.0, 2.0):
+        with pytest.MonkeyPatch.context() as patch:
+            step = autopar.parallelize(step_of(tx), sync=Elastic(alpha=0.4, interval=2))
+            if last:
+                receive = CenterSession.receive
+                patch.setattr(CenterSession, "receive", functools.partialmethod(_moved, receive, factor))
+            with pytest.raises(autopar.VerificationError, match="params"):
+                autopar.verify(step, start, batch, steps=4)
+
+
+def _doubled(init: Callable[..., None]) -> Callable[..., None]:
+    def double(self: Push, worker: int, step: int, values: Sequence[Any]) -> None:
+        init(self, worker, step, [2 * x if np.issubdtype(x.dtype, np.floating) else x for x in values])
+
+    return double
+
+
+def _moved(self: CenterSession, receive: Callable[..., Any], factor: float) -> Any:
+    return {k: np.float32(factor) * x for k, x in receive(self).items()}
