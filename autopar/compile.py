@@ -34,7 +34,7 @@ from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
-from autopar.passes.replicate import replicate
+from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.shield import shield, shield_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import served_plan, split_servers
@@ -151,6 +151,7 @@ def _split_servers(program: Program, bound: BoundPlan, request: Request) -> Resu
         return program, bound, "no servers"
     served = split_servers(program, options.servers)
     plan = served_plan(program, bound, served, options.sync, options.clients)
+    check_replicas(options.plan, program.name, options.plan and options.plan.served, plan)
     program = dataclasses.replace(program, served=served)
     return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {options.servers} servers"
 

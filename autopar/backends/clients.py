@@ -164,10 +164,10 @@ def clients_of(
       ArgumentsError: options that don't go with it.
     """
     if sync is None:
-        if plan is not None and plan.sync is not None:
+        known = None if plan is None else plan.sync or plan.served
+        if plan is not None and known is not None:
             raise ArgumentsError(
-                f"{plan.name} is of {plan.sync.clients} clients that train replicas, and doesn't hold their outer "
-                "optimizer: give sync= as well, as it was"
+                f"{plan.name} is of {known}, and doesn't hold all of the sync= that it was made with: give that as well"
             )
         return None
     if not isinstance(sync, Sync):

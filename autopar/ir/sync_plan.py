@@ -101,4 +101,5 @@ class ServedPlan:
         return sum(server.pull_bytes + server.push_bytes for server in self.servers)
 
     def __str__(self) -> str:
-        return f"{self.clients} worker{'s' * (self.clients > 1)}, {len(self.servers)} servers, {self.name}"
+        servers = f"{len(self.servers)} server{'s' * (len(self.servers) > 1)}"
+        return f"{self.clients} worker{'s' * (self.clients > 1)}, {servers}, {self.name}"

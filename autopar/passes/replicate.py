@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -82,12 +83,26 @@ def replicate(
         servers=min(clients, len(found)) if by_servers else 0,
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
-    if earlier is not None and str(earlier.sync) != str(plan):
-        raise PlanError(
-            f"{earlier.name} is of {earlier.sync or 'no replicas'}, and sync= makes {plan} of {program.name}: give the "
-            "sync= that it was made with, on as many processes, or make the plan again"
-        )
+    check_replicas(earlier, program.name, earlier and earlier.sync, plan)
     return bound.noting(sync=plan), f"{clients} clients, {len(found)} weights: {sync.name}"
+
+
+def check_replicas(earlier: Plan | None, name: str, old: Any, new: Any) -> None:
+    """Check that an earlier plan, by which a step is to be run, has the same replicas or servers.
+
+    Args:
+      earlier: The plan, if there is one.
+      name: The step's.
+      old, new: What that plan says of them, and what `sync=` makes of the step.
+
+    Raises:
+      PlanError: it has others.
+    """
+    if earlier is not None and str(old) != str(new):
+        raise PlanError(
+            f"{earlier.name} is of {old or 'no replicas'}, and sync= makes {new} of {name}: give the sync= that it was "
+            "made with, on as many processes, or make the plan again"
+        )
 
 
 def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatches: int) -> Iterator[tuple[int, int]]:

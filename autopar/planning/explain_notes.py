@@ -138,9 +138,9 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     if sync.servers:
         yield (
             f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: every {sync.every} "
-            f"steps of a worker they and a centre on {sync.servers} server{'s' * (sync.servers > 1)} are pulled towards "
-            f"each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, and "
-            "receives as much."
+            f"steps of a worker they and a centre on {sync.servers} server{'s' * (sync.servers > 1)} are pulled "
+            f"towards each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, "
+            "and receives as much."
         )
         yield from _own_notes(sync)
         return

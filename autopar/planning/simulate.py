@@ -86,9 +86,10 @@ def simulate(
         is out of range; or a method or table that there isn't.
     """
     require_plan(plan, "simulate")
-    if plan.sync is not None:
+    replicas = plan.sync or plan.served
+    if replicas is not None:
         raise ArgumentsError(
-            f"simulate knows no replicas, and {plan.name} is of {plan.sync}: plan the step without sync= for what its "
+            f"simulate knows no replicas, and {plan.name} is of {replicas}: plan the step without sync= for what its "
             "data parallelism takes"
         )
     cluster = plan.cluster if cluster is None else require_cluster(cluster)
