@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import collections
-import hashlib
-import operator
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.backends.across import place_array
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
-from autopar.batches.agreed import agreed
-from autopar.batches.loops import telling
-from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
+from autopar.batches.dealt import DealtBatches
+from autopar.batches.iterator import Batches, Options
+from autopar.batches.parts import Held
 from autopar.batches.readers import reader_of
 from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
-from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis, check_batch_axis
-from autopar.launch.group import StoreGroup, everyone, odd_one
+from autopar.ir.options import Options as StepOptions
 
 
 def shard(
@@ -65,7 +59,9 @@ def shard(
       batch_axis: As for `parallelize`; the paths are those of a step whose argument is called `batch`.
       step: What `parallelize(..., sync=...)` returned: batches are then minibatches of its clients, `batch_size`
         examples each, in place of global ones, and go to the devices of each client. Every example of an epoch is one
-        client's. Positions count the minibatches of all clients, so that as many or others go on from there.
+        client's. Positions count the minibatches of all clients, so that as many or others go on from there. Clients
+        take turns; workers with servers (`sync.Async`, `Elastic`) have the next minibatch when they are free (nothing
+        is placed ahead).
 
     Returns:
       An iterator over batches of `jax.Array`s. Its `state()` is the position, to be saved in a checkpoint; `restore`
@@ -103,24 +99,31 @@ def shard(
     clients = None if step is None else _clients_of(step, batch_size, per_process, last, mesh)
     devices, group = (devices, devices.processes) if clients is None else (clients.devices, clients.processes)
     seed = -1 if shuffle is None else shuffle
-    options = _Options(devices, batch_axis, last, mask, per_process, epochs, seed, group, clients)
+    options = Options(devices, batch_axis, last, mask, per_process, epochs, seed, group, clients)
+    dealt = step is not None and step.options.has_servers
     added = [mask] if last == "pad" else []
     if batch_size is None:
         return Batches(Stream(source, batch_axis, added, epochs), options, ahead)
-    return Batches(_examples(source, batch_size, shuffle, options, added), options, ahead)
+    examples = _examples(source, batch_size, shuffle, options, added, dealt=dealt)
+    return DealtBatches(examples, options, ahead) if dealt else Batches(examples, options, ahead)
 
 
 class Replicated(Protocol):
     """A step that knows its clients."""
 
     @property
-    def clients(self) -> Clients | None:
-        """Returns those that train a replica each; None: all processes train one state."""
+    def dealing(self) -> Clients | None:
+        """Returns those that have minibatches of their own; None: all processes train one state by global batches."""
+        ...
+
+    @property
+    def options(self) -> StepOptions:
+        """What the user chose for the whole step."""
         ...
 
 
 def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, last: Last, mesh: Mesh | None) -> Clients:
-    clients = getattr(step, "clients", None)
+    clients = getattr(step, "dealing", None)
     if clients is None:
         raise ArgumentsError(
             "shard(step=...) is for steps whose clients train replicas, parallelize(step, sync=...): leave it out"
@@ -133,30 +136,9 @@ def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, las
     return clients
 
 
-@dataclass(frozen=True)
-class _Options:
-    devices: Devices
-    batch_axis: BatchAxis
-    last: Last
-    mask: str
-    per_process: bool
-    epochs: int | None
-    seed: int
-    group: StoreGroup
-    clients: Clients | None
-
-    @property
-    def sources(self) -> int:
-        """How many sources a global batch is made of."""
-        return len(self.devices.processes.members) if self.per_process else 1
-
-    @property
-    def member(self) -> int:
-        """Which of them is this process's."""
-        return self.devices.processes.rank if self.per_process else 0
-
-
-def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Options, added: list[str]) -> Examples:
+def _examples(
+    source: Any, batch_size: int, shuffle: int | None, options: Options, added: list[str], *, dealt: bool
+) -> Examples:
     size, rest = divmod(batch_size, options.sources)
     if rest:
         raise ArgumentsError(
@@ -176,178 +158,5 @@ def _examples(source: Any, batch_size: int, shuffle: int | None, options: _Optio
     first = options.member * size
     counts = [n for n, *_ in all_] if options.per_process else [reader.count]
     held = Held(((0, size),)) if options.per_process else Held.by(options.devices, batch_size)
-    turns = (1, 0) if options.clients is None else (options.clients.count, options.clients.own)
+    turns = (1, 0) if options.clients is None or dealt else (options.clients.count, options.clients.own)
     return Examples(reader, size, counts, shuffle, options.member, options.last, held, first, *turns)
-
-
-class Batches(Iterator[Any]):
-    """What `shard` returns: an iterator over global batches that knows where it is."""
-
-    def __init__(self, source: Stream | Examples, options: _Options, ahead: int) -> None:
-        self._source = source
-        self._options = options
-        self._ahead = ahead
-        self._compared = False
-        self._go_to(0, 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        group = everyone()
-        options = self._options
-        if group.members != options.group.members:
-            return Loop(self, tuple)
-        return Loop(self, telling(group, seldom=options.clients is not None))
-
-    def __next__(self) -> Any:
-        try:
-            while len(self._waiting) <= self._ahead:
-                placed = next(self._coming, None)
-                if placed is None:
-                    break
-                self._waiting.append(placed)
-        except BaseException:  # A generator that failed is at its end; its source isn't.
-            self._coming = self._placed(*(self._waiting[-1][0] if self._waiting else (self._epoch, self._batch)))
-            raise
-        if not self._waiting:
-            raise StopIteration
-        (self._epoch, self._batch), batch = self._waiting.popleft()
-        return batch
-
-    def state(self) -> dict[str, int]:
-        """The position: of the next batch that wasn't given out yet, whatever was read ahead.
-
-        Where a `for` loop over the batches is interrupted, its body has been run to its end for all before it.
-
-        Returns:
-          epoch, batch: Epochs gone through, and batches of the source in this one.
-          seed: That of `shuffle=`, -1 without it.
-          sources: How many sources a batch is made of: processes under `per_process`, else 1. A position in a source
-            that is the same on all processes is good for any number of processes.
-        """
-        o = self._options
-        return {"epoch": self._epoch, "batch": self._batch, "seed": o.seed, "sources": o.sources}
-
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Go on from a position. Examples that can be indexed are found at once; of other sources the batches of the
-        epoch before it are read and left out, so they must come in the same order.
-
-        Args:
-          state: What `state()` gave, of a `shard` with the same source, batch size, seed and `per_process`.
-
-        Raises:
-          ArgumentsError: it is of another seed, or of another number of sources.
-        """
-        mine = self.state()
-        try:
-            state = {name: operator.index(state[name]) for name in mine}
-        except (TypeError, KeyError, IndexError) as error:
-            raise ArgumentsError(f"{state!r} is no position: give what state() returned, such as {mine}") from error
-        if min(state["epoch"], state["batch"]) < 0:
-            raise ArgumentsError(f"{state} is no position: epoch and batch are 0 or more")
-        for name, option, also in (("seed", "shuffle", ""), ("sources", "per_process", ", on as many processes")):
-            if state[name] != mine[name]:
-                raise ArgumentsError(
-                    f"the position is one with {name}={state[name]}, and here it is {mine[name]}: it means other "
-                    f"examples. Give shard the same {option}= as before{also}"
-                )
-        self._go_to(state["epoch"], state["batch"])
-
-    def _go_to(self, epoch: int, batch: int) -> None:
-        self._epoch, self._batch = epoch, batch
-        self._waiting: collections.deque[tuple[tuple[int, int], Any]] = collections.deque()
-        self._coming = self._placed(epoch, batch)
-
-    def _placed(self, epoch: int, start: int) -> Iterator[tuple[tuple[int, int], Any]]:
-        """All batches from a position on, each with the position after it."""
-        while self._options.epochs is None or epoch < self._options.epochs:
-            number = None
-            for part in self._parts(epoch, start):
-                number = part.number
-                yield (epoch, number + 1), self._place(part)
-            if number is None and start == 0:
-                return  # a source without any batch, which may be gone through without end
-            epoch, start = epoch + 1, 0
-
-    def _parts(self, epoch: int, start: int) -> Iterator[Part]:
-        options, source = self._options, self._source
-        if isinstance(source, Examples):
-            return source.read(epoch, start)
-        if options.sources > 1:
-            return agreed(source, options.devices.processes, options.last, epoch, start)
-        return self._whole(source, epoch, start)
-
-    def _whole(self, source: Stream, epoch: int, start: int) -> Iterator[Part]:
-        """Batches that each process has whole."""
-        for part in source.read(epoch, start):
-            full = source.full
-            assert full is not None, "a batch was read"
-            if not self._compared and self._options.devices.processes.several:
-                _check_same(part, self._options.devices.processes)
-            self._compared = True
-            if part.size != full and self._options.last == "drop":
-                continue
-            if part.size > full or (part.size != full and self._options.last == "error"):
-                raise ArgumentsError(
-                    f"batch {part.number} has {part.size} examples, the first one had {full}. "
-                    "shard(source, last='drop') leaves smaller ones out, last='pad' fills them up"
-                )
-            yield filled(part, full)
-
-    def _place(self, part: Part) -> Any:
-        """Put what this process has of a batch on its devices."""
-        options, count = self._options, self._options.devices.count
-        if part.total % count and options.sources > 1:
-            raise ArgumentsError(
-                f"a global batch of {part.total} examples can't be spread over {count} devices, and no process has all "
-                "of it: under per_process=True the devices must divide it"
-            )
-        batch = map_axes(lambda leaf, axis: _put(leaf, axis, part, options.devices), part.batch, part.axes)
-        return batch if options.last != "pad" else self._with_weights(batch, part)
-
-    def _with_weights(self, batch: Any, part: Part) -> dict[str, Any]:
-        mask, devices = self._options.mask, self._options.devices
-        if not isinstance(batch, dict):
-            kind = type(batch).__name__
-            raise ArgumentsError(f"last='pad' adds weights to each batch, which must be a dict, not a {kind}")
-        if mask in batch:
-            raise ArgumentsError(f"the batch has a {mask!r} of its own; name the weights with shard(source, mask=...)")
-        each = part.total // len(part.reals)
-        weights = np.concatenate([np.arange(each) < real for real in part.reals]).astype(np.float32)
-        whole = {**batch, mask: weights}
-        axis = jax.tree.unflatten(jax.tree.structure(whole), axes_of(whole, self._options.batch_axis))[mask]
-        return {**batch, mask: place_array(weights, devices.sharding(None if part.total % devices.count else axis))}
-
-
-def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array:
-    if axis is None or leaf.shape[axis] != part.size:
-        return place_array(leaf, devices.sharding(None))
-    sharding = devices.sharding(None if part.total % devices.count else axis)
-    if part.held.runs == ((0, part.total),):
-        return place_array(leaf, sharding)
-    shape = (*leaf.shape[:axis], part.total, *leaf.shape[axis + 1 :])
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-
-    def own(index: Any) -> np.ndarray:
-        held = part.held.find(index[axis], part.total)
-        if held is None:
-            raise ArgumentsError(
-                "per_process=True: a device of this process is to hold examples of another one's source. The mesh's "
-                "devices must be ordered by process along the data axis, and be as many of each"
-            )
-        return np.asarray(leaf)[(*index[:axis], held)].astype(dtype, copy=False)
-
-    return jax.make_array_from_callback(shape, sharding, own)
-
-
-def _check_same(part: Part, processes: StoreGroup) -> None:
-    """That the first batch is the same one on all processes."""
-    digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
-    for leaf in jax.tree.leaves(part.batch):
-        digest.update(f"{leaf.dtype}{leaf.shape}".encode())
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    k = odd_one(processes.gather(digest.digest(), "the first batch of shard"))
-    if k is not None:
-        raise ArgumentsError(
-            f"shard: the first batch isn't the same on {processes.name(k)} as on "
-            f"{processes.name(0)}. If each process has a part of the data, say shard(source, per_process=True); if "
-            "not, give the source the same seed everywhere"
-        )

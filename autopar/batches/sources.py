@@ -106,6 +106,7 @@ class Examples:
         self._reader, self._size, self._counts = reader, size, tuple(counts)
         self._seed, self._member, self._held, self._first = seed, member, held, first
         self._turns, self._turn, self._last = turns, turn, last
+        self._known: tuple[int, np.ndarray] | None = None
         whole = [n // size for n in counts]
         self.batches = min(whole) if last == "drop" else max(-(-n // size) for n in counts)
         if last == "error" and any(n != self.batches * size for n in counts):
@@ -133,9 +134,7 @@ class Examples:
                 f"from minibatch {start} on {self.batches - start} are left, which {self._turns} clients don't share "
                 "equally. shard(source, last='drop') leaves the rest of each epoch out"
             )
-        order = None
-        if self._seed is not None:
-            order = np.random.default_rng((self._seed, epoch, self._member)).permutation(count)
+        order = None if self._seed is None else self._order(self._seed, epoch)
         mine = self._held.numbers
         held = Held(tuple((a + self._first, b + self._first) for a, b in self._held.runs))
         for first in range(start, self.batches - self._turns + 1, self._turns):
@@ -145,3 +144,10 @@ class Examples:
             reals = tuple(min(max(n - number * self._size, 0), self._size) for n in self._counts)
             last = first + self._turns - 1
             yield Part(last, batch, axes, len(mine), self._size * len(self._counts), reals, held)
+
+    def _order(self, seed: int, epoch: int) -> np.ndarray:
+        """The examples of an epoch by their numbers; that of the latest one is kept."""
+        if self._known is None or self._known[0] != epoch:
+            random = np.random.default_rng((seed, epoch, self._member))
+            self._known = epoch, random.permutation(self._reader.count)
+        return self._known[1]

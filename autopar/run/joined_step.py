@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.across import is_global, local
+from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.ir.examples import example_axes
 from autopar.ir.paths import path_name
@@ -28,6 +29,10 @@ class JoinedStep(ParallelStep):
     """
 
     all_devices: Devices | None = None
+
+    @property
+    def dealing(self) -> Clients | None:
+        return None if self.all_devices is None else Clients.of(self.all_devices, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given, named = self._joined(args, kwargs)

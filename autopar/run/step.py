@@ -82,6 +82,11 @@ class ParallelStep:
         return self.planner.clients
 
     @property
+    def dealing(self) -> Clients | None:
+        """Returns those that have minibatches of their own (`shard`); None: all processes train by global batches."""
+        return self.clients
+
+    @property
     def donate(self) -> bool:
         """Whether the state is updated in place."""
         return self.planner.donate

@@ -10,7 +10,7 @@ from typing import Any
 from autopar.launch.group import everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import service
-from autopar.servers.messages import Kept, Message, Read
+from autopar.servers.messages import Kept, Read
 
 
 class Link:
@@ -31,7 +31,7 @@ class Link:
         everyone().gather(b"", "servers are there")
         weakref.finalize(self, self._service.release, self._number)
 
-    def send(self, server: int, message: Message) -> None:
+    def send(self, server: int, message: Any) -> None:
         """Send a message. Its arrays mustn't change any more."""
         self._service.send(self._number, server, message)
 

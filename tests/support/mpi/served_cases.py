@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -187,6 +189,45 @@ def check_elastic_checkpoints() -> None:
     same(autopar.average(again)["params"], center)
     state, _ = trained(step, again, 2)
     assert int(np.asarray(state["opt"][0].count)) == 7
+
+
+def check_minibatches_are_given_to_whoever_is_free() -> None:
+    """Each once an epoch, in the order of a seed; more to a faster worker; a position from which others go on."""
+    step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=Async())
+    source = {"x": np.arange(400)}
+    batches = autopar.shard(source, batch_size=4, step=step, epochs=2, shuffle=3)
+    mine = []
+    for batch in batches:
+        mine.append(np.asarray(batch["x"]).tolist())
+        time.sleep(0.02 if RANK == 0 else 0.002)
+    all_ = everyone().values(mine, "minibatches")
+    assert sorted(x for own in all_ for some in own for x in some) == sorted(2 * [*range(400)])
+    assert len(all_[0]) < min(map(len, all_[1:]))
+    assert batches.state()["epoch"] == 2
+    batches.restore({**batches.state(), "epoch": 1, "batch": 95})
+    rest = everyone().values([np.asarray(batch["x"]).tolist() for batch in batches], "the rest")
+    assert sum(map(len, rest)) == 5
+
+
+def check_an_interrupt_ends_all_loops() -> None:
+    """Whoever has a minibatch then uses it; nobody gets another one; the position is exact."""
+    step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=Elastic(alpha=0.5))
+    batches = autopar.shard({"x": np.arange(9000)}, batch_size=1, step=step)
+    before = 0
+    for _ in range(2):
+        seen = 0
+        with pytest.raises(KeyboardInterrupt):
+            for _ in batches:
+                seen += 1
+                time.sleep(0.001 * RANK)
+                if RANK == 0 and seen == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+        counts = everyone().values(seen, "how many")
+        assert sum(counts) < 4500
+        made = everyone().values(batches.state()["batch"], "positions")
+        assert len(set(made)) == 1
+        assert made[0] - before == sum(counts)
+        before = made[0]
 
 
 def check_what_must_fail() -> None:

@@ -1,0 +1,66 @@
+"""`DealtBatches`: minibatches for workers that don't wait for each other (`autopar.sync.Async`, `Elastic`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopar.batches.iterator import Batches
+from autopar.batches.sources import Examples
+from autopar.interrupts import Loop
+from autopar.launch.group import everyone
+from autopar.mpi.service import service
+from autopar.servers.dealer import Dealer, Position, Take
+from autopar.servers.link import Link
+
+
+class DealtBatches(Batches):
+    """An iterator over a worker's minibatches: each is whoever's is free, and nobody waits for another worker.
+
+    All processes make it, and restore a position, together. Its position counts the minibatches that workers have been
+    given; where they have done their steps with these, as behind a loop that has ended, it is exact.
+    """
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        source, epochs = self._source, self._options.epochs
+        assert isinstance(source, Examples), "minibatches have numbers"
+        if not hasattr(self, "_link"):
+            count = None if epochs is None else epochs * source.batches
+            self._link = Link(1, lambda _: Dealer(count, service().size).take)
+        self._dealt: int | None = None
+        everyone().gather(b"", "nobody asks for minibatches")
+        if self._link.rank == 0:
+            self._ask(Position(0, epoch * source.batches + batch))
+        everyone().gather(b"", "a position in the minibatches")
+
+    def __iter__(self) -> Iterator[Any]:
+        return Loop(self, self._told)
+
+    def __next__(self) -> Any:
+        if self._dealt is None:
+            self._told(())
+        if self._dealt is None:
+            raise StopIteration
+        source = self._source
+        assert isinstance(source, Examples), "minibatches have numbers"
+        epoch, batch = divmod(self._dealt, source.batches)
+        self._dealt = None
+        return self._place(next(source.read(epoch, batch)))
+
+    def state(self) -> dict[str, int]:
+        number = self._ask(Position(self._link.rank))
+        assert isinstance(self._source, Examples), "minibatches have numbers"
+        self._epoch, self._batch = divmod(number, self._source.batches)
+        return super().state()
+
+    def _told(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Asks for a minibatch, and tells of this process's signals; returns those of all."""
+        if self._dealt is not None and not numbers:
+            return ()
+        answer = self._ask(Take(self._link.rank, tuple(numbers)))
+        self._dealt = answer.number if self._dealt is None else self._dealt
+        return answer.signals
+
+    def _ask(self, message: Take | Position) -> Any:
+        self._link.send(0, message)
+        return self._link.receive(0)

@@ -1,0 +1,70 @@
+"""`Dealer`: gives minibatches of a source to whoever is free, and tells workers of each other's signals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.interrupts import SIGNALS
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A worker is free: answered by `Dealt`.
+
+    Attributes:
+      worker: Which one.
+      signals: Those that it has received meanwhile.
+    """
+
+    worker: int
+    signals: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Asks for the number of the next minibatch; or sets it, in epochs without end. Answered by it."""
+
+    worker: int
+    number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """A minibatch's number over all epochs; None: there is no more, or there are signals to be answered before."""
+
+    number: int | None
+    signals: Sequence[int]
+
+
+class Dealer:
+    """Takes one message after the other. Each minibatch is one worker's.
+
+    Args:
+      count: How many minibatches there are, of all epochs; None: no end.
+      workers: N.
+    """
+
+    def __init__(self, count: int | None, workers: int) -> None:
+        self._count, self._workers, self._next = count, range(workers), 0
+        #: Signals, and the workers that haven't been told yet.
+        self._untold: dict[int, set[int]] = {}
+
+    def take(self, message: Take | Position) -> list[tuple[int, Dealt | int]]:
+        """Returns the answer, with the worker that it is for. From a signal on, nobody has a minibatch before all have
+        been told of it."""
+        worker = message.worker
+        if isinstance(message, Position):
+            self._next = self._next if message.number is None else message.number
+            return [(worker, self._next)]
+        for number in message.signals:
+            self._untold.setdefault(number, set(self._workers))
+        signals = [number for number in SIGNALS if worker in self._untold.get(number, ())]
+        for number in signals:
+            self._untold[number].discard(worker)
+            if not self._untold[number]:
+                del self._untold[number]
+        if signals or (self._count is not None and self._next >= self._count):
+            return [(worker, Dealt(None, signals))]
+        self._next += 1
+        return [(worker, Dealt(self._next - 1, ()))]
