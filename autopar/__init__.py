@@ -25,6 +25,7 @@ with paused_collection():
         StateWarning,
         StepError,
         StrategyError,
+        TimelineError,
         UncheckedWarning,
         VerificationError,
     )
@@ -100,6 +101,7 @@ __all__ = [
     "Table",
     "TableAlpha",
     "Timeline",
+    "TimelineError",
     "UncheckedWarning",
     "Verification",
     "VerificationError",
