@@ -179,6 +179,7 @@ def parallelize(
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
+    whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which XLA divides
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
     hosts = asks_for_hosts(strategy)
@@ -189,7 +190,7 @@ def parallelize(
         options=Options(
             strategy=strategy,
             sparse=sparse,
-            devices=count,
+            devices=1 if whole else count,
             hosts=hosts,
             batch_axis=batch_axis,
             emit=emit,
@@ -199,7 +200,7 @@ def parallelize(
             may_leave=sync is None,
             sync=sync,
             clients=1 if clients is None else clients.count,
-            servers=1 if clients is None else clients.count,
+            servers=1 if clients is None else clients.processes.size,
         ),
         machine=Machine(
             rates=rates if plan is None else None,
@@ -210,7 +211,7 @@ def parallelize(
         state_argnums=_positions(step, "state_argnums", state_argnums),
         batch_argnums=_positions(step, "batch_argnums", batch_argnums),
         static_argnums=_positions(step, "static_argnums", static_argnums) or (),
-        devices=devices if devices.mesh.size > 1 else None,
+        devices=devices if devices.mesh.size > 1 and not whole else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         clients=clients,
     )

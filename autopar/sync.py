@@ -85,12 +85,16 @@ class Async:
         synchronous parallel, Ho et al., 2013). 0: no gradient is stale, and all of a step are averaged before they are
         applied once: data parallelism. None: no bound.
       warmup: Steps that are trained by data parallelism before.
+      clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
+        another, which compute its gradient together ("mpi-ASGD").
     """
 
     staleness: int | None = None
     warmup: int = 0
+    clients: int | None = None
 
     def __post_init__(self) -> None:
+        check_clients(self.clients)
         for name in ("staleness", "warmup"):
             value = getattr(self, name)
             is_open = name == "staleness" and value is None
@@ -126,6 +130,8 @@ class Elastic:
       curvature: h, the largest eigenvalue of the loss's Hessian, for the same. Where both are given and alpha is above
         (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange contracts (Zhang et al., section 4.1, for
         workers in turn), a warning says so.
+      clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
+        another, which train one replica together ("mpi-ESGD").
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -135,8 +141,10 @@ class Elastic:
     interval: int = 64
     learning_rate: float | None = None
     curvature: float | None = None
+    clients: int | None = None
 
     def __post_init__(self) -> None:
+        check_clients(self.clients)
         if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < 1:
             raise ArgumentsError(
                 f"Elastic(alpha={self.alpha!r}): give a number above 0 and below 1, such as 0.9 / workers"

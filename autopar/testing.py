@@ -19,8 +19,8 @@ def slow(rank: int, factor: float, *, least_s: float = 0.0) -> Iterator[None]:
     Args:
       rank: Which one; the others stay as they are.
       factor: How many times as long it takes.
-      least_s: What a step takes at least on all ranks, before that, in seconds, most of it slept: so that ranks which
-        share cores can be told apart by `factor` alone.
+      least_s: What a step takes on all ranks at least, in seconds, and `factor` times so on this one: mostly slept, so
+        that ranks which share cores differ by `factor` alone.
 
     Raises:
       ArgumentsError: there is no such rank, or a number below 1 (`factor`) or 0 (`least_s`).

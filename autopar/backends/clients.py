@@ -8,6 +8,7 @@ gather what was made. So every client has the same bits, and whoever adds up in 
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +25,9 @@ from autopar.errors import ArgumentsError, AutoparError, StabilityWarning, warn
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy, asks_for_hosts
-from autopar.launch.group import StoreGroup
+from autopar.launch.group import Group, MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
+from autopar.mpi.world import World, world
 from autopar.sync import Average, Elastic, Sync, stable_alpha
 
 Array = Any
@@ -91,7 +93,28 @@ class Clients:
     @property
     def leads(self) -> bool:
         """Whether this process is the first one of its client."""
-        return jax.process_index() == min(d.process_index for d in self.grid[self.own].flat)
+        return jax.process_index() == self.first_processes[self.own]
+
+    @functools.cached_property
+    def first_processes(self) -> list[int]:
+        """Of each client the number of its first process."""
+        return [min(d.process_index for d in part.flat) for part in self.grid]
+
+    @functools.cached_property
+    def members(self) -> Group | None:
+        """The ranks of this client, among themselves; None where it has one. Collective over all, the first time."""
+        size = self.processes.size // self.count
+        return None if size == 1 else _part_of_ranks(self.own, self.count)
+
+    def said(self, value: Any) -> list[Any]:
+        """What each process of this client says, on all of them. Collective within the client."""
+        if self.members is None:
+            return [value]
+        return [pickle.loads(x) for x in self.members.gather(pickle.dumps(value), "a worker's messages")]
+
+    def shared(self, value: Any) -> Any:
+        """What the first process of this client says. Collective within the client."""
+        return self.said(value if self.leads else None)[0]
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
@@ -151,6 +174,15 @@ class Clients:
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), parts)
 
 
+@functools.cache
+def _part_of_ranks(own: int, count: int) -> MpiGroup:
+    """The ranks of one of some equal parts. Collective, the first time."""
+    ranks = world()
+    each = ranks.size // count
+    comm = ranks.comm.Split(own, ranks.rank)
+    return MpiGroup(World(comm.Get_rank(), each, comm), range(own * each, (own + 1) * each))
+
+
 def clients_of(
     sync: Sync | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
 ) -> Clients | None:
@@ -179,18 +211,9 @@ def clients_of(
             f"sync={type(sync).__name__}(...): tables on hosts are one for all ranks that train one state together. "
             + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Average) else _SERVERS)
         )
-    if isinstance(sync, Average):
-        return Clients.of(devices, sync.clients)
-    clients = Clients.of(devices, None)
     if isinstance(sync, Elastic):
         check_stable(sync)
-        return clients
-    if clients.devices.mesh.size > 1:
-        raise ArgumentsError(
-            f"sync=Async(...): each process is a worker on one device, and this one has {clients.devices.mesh.size}. "
-            "Start a process for each device, or give mesh= one device of each process"
-        )
-    return clients
+    return Clients.of(devices, sync.clients)
 
 
 def check_stable(sync: Elastic) -> None:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
+from autopar.backends.across import place_array
+from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.ir.program import Block, Program
 from autopar.ir.served import ServedStep, ServerPart
@@ -25,26 +27,37 @@ class ServedPrograms:
     Args:
       program: A program that `split_servers` has cut.
       analysed: The analysed one, which knows the types of results.
+      devices: Those of a worker, over which its minibatch is divided; None: one.
+      placements: Of each input of the step the axis along which it may be divided, if there is one.
 
     Attributes:
       step: What each of them does.
       servers: Of each server the pull, and the update by a push, in place.
     """
 
-    def __init__(self, program: Program, analysed: Program) -> None:
+    def __init__(
+        self,
+        program: Program,
+        analysed: Program,
+        devices: Devices | None = None,
+        placements: Sequence[int | None] = (),
+    ) -> None:
+        self._devices, self._placements = devices, placements
         self.step: ServedStep = program.served
         self.servers = [_server_programs(part, analysed) for part in self.step.servers]
         served, program = self.step, analysed
         types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]
         types += [program.block.outputs[program.new_states[k]].type for k in served.clocks]
         self._ids = jax.jit(emit(served.ids)) if served.ids.outputs else None
-        self._work = jax.jit(_typed(served.worker, types))
+        # All results are whole on each device: they are pushed, or the user's.
+        whole: dict[str, Any] = {} if devices is None else {"out_shardings": devices.sharding(None)}
+        self._work = jax.jit(_typed(served.worker, types), **whole)
 
     def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:
         """For each server the ids of the rows that a worker needs of it. `leaves`: the step's flat arguments."""
         if self._ids is None:
             return [()] * len(self.step.servers)
-        ids = self._ids(*(leaves[k] for k in self.step.id_inputs))
+        ids = self._ids(*(self._placed(leaves[k], None) for k in self.step.id_inputs))
         return [[ids[n] for n in part.ids] for part in self.step.servers]
 
     def work(
@@ -57,12 +70,20 @@ class ServedPrograms:
           pulled: Of each server.
           leaves: The step's flat arguments, of which those of the state that servers keep aren't read.
         """
-        given = [x for values in pulled for x in values]
-        outputs = self._work(*given, *(leaves[k] for k in self.step.own))
+        given = [self._placed(x, None) for values in pulled for x in values]
+        own = [self._placed(leaves[k], self._placements[k] if self._placements else None) for k in self.step.own]
+        outputs = self._work(*given, *own)
         pushed: list[Sequence[Array]] = [[outputs[n] for n in part.pushed] for part in self.step.servers]
-        own, count = outputs[self.step.pushed :], len(self.step.results)
-        results = dict(zip(self.step.results, own[:count], strict=True))
-        return pushed, results, dict(zip(self.step.clocks, own[count:], strict=True))
+        rest, count = outputs[self.step.pushed :], len(self.step.results)
+        results = dict(zip(self.step.results, rest[:count], strict=True))
+        return pushed, results, dict(zip(self.step.clocks, rest[count:], strict=True))
+
+    def _placed(self, value: Array, axis: int | None) -> Array:
+        """A value on all devices of the worker, divided along an axis if they divide it."""
+        if self._devices is None:
+            return value
+        divided = axis is not None and value.shape[axis] % self._devices.count == 0
+        return place_array(value, self._devices.sharding(axis if divided else None))
 
 
 def _server_programs(part: ServerPart, program: Program) -> tuple[PullProgram, UpdateProgram]:

@@ -9,7 +9,6 @@ from autopar.batches.iterator import Batches
 from autopar.batches.sources import Examples
 from autopar.interrupts import Loop
 from autopar.launch.group import everyone
-from autopar.mpi.service import service
 from autopar.servers.dealer import Dealer, Position, Take
 from autopar.servers.link import Link
 
@@ -26,11 +25,13 @@ class DealtBatches(Batches):
         assert isinstance(source, Examples), "minibatches have numbers"
         if not hasattr(self, "_link"):
             count = None if epochs is None else epochs * source.batches
-            self._link = Link(1, lambda _: Dealer(count, service().size).take)
+            clients = self._options.clients
+            assert clients is not None, "workers have minibatches of their own"
+            self._link = Link(1, lambda _: Dealer(count, clients.count).take, clients)
         self._dealt: int | None = None
         everyone().gather(b"", "nobody asks for minibatches")
-        if self._link.rank == 0:
-            self._ask(Position(0, epoch * source.batches + batch))
+        if self._link.number == 0:
+            self._link.ask(0, Position(0, epoch * source.batches + batch))
         everyone().gather(b"", "a position in the minibatches")
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,19 +49,18 @@ class DealtBatches(Batches):
         return self._place(next(source.read(epoch, batch)))
 
     def state(self) -> dict[str, int]:
-        number = self._ask(Position(self._link.rank))
+        number = self._link.ask(0, Position(self._link.number))
         assert isinstance(self._source, Examples), "minibatches have numbers"
         self._epoch, self._batch = divmod(number, self._source.batches)
         return super().state()
 
     def _told(self, numbers: Sequence[int]) -> Sequence[int]:
         """Asks for a minibatch, and tells of this process's signals; returns those of all."""
+        clients = self._options.clients
+        assert clients is not None, "workers have minibatches of their own"
+        numbers = sorted({number for each in clients.said(tuple(numbers)) for number in each})
         if self._dealt is not None and not numbers:
             return ()
-        answer = self._ask(Take(self._link.rank, tuple(numbers)))
+        answer = self._link.ask(0, Take(self._link.number, tuple(numbers)))
         self._dealt = answer.number if self._dealt is None else self._dealt
         return answer.signals
-
-    def _ask(self, message: Take | Position) -> Any:
-        self._link.send(0, message)
-        return self._link.receive(0)

@@ -12,7 +12,7 @@ class Slowness:
 
     Attributes:
       factor: How many times as long as it takes.
-      least_s: What it takes at least, before that, in seconds.
+      least_s: Seconds to count with instead of what it takes; 0: there are none.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Slowness:
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start
-        more = max(took, self.least_s) * self.factor - took
+        more = (self.least_s or took) * self.factor - took
         if more > 0:
             time.sleep(more)
 

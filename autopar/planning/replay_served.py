@@ -17,6 +17,7 @@ from autopar.planning.replay_replicas import calls_of_all, compared
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values
 from autopar.run.entry import Entry
+from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.servers.job import Job, as_recorded
 from autopar.servers.timeline import Timeline
@@ -107,9 +108,15 @@ def replay_timeline(
 
 
 def replay_served(
-    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
+    entry: Entry,
+    start: Sequence[Any],
+    calls: Sequence[Sequence[Sequence[Any]]],
+    timeline: Timeline,
+    programs: ServedPrograms | None = None,
 ) -> tuple[list[Any], list[list[list[Any]]]]:
     """Do what a timeline says. Arguments and results as of `replay_elastic`; results have None for the state.
+
+    `programs`: what workers and servers run; None: those for one device.
 
     Raises:
       ArgumentsError: too few calls.
@@ -121,7 +128,8 @@ def replay_served(
             f"replay_timeline was given {[len(own) for own in calls]} minibatches of {len(calls)} workers, and the "
             f"timeline has steps {counts}"
         )
-    programs, program = ServedPrograms(entry.compiled.program, entry.compiled.analysed), entry.compiled.analysed
+    program = entry.compiled.analysed
+    programs = ServedPrograms(entry.compiled.program, program) if programs is None else programs
     if len(programs.servers) != len(timeline.events):
         raise TimelineError(f"{program.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
     job = Job(programs, start, timeline.workers, None)
@@ -154,7 +162,8 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
         found = [x.own if isinstance(x, Replica) else x for x in found]
     else:
         found = average(found)
-        made, results = replay_served(entry, first, calls, done)
+        assert isinstance(runner, ServedRunner), "servers keep the state"
+        made, results = replay_served(entry, first, calls, done, runner.programs)
         *_, expected = results[clients.own]
         for k, out in program.new_states.items():
             expected[out] = made[k]

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.backends.across import local
 from autopar.errors import CheckpointError
 from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.servers.elastic import CenterSession
@@ -29,7 +30,8 @@ class ElasticRunner(ReplicaRunner):
         """Returns what replicas share, and a centre that begins with some weights. Collective."""
         sync = self.averaging.sync
         assert isinstance(sync, Elastic), "there is a centre"
-        session = CenterSession({k: jnp.asarray(weights[k]) for k in self.averaging.weights}, sync.alpha)
+        first = {k: jnp.asarray(local(weights[k])) for k in self.averaging.weights}
+        session = CenterSession(first, sync.alpha, self.clients)
         return dataclasses.replace(replicas, center=session)
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:

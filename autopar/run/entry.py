@@ -147,7 +147,7 @@ class Entry:
         if self.clients is None:
             return self.own_runner
         if isinstance(self.options.sync, Async):
-            return ServedRunner(self.compiled, self.options.sync, self.clients.processes, self.out_tree)
+            return ServedRunner(self.compiled, self.options.sync, self.clients, self.out_tree)
         return replica_runner(self, self.clients)
 
     @functools.cached_property

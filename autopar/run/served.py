@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.backends.across import local
+from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.errors import StepError
-from autopar.launch.group import Group
 from autopar.run.agreement import check_same_arrays
 from autopar.servers.session import Session
 from autopar.sync import Async
@@ -22,14 +23,15 @@ class ServedRunner:
     Args:
       compiled: The step as servers run it.
       sync: The way that the user chose.
-      processes: All workers.
+      clients: All workers.
       out_tree: The structure of its results.
     """
 
-    def __init__(self, compiled: Compiled, sync: Async, processes: Group, out_tree: Any) -> None:
+    def __init__(self, compiled: Compiled, sync: Async, clients: Clients, out_tree: Any) -> None:
         self._analysed, self._sync = compiled.analysed, sync
-        self._processes, self._out_tree = processes, out_tree
-        self.programs = ServedPrograms(compiled.program, compiled.analysed)
+        self._clients, self._out_tree = clients, out_tree
+        devices = clients.devices if clients.devices.mesh.size > 1 else None
+        self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, compiled.bound.placements)
         inputs = zip(self._analysed.inputs, self._analysed.block.inputs, strict=True)
         shapes = ", ".join(f"{input_.path} {v.type}" for input_, v in inputs if input_.role != "state")
         self._mode = f"{compiled.plan.served}, {shapes}"
@@ -68,8 +70,9 @@ class ServedRunner:
           StateError: they haven't.
         """
         states = list(self._analysed.new_states)
-        arrays = dict(zip(states, materialize([leaves[k] for k in states], copy=False), strict=True))
+        made = materialize([leaves[k] for k in states], copy=False)
+        arrays = {k: local(x) for k, x in zip(states, made, strict=True)}
         named = {self._analysed.inputs[k].path: arrays[k] for k in states}
-        check_same_arrays(self._processes, self._analysed.name, named)
+        check_same_arrays(self._clients.processes, self._analysed.name, named)
         given = [arrays.get(k, x) for k, x in enumerate(leaves)]
-        return Session(self.programs, given, self._sync.staleness, self._mode)
+        return Session(self.programs, given, self._sync.staleness, self._mode, self._clients)

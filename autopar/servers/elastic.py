@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from autopar.backends.across import local
+from autopar.backends.clients import Clients
 from autopar.ir.balance import balanced
-from autopar.mpi.service import service
 from autopar.servers.center import Center
 from autopar.servers.link import Link
 from autopar.servers.messages import Exchange
@@ -24,30 +25,33 @@ class CenterSession:
     Args:
       weights: By number of the step's input, the same on all processes: where the centre begins.
       alpha: How far an exchange pulls.
+      clients: The workers.
 
     Attributes:
       exchanges: How many this worker has begun.
     """
 
-    def __init__(self, weights: Mapping[int, Array], alpha: float) -> None:
-        self._parts = center_parts(weights, service().size)
+    def __init__(self, weights: Mapping[int, Array], alpha: float, clients: Clients) -> None:
+        self._parts = center_parts(weights, clients.processes.size)
         self._link = Link(
-            len(self._parts), lambda n: Center({k: weights[k] for k in self._parts[n]}, alpha, service().size).take
+            len(self._parts),
+            lambda n: Center({k: weights[k] for k in self._parts[n]}, alpha, clients.count).take,
+            clients,
         )
         self.exchanges = 0
 
     def send(self, weights: Mapping[int, Array]) -> None:
         """Begin an exchange. Copies are sent: the step may update the weights in place meanwhile."""
         for n, part in enumerate(self._parts):
-            values = [np.array(weights[k]) for k in part]
-            self._link.send(n, Exchange(self._link.rank, self.exchanges, values))
+            values = [np.array(local(weights[k])) for k in part]
+            self._link.send(n, Exchange(self._link.number, self.exchanges, values))
         self.exchanges += 1
 
     def receive(self) -> dict[int, Array]:
         """How far the weights move by the exchange that was begun last."""
         moves: dict[int, Array] = {}
-        for n, part in enumerate(self._parts):
-            moves |= zip(part, self._link.receive(n).values, strict=True)
+        for part, reply in zip(self._parts, self._link.receive(), strict=True):
+            moves |= zip(part, reply.values, strict=True)
         return moves
 
     def settled(self) -> dict[int, Array]:
@@ -56,7 +60,7 @@ class CenterSession:
 
     def timeline(self) -> Timeline:
         """All exchanges, in their order on each server. Collective."""
-        return Timeline(self._link.size, None, [kept.events for kept in self._link.settled(None)[0]])
+        return Timeline(self._link.workers, None, [kept.events for kept in self._link.settled(None)[0]])
 
 
 def center_parts(weights: Mapping[int, Array], servers: int) -> list[list[int]]:

@@ -7,52 +7,87 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from autopar.backends.clients import Clients
 from autopar.launch.group import everyone
 from autopar.launch.progress import PROGRESS
-from autopar.mpi.service import service
+from autopar.mpi.service import Handler, service
 from autopar.servers.messages import Kept, Read
 
 
 class Link:
     """Sends messages to servers, and takes their replies. Collective to make.
 
+    The first process of a worker speaks for it, and tells the others what it was answered.
+
     Args:
       servers: How many there are.
       serve: Makes what takes messages in a process, of its number.
-
-    Attributes:
-      rank, size: This worker's number, and how many there are.
+      clients: The workers; messages name them by number.
     """
 
-    def __init__(self, servers: int, serve: Callable[[int], Callable[[Any], Any]]) -> None:
-        self._service, self.servers = service(), range(servers)
-        self.rank, self.size = self._service.rank, self._service.size
-        self._number = self._service.register(serve(self.rank) if self.rank < servers else None)
+    def __init__(self, servers: int, serve: Callable[[int], Handler], clients: Clients) -> None:
+        self._service, self._clients, self.servers = service(), clients, range(servers)
+        here = self._service.rank
+        self._number = self._service.register(self._addressed(serve(here)) if here < servers else None)
         everyone().gather(b"", "servers are there")
         weakref.finalize(self, self._service.release, self._number)
 
-    def send(self, server: int, message: Any) -> None:
-        """Send a message. Its arrays mustn't change any more."""
-        self._service.send(self._number, server, message)
+    @property
+    def number(self) -> int:
+        """This worker's."""
+        return self._clients.own
 
-    def receive(self, server: int) -> Any:
-        """Wait for a server's next reply."""
-        with PROGRESS.during("waiting for servers", "pulls"):
-            return self._service.receive(self._number, server)
+    @property
+    def workers(self) -> int:
+        """N."""
+        return self._clients.count
+
+    def send(self, server: int, message: Any) -> None:
+        """Send a message of the worker. Its arrays mustn't change any more."""
+        if self._clients.leads:
+            self._service.send(self._number, server, message)
+
+    def receive(self) -> list[Any]:
+        """Wait for the next reply of each server. Collective within the worker."""
+        return self._clients.shared([self._next(n) for n in self.servers] if self._clients.leads else None)
+
+    def ask(self, server: int, message: Any) -> Any:
+        """Send a message and wait for its reply. Collective within the worker."""
+        self.send(server, message)
+        return self._clients.shared(self._next(server) if self._clients.leads else None)
+
+    def read(self, server: int, leaf: int) -> Any:
+        """Ask a server for a leaf as it is now; this process alone does."""
+        self._service.send(self._number, server, Read(self._service.rank, (leaf,)))
+        return self._next(server).leaves[leaf]
 
     def settled(self, own: Any) -> tuple[list[Kept], Any]:
         """What each server keeps once all workers' messages are done, and what the first worker says. Collective."""
-        for n in self.servers:
-            self.send(n, Read(self.rank, ()))
-        for n in self.servers:
-            self.receive(n)
-        processes = everyone()
+        here, processes = self._service.rank, everyone()
+        if self._clients.leads:
+            for n in self.servers:  # whose answer says that all messages before it are done
+                self._service.send(self._number, n, Read(here, ()))
+                self._next(n)
         with PROGRESS.during("waiting for the others' steps", "waits"):
             processes.gather(b"", "all messages are done")
         mine = None
-        if self.rank in self.servers:
-            self.send(self.rank, Read(self.rank))
-            mine = self.receive(self.rank)
-        sent = pickle.dumps((mine, own if self.rank == 0 else None))
+        if here in self.servers:
+            self._service.send(self._number, here, Read(here))
+            mine = self._next(here)
+        sent = pickle.dumps((mine, own if here == 0 else None))
         all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
         return [kept for kept, _ in all_[: len(self.servers)]], all_[0][1]
+
+    def _next(self, server: int) -> Any:
+        with PROGRESS.during("waiting for servers", "pulls"):
+            return self._service.receive(self._number, server)
+
+    def _addressed(self, take: Handler) -> Handler:
+        """With replies to the first process of a worker; what was read goes to the process that asked."""
+        firsts = self._clients.first_processes
+
+        def addressed(message: Any) -> list[tuple[int, Any]]:
+            replies = take(message)
+            return replies if isinstance(message, Read) else [(firsts[w], reply) for w, reply in replies]
+
+        return addressed

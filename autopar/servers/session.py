@@ -8,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import local
+from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.launch.slowness import SLOWNESS
-from autopar.mpi.service import service
 from autopar.servers.link import Link
-from autopar.servers.messages import Kept, Leave, Pull, Push, Read
+from autopar.servers.messages import Kept, Leave, Pull, Push
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
@@ -27,22 +28,22 @@ class Session:
       leaves: The step's flat arguments; of these the state, the same on all processes. It is copied.
       staleness: The bound; None: there is none.
       mode: What steps that go on with the state have in common with the first one.
+      clients: The workers.
 
     Attributes:
       steps: How many this worker has done.
       clocks: Its own leaves, by number of the step's input.
     """
 
-    def __init__(self, programs: ServedPrograms, leaves: Sequence[Array], staleness: int | None, mode: str) -> None:
+    def __init__(
+        self, programs: ServedPrograms, leaves: Sequence[Array], staleness: int | None, mode: str, clients: Clients
+    ) -> None:
         self.mode, self.steps, self._staleness = mode, 0, staleness
         self.clocks: Mapping[int, Array] = {k: jnp.copy(leaves[k]) for k in programs.step.clocks}
-        self._programs, self._homes = programs, programs.step.homes
-        self.link = Link(len(programs.servers), lambda n: served(programs, n, leaves, service().size, staleness).take)
-
-    @property
-    def rank(self) -> int:
-        """This worker's number."""
-        return self.link.rank
+        self._homes = programs.step.homes
+        self.link = Link(
+            len(programs.servers), lambda n: served(programs, n, leaves, clients.count, staleness).take, clients
+        )
 
     @property
     def served(self) -> Mapping[int, int]:
@@ -58,13 +59,13 @@ class Session:
         """
         given, link = [self.clocks.get(k, x) for k, x in enumerate(leaves)], self.link
         for n, ids in enumerate(programs.ids(given)):
-            link.send(n, Pull(link.rank, self.steps, [np.asarray(x) for x in ids]))
-        pulled = [link.receive(n).values for n in link.servers]
+            link.send(n, Pull(link.number, self.steps, [np.asarray(local(x)) for x in ids]))
+        pulled = [reply.values for reply in link.receive()]
         with SLOWNESS.computing():
             pushed, results, self.clocks = programs.work(pulled, given)
-            sent = [[np.asarray(x) for x in values] for values in pushed]
+            sent = [[np.asarray(local(x)) for x in values] for values in pushed]
         for n, values in enumerate(sent):
-            link.send(n, Push(link.rank, self.steps, values))
+            link.send(n, Push(link.number, self.steps, values))
         self.steps += 1
         return results
 
@@ -72,9 +73,7 @@ class Session:
         """A leaf of the state as it is now."""
         if leaf in self.clocks:
             return self.clocks[leaf]
-        home = self._homes[leaf]
-        self.link.send(home, Read(self.rank, (leaf,)))
-        return jnp.asarray(self.link.receive(home).leaves[leaf])
+        return jnp.asarray(self.link.read(self._homes[leaf], leaf))
 
     def settled(self) -> dict[int, Array]:
         """The state by number of the step's input, once all workers have done their steps: `state_of`. Collective."""
@@ -83,10 +82,10 @@ class Session:
 
     def timeline(self) -> Timeline:
         """What all servers did. Collective."""
-        return Timeline(self.link.size, self._staleness, [kept.events for kept in self._kept()[0]])
+        return Timeline(self.link.workers, self._staleness, [kept.events for kept in self._kept()[0]])
 
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
         """What each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
         for n in self.link.servers:
-            self.link.send(n, Leave(self.rank))
-        return self.link.settled({k: on_host(x) for k, x in self.clocks.items()})
+            self.link.send(n, Leave(self.link.number))
+        return self.link.settled({k: on_host(local(x)) for k, x in self.clocks.items()})

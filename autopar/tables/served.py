@@ -73,7 +73,7 @@ class ServedLeaf(StandingLeaf):
     def _where(self) -> str:
         session = self._session
         home = session.served.get(self._place)
-        return f", worker {session.rank}'s" if home is None else f" on server {home}"
+        return f", worker {session.link.number}'s" if home is None else f" on server {home}"
 
 
 def session_of(leaves: Sequence[Any]) -> Session | None:

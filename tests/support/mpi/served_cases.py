@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import signal
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.backends.across import local
 from autopar.launch.group import everyone
 from autopar.servers.elastic import CenterSession
 from autopar.servers.messages import Push
@@ -228,6 +230,36 @@ def check_an_interrupt_ends_all_loops() -> None:
         assert len(set(made)) == 1
         assert made[0] - before == sum(counts)
         before = made[0]
+
+
+def check_workers_of_several_processes() -> None:
+    """Within a worker data parallelism, on all devices of its processes; servers and centre between workers."""
+    tx, count = optax.adagrad(0.1), max(1, RANKS // 2)
+    worker = RANK // (RANKS // count)
+    for sync in (Async(clients=count), Elastic(alpha=0.5, interval=3, clients=count)):
+        step = autopar.parallelize(step_of(tx), sync=sync)
+        assert autopar.verify(step, make_state(tx), minibatch(worker, 0), steps=5).ok
+        state = make_state(tx)
+        for k in range(8):
+            state, loss = step(state, minibatch(worker, k))
+        timeline, made = autopar.timeline(state), autopar.average(state)
+        assert alike([float(loss)]) == (count == 1) and alike(made["params"])
+        batches = [[minibatch(w, k) for k in range(8)] for w in range(count)]
+        theirs, results = autopar.replay_timeline(one_device_step(tx, sync), make_state(tx), batches, timeline)
+        near(made["params"], theirs["params"], 1e-4)
+        np.testing.assert_allclose(float(loss), float(results[worker][-1][1]), rtol=1e-4)
+        batches = autopar.shard({"x": np.arange(64)}, batch_size=4, step=step)
+        mine = [np.asarray(local(batch["x"])).tolist() for batch in batches]
+        seen = everyone().values(mine, "minibatches")
+        each = RANKS // count
+        assert all(seen[w * each] == seen[w * each + n] for w in range(count) for n in range(each))
+        assert sorted(x for own in seen[::each] for some in own for x in some) == [*range(64)]
+
+
+def one_device_step(tx: Any, sync: Any) -> Any:
+    """The step in this process alone."""
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1])
+    return autopar.parallelize(step_of(tx), sync=dataclasses.replace(sync, clients=None), mesh=mesh)
 
 
 def check_what_must_fail() -> None:
