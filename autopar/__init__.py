@@ -4,7 +4,7 @@ from autopar.collection import paused_collection
 
 # A collection while modules are made walks all of JAX's: a tenth of the time.
 with paused_collection():
-    from autopar import sync, testing
+    from autopar import kvstore, sync, testing
     from autopar.api import parallelize
     from autopar.batches.loops import uninterrupted
     from autopar.batches.shard import shard
@@ -113,6 +113,7 @@ __all__ = [
     "ended",
     "explain",
     "init",
+    "kvstore",
     "materialize",
     "measure_alpha",
     "paired",

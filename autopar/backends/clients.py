@@ -25,7 +25,7 @@ from autopar.errors import ArgumentsError, AutoparError, StabilityWarning, warn
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy, asks_for_hosts
-from autopar.launch.group import Group, MpiGroup, StoreGroup
+from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.world import World, world
 from autopar.sync import Average, Elastic, Sync, stable_alpha
@@ -101,7 +101,7 @@ class Clients:
         return [min(d.process_index for d in part.flat) for part in self.grid]
 
     @functools.cached_property
-    def members(self) -> Group | None:
+    def members(self) -> MpiGroup | None:
         """The ranks of this client, among themselves; None where it has one. Collective over all, the first time."""
         size = self.processes.size // self.count
         return None if size == 1 else _part_of_ranks(self.own, self.count)

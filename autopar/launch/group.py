@@ -176,7 +176,7 @@ class MpiGroup(Group):
 
     def share(self, array: np.ndarray, source: int) -> None:
         if self.several:
-            self.comm.Bcast(array, root=source)
+            self.comm.Bcast(array.reshape(-1).view(np.uint8), root=source)  # MPI doesn't know all dtypes
 
     @contextlib.contextmanager
     def split(self, colour: Hashable) -> Iterator[MpiGroup]:

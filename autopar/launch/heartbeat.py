@@ -121,6 +121,9 @@ class Heartbeat:
         if self._thread is None:
             return
         self._thread.join()
+        if self._interrupts is not None:
+            signal.set_wakeup_fd(-1)
+            self._interrupts.close()
         # All have sent their last message once all are here; what is left in the queues is taken out.
         done = None
         while done is None or not done.Test():

@@ -30,7 +30,7 @@ class Link:
         here = self._service.rank
         self._number = self._service.register(self._addressed(serve(here)) if here < servers else None)
         everyone().gather(b"", "servers are there")
-        weakref.finalize(self, self._service.release, self._number)
+        weakref.finalize(self, self._service.release, self._number).atexit = False
 
     @property
     def number(self) -> int:

@@ -1,0 +1,195 @@
+"""A distributed key-value store: what `autopar.sync` is made of, to write a way of training by hand.
+
+After MXNET-MPI (section 4 and its figures 2 to 8). Servers are threads in the ranks. Calls of one rank take effect in
+their order.
+
+Example:
+  >>> import numpy as np, optax
+  >>> from autopar import kvstore
+  >>> store = kvstore.create("async")
+  >>> store.init(["w"], [np.ones(2, np.float32)])
+  >>> store.set_optimizer(optax.sgd(0.5))
+  >>> store.push("w", np.ones(2, np.float32))
+  >>> store.pull("w").tolist()
+  [0.5, 0.5]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
+
+import numpy as np
+
+from autopar.backends.clients import Clients
+from autopar.backends.devices import Devices
+from autopar.errors import ArgumentsError
+from autopar.ir.balance import balanced
+from autopar.launch.group import everyone
+from autopar.mpi.alone import check_ranks
+from autopar.mpi.waiting import choose_waiting
+from autopar.servers.keys import Key, KeyServer, PullKey, PushKey, merged
+from autopar.servers.link import Link
+
+Array = Any
+#: "sync": a key's value is updated once by the sum of all workers' pushes. "async": by each push as it comes. "-mpi":
+#: a worker is several ranks, whose values are summed by MPI first.
+Kind = Literal["sync", "async", "sync-mpi", "async-mpi"]
+K = TypeVar("K", bound=Hashable)
+
+
+class Transformation(NamedTuple):
+    """An optimizer, as Optax has them."""
+
+    init: Any
+    update: Any
+
+
+def elastic(alpha: float) -> Transformation:
+    """The server's part of elastic averaging, for `KVStore.set_optimizer`: what is pushed are a worker's weights x, and
+    the centre c becomes c + alpha (x - c) (MXNET-MPI, equation 2 and figure 8)."""
+    return Transformation(lambda _: (), lambda x, state, c: (alpha * (x - c), state))
+
+
+def create(kind: Kind = "sync", *, clients: int | None = None) -> KVStore:
+    """A store over all ranks. Collective.
+
+    Args:
+      kind: "sync", "async", "sync-mpi" or "async-mpi".
+      clients: With "-mpi" how many workers there are, of as many adjacent ranks each; None: one of all ranks. Without
+        it every rank is a worker.
+
+    Raises:
+      ArgumentsError: there is no such kind, or the clients don't divide the ranks.
+      LaunchError: these processes are no ranks of an MPI job.
+    """
+    if kind not in get_args(Kind):
+        raise ArgumentsError(f"kvstore.create({kind!r}): there are {', '.join(map(repr, get_args(Kind)))}")
+    if clients is not None and not kind.endswith("-mpi"):
+        raise ArgumentsError(f"kvstore.create({kind!r}, clients={clients}): every rank is a worker; say '{kind}-mpi'")
+    check_ranks("kvstore.create", "servers", "train by autopar.sync.Average")
+    count = None if not kind.endswith("-mpi") else 1 if clients is None else clients
+    return KVStore(kind, Clients.of(Devices.of(None, None), count))
+
+
+class KVStore:
+    """Values by key, on servers. Made by `create`.
+
+    Attributes:
+      rank, workers: This rank's worker, and how many there are.
+    """
+
+    def __init__(self, kind: Kind, clients: Clients) -> None:
+        """Collective."""
+        self._clients, self.rank, self.workers = clients, clients.own, clients.count
+        self._server = KeyServer(clients.count, synchronous=kind.startswith("sync"))
+        self._link = Link(clients.processes.size, lambda _: self._server.take, clients)
+        self._homes: dict[Key, int] = {}
+        self._waiting = None if clients.members is None else choose_waiting(clients.members.comm)
+
+    def init(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
+        """Keep some keys, with the first rank's values; balanced over the servers by bytes. Collective.
+
+        Raises:
+          ArgumentsError: a key is known already, or as many keys and values weren't given.
+        """
+        if len(keys) != len(values):
+            raise ArgumentsError(f"kvstore.init: {len(keys)} keys and {len(values)} values")
+        known = [key for key in keys if key in self._homes]
+        if known or len(set(keys)) < len(keys):
+            raise ArgumentsError(f"kvstore.init: {known[0] if known else 'a key'!r} is known already")
+        arrays = [merged(value[:1] if isinstance(value, list | tuple) else value) for value in values]
+        group = everyone()
+        for array in arrays:
+            group.share(array, 0)
+        for n, part in enumerate(balanced([array.nbytes for array in arrays], len(self._link.servers))):
+            self._homes |= {keys[k]: n for k in part}
+            if n == group.rank:
+                for k in part:
+                    self._server.init(keys[k], arrays[k])
+        group.gather(b"", "keys are there")
+
+    def set_optimizer(self, optimizer: Any, rescale: float = 1.0) -> None:
+        """Update values by what is pushed, from now on, with new states. Collective.
+
+        Args:
+          optimizer: An Optax transformation, or `elastic(alpha)`.
+          rescale: What is pushed is multiplied by it, as by 1/mini_batch_size where gradients are sums.
+
+        Raises:
+          ArgumentsError: it is no transformation.
+        """
+        if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+            raise ArgumentsError(f"kvstore.set_optimizer({optimizer!r}): give an Optax transformation, optax.sgd(0.1)")
+
+        def update(pushed: Array, state: Any, value: Array) -> tuple[Array, Any]:
+            updates, state = optimizer.update((rescale * pushed).astype(value.dtype), state, value)
+            return (value + updates).astype(value.dtype), state
+
+        group = everyone()
+        group.gather(b"", "nobody pushes")
+        self._server.set_optimizer(optimizer.init, update)
+        group.gather(b"", "the optimizer is there")
+
+    def push(self, keys: K | Sequence[K], values: Any) -> None:
+        """Send values, to be summed or applied. Returns at once. With "-mpi" collective within the worker.
+
+        Args:
+          keys: A key, or a list of them.
+          values: A value, an array or a list of one worker's arrays (one of each device, to be summed); for a list of
+            keys a list of such.
+
+        Raises:
+          ArgumentsError: a key that isn't known; "async" without an optimizer.
+        """
+        if not self._server.synchronous and not self._server.updates:
+            raise ArgumentsError(
+                "kvstore.push: an asynchronous store needs to know what a push does: set_optimizer first"
+            )
+        for key, value in _pairs(keys, values):
+            self._link.send(self._home(key), PushKey(self.rank, key, self._reduced(merged(value))))
+
+    def pull(self, keys: K | Sequence[K]) -> Any:
+        """Values of a key, or of a list of them, as NumPy arrays: by "sync" once all workers' pushes of the same round
+        are in them, by "async" as they are. With "-mpi" collective within the worker.
+
+        Raises:
+          ArgumentsError: a key that isn't known.
+        """
+        pulled = [self._link.ask(self._home(key), PullKey(self.rank, key)) for key, _ in _pairs(keys, None)]
+        return pulled if isinstance(keys, list) else pulled[0]
+
+    def pushpull(self, keys: K | Sequence[K], values: Any) -> Any:
+        """Push and pull in one. With one worker of all ranks ("sync-mpi") and without an optimizer it is an AllReduce,
+        in which no server takes part."""
+        if self.workers == 1 and self._clients.members is not None and not self._server.updates:
+            summed = [self._reduced(merged(value)) for _, value in _pairs(keys, values)]
+            return summed if isinstance(keys, list) else summed[0]
+        self.push(keys, values)
+        return self.pull(keys)
+
+    def _home(self, key: Key) -> int:
+        if key not in self._homes:
+            raise ArgumentsError(f"kvstore: {key!r} isn't known: init it first")
+        return self._homes[key]
+
+    def _reduced(self, value: np.ndarray) -> np.ndarray:
+        """The sum over the ranks of a worker."""
+        group = self._clients.members
+        if group is None or self._waiting is None:
+            return value
+        if value.dtype.kind in "fiu" and value.dtype.isbuiltin == 1 and value.dtype.itemsize >= 4:
+            from mpi4py import MPI
+
+            value = np.ascontiguousarray(value)
+            self._waiting.collective(group.comm, "Allreduce", MPI.IN_PLACE, value)
+            return value
+        return merged(self._clients.said(value))  # MPI doesn't know its dtype
+
+
+def _pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
+    if not isinstance(keys, list):
+        return [(keys, values)]
+    if values is not None and len(values) != len(keys):
+        raise ArgumentsError(f"kvstore: {len(keys)} keys and {len(values)} values")
+    return list(zip(keys, values or [None] * len(keys), strict=True))
