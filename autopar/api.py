@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import jax
 import numpy as np
 
-from autopar.backends.clients import clients_of
+from autopar.backends.clients import clients_of, servers_of
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.cost.rates import StageRates
@@ -200,7 +200,7 @@ def parallelize(
             may_leave=sync is None,
             sync=sync,
             clients=1 if clients is None else clients.count,
-            servers=1 if clients is None else clients.processes.size,
+            servers=1 if clients is None else servers_of(sync, clients.processes.size),
         ),
         machine=Machine(
             rates=rates if plan is None else None,

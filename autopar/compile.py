@@ -128,7 +128,9 @@ def _replicate(program: Program, bound: BoundPlan, request: Request) -> Result:
         return program, bound, "all processes train one state"
     if isinstance(options.sync, Async):
         return program, bound, "servers keep the state"
-    return program, *replicate(program, bound, options.sync, options.clients, options.batch_axis, options.plan)
+    return program, *replicate(
+        program, bound, options.sync, options.clients, options.batch_axis, options.plan, options.servers
+    )
 
 
 def _split_update(program: Program, bound: BoundPlan, request: Request) -> Result:

@@ -51,16 +51,17 @@ def elastic(alpha: float) -> Transformation:
     return Transformation(lambda _: (), lambda x, state, c: (alpha * (x - c), state))
 
 
-def create(kind: Kind = "sync", *, clients: int | None = None) -> KVStore:
+def create(kind: Kind = "sync", *, clients: int | None = None, servers: int | None = None) -> KVStore:
     """A store over all ranks. Collective.
 
     Args:
       kind: "sync", "async", "sync-mpi" or "async-mpi".
       clients: With "-mpi" how many workers there are, of as many adjacent ranks each; None: one of all ranks. Without
         it every rank is a worker.
+      servers: How many ranks keep keys, the first ones; None: all.
 
     Raises:
-      ArgumentsError: there is no such kind, or the clients don't divide the ranks.
+      ArgumentsError: there is no such kind, the clients don't divide the ranks, or there are fewer ranks than servers.
       LaunchError: these processes are no ranks of an MPI job.
     """
     if kind not in get_args(Kind):
@@ -69,7 +70,11 @@ def create(kind: Kind = "sync", *, clients: int | None = None) -> KVStore:
         raise ArgumentsError(f"kvstore.create({kind!r}, clients={clients}): every rank is a worker; say '{kind}-mpi'")
     check_ranks("kvstore.create", "servers", "train by autopar.sync.Average")
     count = None if not kind.endswith("-mpi") else 1 if clients is None else clients
-    return KVStore(kind, Clients.of(Devices.of(None, None), count))
+    workers = Clients.of(Devices.of(None, None), count)
+    ranks = workers.processes.size
+    if servers is not None and not 1 <= servers <= ranks:
+        raise ArgumentsError(f"kvstore.create(servers={servers}): give a number from 1 to that of the ranks, {ranks}")
+    return KVStore(kind, workers, servers or ranks)
 
 
 class KVStore:
@@ -79,11 +84,11 @@ class KVStore:
       rank, workers: This rank's worker, and how many there are.
     """
 
-    def __init__(self, kind: Kind, clients: Clients) -> None:
+    def __init__(self, kind: Kind, clients: Clients, servers: int) -> None:
         """Collective."""
         self._clients, self.rank, self.workers = clients, clients.own, clients.count
         self._server = KeyServer(clients.count, synchronous=kind.startswith("sync"))
-        self._link = Link(clients.processes.size, lambda _: self._server.take, clients)
+        self._link = Link(servers, lambda _: self._server.take, clients)
         self._homes: dict[Key, int] = {}
         self._waiting = None if clients.members is None else choose_waiting(clients.members.comm)
 

@@ -87,14 +87,17 @@ class Async:
       warmup: Steps that are trained by data parallelism before.
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which compute its gradient together ("mpi-ASGD").
+      servers: How many of the processes keep the state, the first ones; None: all.
     """
 
     staleness: int | None = None
     warmup: int = 0
     clients: int | None = None
+    servers: int | None = None
 
     def __post_init__(self) -> None:
         check_clients(self.clients)
+        check_clients(self.servers, "servers")
         for name in ("staleness", "warmup"):
             value = getattr(self, name)
             is_open = name == "staleness" and value is None
@@ -132,6 +135,7 @@ class Elastic:
         workers in turn), a warning says so.
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which train one replica together ("mpi-ESGD").
+      servers: How many of the processes keep the centre, the first ones; None: all.
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -142,9 +146,11 @@ class Elastic:
     learning_rate: float | None = None
     curvature: float | None = None
     clients: int | None = None
+    servers: int | None = None
 
     def __post_init__(self) -> None:
         check_clients(self.clients)
+        check_clients(self.servers, "servers")
         if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < 1:
             raise ArgumentsError(
                 f"Elastic(alpha={self.alpha!r}): give a number above 0 and below 1, such as 0.9 / workers"
@@ -190,11 +196,11 @@ def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, sy
     return (4 - 2 * slope) / (2 + 2 * clients - clients * slope if synchronous else 4 - slope)
 
 
-def check_clients(clients: object) -> None:
-    """Check a number of clients.
+def check_clients(count: object, noun: str = "clients") -> None:
+    """Check a number of clients, or of something else.
 
     Raises:
       ArgumentsError: it is none.
     """
-    if clients is not None and (not isinstance(clients, int) or isinstance(clients, bool) or clients < 1):
-        raise ArgumentsError(f"clients={clients!r}: give a whole number of clients, or None for one a process")
+    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+        raise ArgumentsError(f"{noun}={count!r}: give a whole number of {noun}, 1 or more, or leave it out")

@@ -199,7 +199,8 @@ def clients_of(
         known = None if plan is None else plan.sync or plan.served
         if plan is not None and known is not None:
             raise ArgumentsError(
-                f"{plan.name} is of {known}, and doesn't hold all of the sync= that it was made with: give that as well"
+                f"{plan.name} is of {known}, and doesn't hold all of what it was made with: give sync= as well, as it "
+                "was"
             )
         return None
     if not isinstance(sync, Sync):
@@ -214,6 +215,18 @@ def clients_of(
     if isinstance(sync, Elastic):
         check_stable(sync)
     return Clients.of(devices, sync.clients)
+
+
+def servers_of(sync: Sync | None, processes: int) -> int:
+    """Returns how many of the processes keep servers.
+
+    Raises:
+      ArgumentsError: there are fewer processes.
+    """
+    wanted = getattr(sync, "servers", None)
+    if wanted is not None and wanted > processes:
+        raise ArgumentsError(f"sync: servers={wanted} of {processes} processes: give as many at most")
+    return wanted or processes
 
 
 def check_stable(sync: Elastic) -> None:

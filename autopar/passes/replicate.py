@@ -27,6 +27,7 @@ def replicate(
     clients: int,
     batch_axis: BatchAxis,
     earlier: Plan | None = None,
+    servers: int = 1,
 ) -> tuple[BoundPlan, str]:
     """Put a `SyncPlan` into the plan.
 
@@ -37,6 +38,7 @@ def replicate(
       clients: C.
       batch_axis: Which axis of the batch's leaves runs over its examples.
       earlier: A plan by which the step is to be run.
+      servers: How many may keep a centre.
 
     Raises:
       PlanError: the earlier plan has other replicas.
@@ -80,7 +82,7 @@ def replicate(
         mean_bytes=sum(rows[k] if k in rows else size for k, size in sizes.items()),
         by_rows=tuple(program.inputs[k].path for k in rows),
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
-        servers=min(clients, len(found)) if by_servers else 0,
+        servers=min(servers, len(found)) if by_servers else 0,
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
     check_replicas(earlier, program.name, earlier and earlier.sync, plan)

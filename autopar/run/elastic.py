@@ -31,7 +31,7 @@ class ElasticRunner(ReplicaRunner):
         sync = self.averaging.sync
         assert isinstance(sync, Elastic), "there is a centre"
         first = {k: jnp.asarray(local(weights[k])) for k in self.averaging.weights}
-        session = CenterSession(first, sync.alpha, self.clients)
+        session = CenterSession(first, sync.alpha, self.clients, self.averaging.servers)
         return dataclasses.replace(replicas, center=session)
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:

@@ -56,6 +56,11 @@ class Averaging:
         return f"{self._plan.name} of {self._plan.fragments}"
 
     @property
+    def servers(self) -> int:
+        """How many keep a centre."""
+        return self._plan.servers
+
+    @property
     def in_place(self) -> bool:
         """Whether nobody reads what was sent, once there is a mean of it."""
         return self._outer is None and not self._plan.delay

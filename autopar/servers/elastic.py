@@ -26,13 +26,14 @@ class CenterSession:
       weights: By number of the step's input, the same on all processes: where the centre begins.
       alpha: How far an exchange pulls.
       clients: The workers.
+      servers: How many keep the centre at most.
 
     Attributes:
       exchanges: How many this worker has begun.
     """
 
-    def __init__(self, weights: Mapping[int, Array], alpha: float, clients: Clients) -> None:
-        self._parts = center_parts(weights, clients.processes.size)
+    def __init__(self, weights: Mapping[int, Array], alpha: float, clients: Clients, servers: int) -> None:
+        self._parts = center_parts(weights, servers)
         self._link = Link(
             len(self._parts),
             lambda n: Center({k: weights[k] for k in self._parts[n]}, alpha, clients.count).take,
