@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -40,31 +41,42 @@ class Rank:
         import optax
 
         import autopar
-        from benchmarks.staleness import TASKS, step_of
+        from benchmarks.staleness import TASKS, step_of, wide_layers
 
-        self.task = TASKS[task]()
+        self.task = {**TASKS, "wide layers": wide_layers}[task]()
+        workers = (sync or {}).get("clients") or SIZE
+        if (sync or {}).get("kind") == "Async":
+            self.task = dataclasses.replace(self.task, rate=self.task.rate / workers)
         step, make = step_of(self.task)
-        options: dict[str, Any] = {
-            "strategy": "allreduce"
-        }  # the vocabulary is small, and calibrating takes minutes here
-        if sync is not None:
-            chosen: dict[str, Any] = {name: value for name, value in sync.items() if name != "kind"}
-            if sync.get("outer"):
-                chosen["outer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)
-            options["sync"] = getattr(autopar.sync, sync.get("kind", "Average"))(**chosen)
-        self.is_replica = sync is not None
-        self.step = autopar.parallelize(step, **options)
+        # The vocabulary is small, and calibrating takes minutes here.
+        options: dict[str, Any] = {"strategy": "allreduce"}
+        chosen: dict[str, Any] = {name: value for name, value in (sync or {}).items() if name != "kind"}
+        self.is_replica, kind = sync is not None, (sync or {}).get("kind", "Average")
+        if kind == "kvstore":
+            self.step = by_hand(self.task, **chosen)
+        else:
+            if sync is not None:
+                if sync.get("outer"):
+                    chosen["outer"] = optax.sgd(0.7, momentum=0.9, nesterov=True)
+                options["sync"] = getattr(autopar.sync, kind)(**chosen)
+            self.step = autopar.parallelize(step, **options)
+        #: This rank's number among the workers, of which each has a minibatch.
+        self.worker = RANK // (SIZE // workers)
+        #: How much larger minibatches are, where several ranks have one together.
+        self.size = EXAMPLES * (SIZE // workers)
         state = make(0)
-        for k in range(2 * (sync or {}).get("every", 1)):  # a mean is compiled, too
+        for k in range(2 * chosen.get("every", chosen.get("interval", 1))):  # a mean is compiled, too
             state, _ = self.step(state, self._batch(-1 - k))
         jax.block_until_ready(autopar.average(state))
         self.state, self.done = make(0), 0
-        plan = self.step.plan.sync or self.step.plan.served
-        return 0.0 if plan is None else plan.sent_bytes
+        plan = getattr(self.step, "plan", None)
+        known = plan and (plan.sync or plan.served)
+        return known.sent_bytes if known else 0.0
 
     def _batch(self, k: int) -> Any:
         """This rank's own minibatch, or all of them as one batch."""
-        own = [self._drawn((k + 10**6, rank), EXAMPLES) for rank in ([RANK] if self.is_replica else range(SIZE))]
+        workers = [self.worker] if self.is_replica else range(SIZE)
+        own = [self._drawn((k + 10**6, worker), self.size) for worker in workers]
         return {name: np.concatenate([batch[name] for batch in own]) for name in own[0]}
 
     def _drawn(self, seed: Any, count: int) -> dict[str, np.ndarray]:
@@ -117,6 +129,37 @@ class Rank:
         batch = self._drawn(7, HELD_OUT)
         logits = jax.jit(self.task.logits)(jax.tree.map(np.asarray, params), batch["x"])
         return float(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean())
+
+
+def by_hand(task: Any, servers: int) -> Any:
+    """A step of synchronous momentum SGD by a key-value store: figure 6 of MXNET-MPI, the optimizer on the servers."""
+    import jax
+    import optax
+
+    from autopar import kvstore
+
+    store = kvstore.create("sync", servers=servers)
+    names: list[str] = []
+
+    def loss_of(params: Any, batch: Any) -> Any:
+        logits = task.logits(params, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    gradient = jax.jit(jax.value_and_grad(loss_of))
+
+    def step(state: Any, batch: Any) -> Any:
+        params, *rest = state
+        leaves, tree = jax.tree.flatten(params)
+        if not names or rest[-1] is not names:  # a state from the beginning
+            keys = [f"{len(names)}.{k}" for k in range(len(leaves))]
+            store.init(keys, [np.asarray(x) for x in leaves])
+            store.set_optimizer(optax.sgd(task.rate, momentum=0.9), 1 / SIZE)
+            names[:] = keys
+        loss, gradients = gradient(params, batch)
+        store.push(names, jax.tree.leaves(gradients))
+        return (jax.tree.unflatten(tree, store.pull(names)), names), {"loss": loss}
+
+    return step
 
 
 if __name__ == "__main__":

@@ -95,6 +95,24 @@ def fully_connected(width: int = 128, layers: int = 16, side: int = 6, classes: 
     return Task(make, logits, _images(side, 3, classes), 2e-3)
 
 
+def wide_layers(width: int = 1024, side: int = 6, classes: int = 10) -> Task:
+    """Dense layers of 2.2 million weights, 9 MB, to be sent around."""
+    inputs = side * side
+
+    def make(key: Array) -> Any:
+        a, b, c, d = jax.random.split(key, 4)
+        layers = [_dense(a, inputs, width, 1.4), _dense(b, width, width, 1.4), _dense(c, width, width, 1.4)]
+        return {"layers": layers, "out": _dense(d, width, classes)}
+
+    def logits(params: Any, x: Array) -> Array:
+        h = x.reshape(len(x), -1)
+        for weight in params["layers"]:
+            h = jax.nn.relu(h @ weight)
+        return h @ params["out"]
+
+    return Task(make, logits, _images(side, 1, classes), 0.02)
+
+
 def cnn(channels: int = 16, layers: int = 6, side: int = 8, classes: int = 10) -> Task:
     """VGG: convolutions, and a layer at the end."""
 
