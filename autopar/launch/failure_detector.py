@@ -99,6 +99,14 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
     return _verdict(behind, ["All ranks wait for each other:", *lines])
 
 
+def unawaited(ranks: Sequence[Seen]) -> list[Seen]:
+    """Ranks that make no progress in a step, while others go on without them, as in asynchronous training: no fault, but somebody
+    should know. `ranks`: all of them, in order."""
+    running = [r for r in ranks if not r.left and r.step >= 0]
+    stuck = [r for r in running if r.kind == "computes" and r.exceeds(r.age_s)]
+    return stuck if any(not r.exceeds(r.age_s) for r in running) else []
+
+
 def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
     """Ranks that have left, others being at a wait where they can't be met any more."""
     for r in left:

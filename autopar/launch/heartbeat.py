@@ -19,13 +19,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar.errors import ArgumentsError
 from autopar.interrupts import INTERRUPTS
-from autopar.launch.failure_detector import Seen, detect
+from autopar.launch.failure_detector import Seen, detect, unawaited
 from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report_fault
 from autopar.launch.progress import KINDS, PROGRESS, TEXT_BYTES
 from autopar.mpi.messages import as_bytes
@@ -99,6 +100,8 @@ class Heartbeat:
         #: It came after the first of these times; the second one is the latest.
         self._before_interrupt_s = self._listened_s = time.monotonic()
         self._detected_s: float | None = None
+        #: Ranks and their steps that were said to make no progress, though nobody waits for them.
+        self._named: set[tuple[int, int]] = set()
         self.allowance_s = allowance(allowance_s)
         self._states["allowance_s"] = self.allowance_s  # Until the others have said theirs.
         self._left = False
@@ -194,9 +197,11 @@ class Heartbeat:
     def _detect(self, now_s: float) -> None:
         """End the job if a rank hangs: the first rank that is not to blame says so, the others wait a little,
         in case that one can't."""
-        verdict = detect(self._seen(now_s))
+        seen = self._seen(now_s)
+        verdict = detect(seen)
         if verdict is None:
             self._detected_s = None
+            self._name_unawaited(seen)
             return
         rank = self._world.rank
         if self._detected_s is None:
@@ -207,6 +212,19 @@ class Heartbeat:
         order = [*others, *verdict.culprits]
         if now_s - self._detected_s >= self._beat_s() + 0.5 + 2 * order.index(rank):
             abort(self._world, verdict.message)
+
+    def _name_unawaited(self, seen: Sequence[Seen]) -> None:
+        """Say once of each rank that others go on without it; the first of these does."""
+        stuck = unawaited(seen)
+        numbers = {r.rank for r in stuck}
+        if not stuck or self._world.rank != next(r.rank for r in seen if not r.left and r.rank not in numbers):
+            return
+        for r in stuck:
+            if (r.rank, r.step) not in self._named:
+                self._named.add((r.rank, r.step))
+                report_fault(
+                    f"{r.name} has made no progress for {r.age_s:.0f} s, {r.where}; the others go on without it."
+                )
 
     def _seen(self, now_s: float) -> list[Seen]:
         return [

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopar.launch.failure_detector import Seen, detect
+from autopar.launch.failure_detector import Seen, detect, unawaited
 
 #: Rank 0 to 3, all at work in step 7, heard of just now.
 WORKING = [Seen(r, f"rank {r}", 7, "computing", "computes", 0.1, 0.1, 10.0) for r in range(4)]
@@ -18,6 +18,7 @@ def ranks(**changes: dict) -> list[Seen]:
 
 
 WAITS = {"kind": "waits", "what": "row exchange", "age_s": 11.0}
+PULLS = {"kind": "pulls", "what": "waiting for servers", "age_s": 11.0}
 STUCK = {"age_s": 11.0}
 
 
@@ -48,9 +49,28 @@ STUCK = {"age_s": 11.0}
             "left",
         ),
         (ranks(r0={"left": True}, r1={"left": True}, r2={"left": True}, r3={"left": True}), None, ""),
+        # Ranks that wait for servers: one that has left still answers.
+        (ranks(r1={"left": True, "step": 6}, r0={**PULLS, "age_s": 5.0}), None, ""),
+        (ranks(r1={"left": True, "step": 6}, r0=PULLS, r2=STUCK, r3={"age_s": 1.0}), (2,), "rank 0 waits for it"),
     ],
 )
 def test_judge(seen: list[Seen], culprits: tuple[int, ...] | None, words: str) -> None:
     verdict = detect(seen)
     assert (verdict.culprits if verdict else None) == culprits
     assert words in (verdict.message if verdict else "")
+
+
+@pytest.mark.parametrize(
+    ("seen", "named"),
+    [
+        (ranks(), []),
+        (ranks(r1=STUCK), [1]),
+        (ranks(r1={**STUCK, "step": -1}), []),  # it hasn't begun
+        (ranks(r1={**STUCK, "allowance_s": None}), []),
+        (ranks(r1={**STUCK, "kind": "compiles"}), []),
+        (ranks(r1={**STUCK, "left": True}), []),
+        (ranks(r0=STUCK, r1=STUCK, r2=STUCK, r3=STUCK), []),  # nobody goes on
+    ],
+)
+def test_those_that_others_go_on_without(seen: list[Seen], named: list[int]) -> None:
+    assert [r.rank for r in unawaited(seen)] == named

@@ -1,0 +1,85 @@
+"""A rank that fails, hangs or leaves in training with servers, where others may not wait for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.mpi.test_faults import check_ended
+from tests.support.mpi.jobs import Run
+from tests.support.pairs import long
+
+#: Twelve steps; behind the fifth one rank 1 does what is put in place of FAULT.
+SCRIPT = """
+import os, sys, time
+import autopar, jax, jax.numpy as jnp, numpy as np
+
+@autopar.parallelize(sync=SYNC)
+def train_step(state, batch):
+    loss, slope = jax.value_and_grad(lambda w: jnp.mean((batch @ w) ** 2))(state)
+    return state - 0.01 * slope, loss
+
+state, rank = jnp.ones(3), jax.process_index()
+for step in range(STEPS):
+    if step == 5 and rank == 1:
+        os.write(1, b"fault\\n")
+        FAULT
+    state, loss = train_step(state, np.ones((8, 3), np.float32))
+    float(loss)
+    time.sleep(PAUSE)
+final = np.asarray(autopar.average(state))
+os.write(1, f"done {final[0]:.6f}\\n".encode())
+"""
+UNBOUNDED, BOUNDED = "autopar.sync.Async()", "autopar.sync.Async(staleness=2)"
+ELASTIC = "autopar.sync.Elastic(alpha=0.4, interval=2)"
+
+
+def with_fault(fault: str, sync: str, steps: int = 12, pause: float = 0.0) -> str:
+    script = SCRIPT.replace("FAULT", fault).replace("SYNC", sync).replace("STEPS", str(steps))
+    return script.replace("PAUSE", str(pause))
+
+
+@pytest.mark.parametrize(
+    ("sync", "fault", "message"),
+    [
+        (UNBOUNDED, "raise ValueError('bad batch')", r"rank 1 .*failed, in step 4 (.*\n)*.*ValueError: bad batch"),
+        long(BOUNDED, "raise ValueError('bad batch')", r"rank 1 .*failed, in step 4 (.*\n)*.*ValueError: bad batch"),
+        (BOUNDED, "sys.exit(3)", r"rank 1 .*left with exit code 3, last in step 4 "),
+        (ELASTIC, "os.kill(os.getpid(), 9)", ""),
+        long(UNBOUNDED, "os.kill(os.getpid(), 9)", ""),
+    ],
+)
+def test_a_rank_that_fails_ends_the_job(run_ranks: Run, sync: str, fault: str, message: str) -> None:
+    job = run_ranks(3, with_fault(fault, sync))
+    check_ended(job)
+    assert re.search(message, job.output), job.output
+
+
+@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC)])
+def test_a_rank_that_is_stopped_is_named(run_ranks: Run, sync: str) -> None:
+    job = run_ranks(3, with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
+    check_ended(job)
+    assert re.search(r"rank 1 .*no sign of life for \d+ s .*last seen in step \d", job.ranks[0]), job.output
+
+
+def test_a_rank_that_others_wait_for_is_named(run_ranks: Run) -> None:
+    """By the bound: the others wait for pulls."""
+    job = run_ranks(3, with_fault("time.sleep(60)", BOUNDED, steps=40), AUTOPAR_WATCHDOG="3")
+    check_ended(job)
+    message = r"rank 1 .*made no progress for \d+ s, in step 4 .*; ranks 0, 2 wait for it"
+    assert re.search(message, job.ranks[0]), job.output
+
+
+def test_a_rank_that_nobody_waits_for_is_named(run_ranks: Run) -> None:
+    job = run_ranks(3, with_fault("time.sleep(7)", UNBOUNDED, steps=70, pause=0.1), AUTOPAR_WATCHDOG="3")
+    assert job.code == 0, job.output
+    named = r"rank 1 .*made no progress for \d+ s, in step 4 .*; the others go on without it"
+    assert len(re.findall(named, job.ranks[0])) == 1 and not re.search(named, job.ranks[2]), job.output
+    assert len(set(re.findall("done (.*)", job.output))) == 1, job.output
+
+
+@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC)])
+def test_a_rank_may_do_fewer_steps(run_ranks: Run, sync: str) -> None:
+    job = run_ranks(3, with_fault("break", sync, pause=0.05))
+    assert job.code == 0 and len(set(re.findall("done (.*)", job.output))) == 1, job.output
