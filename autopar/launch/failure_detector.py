@@ -100,8 +100,8 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
 
 
 def unawaited(ranks: Sequence[Seen]) -> list[Seen]:
-    """Ranks that make no progress in a step, while others go on without them, as in asynchronous training: no fault, but somebody
-    should know. `ranks`: all of them, in order."""
+    """Ranks that make no progress in a step while others go on without them, as in asynchronous training: no fault, but
+    somebody should know. `ranks`: all of them, in order."""
     running = [r for r in ranks if not r.left and r.step >= 0]
     stuck = [r for r in running if r.kind == "computes" and r.exceeds(r.age_s)]
     return stuck if any(not r.exceeds(r.age_s) for r in running) else []

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.sync import Async
+
 #: Pairs (name, value), as `parallelize` takes them.
 Options = tuple[tuple[str, Any], ...]
 #: Schedule, number of stages, slack (None of synchronous ones).
@@ -49,6 +51,7 @@ MODES: Mapping[str, Mode] = {
         Mode(
             "devices", devices=4, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto"), options=_ON_DEVICES
         ),
+        Mode("served", strategies=("auto",), options=((("sync", Async()),), (("sync", Async()), ("microbatches", 2)))),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
         Mode(
