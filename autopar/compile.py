@@ -143,7 +143,9 @@ def _split_update(program: Program, bound: BoundPlan, request: Request) -> Resul
         )
     pipeline = request.options.pipeline
     own = pipeline is not None and (pipeline.statistics == "microbatch" or pipeline.is_asynchronous)
-    program, note = split_update(program, bound, own_statistics=own)
+    is_served = request.options.is_served
+    own = own or (is_served and bound.plan.microbatches == 1)  # a worker has its minibatch whole
+    program, note = split_update(program, bound, own_statistics=own, option="sync=" if is_served else "pipeline=")
     return program, bound, note
 
 

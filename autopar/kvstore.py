@@ -152,7 +152,7 @@ class KVStore:
                 "kvstore.push: an asynchronous store needs to know what a push does: set_optimizer first"
             )
         for key, value in _pairs(keys, values):
-            self._link.send(self._home(key), PushKey(self.rank, key, self._reduced(merged(value))))
+            self._link.tell(self._home(key), PushKey(self.rank, key, self._reduced(merged(value))))
 
     def pull(self, keys: K | Sequence[K]) -> Any:
         """Values of a key, or of a list of them, as NumPy arrays: by "sync" once all workers' pushes of the same round

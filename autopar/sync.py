@@ -76,7 +76,7 @@ class Async:
     server updates what it keeps by each push as it comes (ASGD; MXNET-MPI, section 2).
 
     So a gradient is applied to weights that have moved since it was computed: how often, its staleness, is recorded,
-    and `autopar.replay` computes the same of the record. Everything of the update that gradients alone decide, as the
+    and `autopar.replay_timeline` computes the same of the record. Everything of the update that gradients alone decide, as the
     norm of a clip, is computed by the worker. The state of the optimizer is the servers', counts among it: a schedule
     goes by the pushes of all workers.
 

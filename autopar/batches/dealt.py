@@ -11,6 +11,7 @@ from autopar.interrupts import Loop
 from autopar.launch.group import everyone
 from autopar.servers.dealer import Dealer, Position, Take
 from autopar.servers.link import Link
+from autopar.servers.session import leave_sessions
 
 
 class DealtBatches(Batches):
@@ -38,8 +39,8 @@ class DealtBatches(Batches):
         return Loop(self, self._told)
 
     def __next__(self) -> Any:
-        if self._dealt is None:
-            self._told(())
+        while self._dealt is None and self._told(()):
+            pass  # signals, which a `for` loop answers
         if self._dealt is None:
             raise StopIteration
         source = self._source
@@ -63,4 +64,6 @@ class DealtBatches(Batches):
             return ()
         answer = self._link.ask(0, Take(self._link.number, tuple(numbers)))
         self._dealt = answer.number if self._dealt is None else self._dealt
+        if answer.number is None and not answer.signals:
+            leave_sessions()  # others may have some left, and wait for nobody who has none
         return answer.signals

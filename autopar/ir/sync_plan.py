@@ -20,8 +20,8 @@ class SyncPlan:
       mean_bytes: Of all that is averaged, of tables the touched rows, at most.
       by_rows: Paths of the tables of which the rows are sent that clients have touched since.
       own: Paths of the floating-point leaves of the state that stay each client's own.
-      servers: How many keep a centre, which weights are exchanged with; 0: there is none, and they are averaged.
       examples: Of a client's minibatch; 0 where that isn't known.
+      servers: How many keep a centre, which weights are exchanged with; 0: there is none, and they are averaged.
     """
 
     name: str
@@ -34,8 +34,8 @@ class SyncPlan:
     mean_bytes: int
     by_rows: tuple[str, ...]
     own: tuple[str, ...]
-    servers: int
     examples: int
+    servers: int = 0
 
     @property
     def sent_bytes(self) -> float:

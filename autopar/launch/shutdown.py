@@ -89,6 +89,16 @@ class Script:
         return exit
 
 
+#: Called when this rank comes to its end, while the others may go on. Unavoidably global: as a process ends once.
+_last_words: list[Callable[[], None]] = []
+
+
+def at_leaving(call: Callable[[], None]) -> None:
+    """Have something called when this rank comes to its end."""
+    if call not in _last_words:
+        _last_words.append(call)
+
+
 def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
     """Wait for all ranks to leave. An exit handler, to run before JAX's own."""
     from mpi4py import MPI
@@ -98,6 +108,8 @@ def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
     code = script.exit_code()
     heartbeat.leave(code)
     try:
+        for call in _last_words:
+            call()
         _await_others(world, heartbeat, code)
         stop_service()
         heartbeat.stop()

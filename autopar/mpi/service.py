@@ -70,8 +70,10 @@ class Service:
 
     def release(self, number: int) -> None:
         """Say that this rank asks no more. May come at any time, from any thread."""
-        for rank in range(self.size):
-            self._post(rank, (number, "release", None))
+        if self._thread is None:
+            self._handlers[number] = None
+        else:  # in the middle of anything, a collection of garbage: nothing that may be locked
+            self._outgoing.extend((rank, (number, "release", None)) for rank in range(self.size))
 
     def send(self, number: int, rank: int, message: Any) -> None:
         """Send a message to a rank's handler. Those to one handler arrive in their order. Arrays mustn't change."""
@@ -93,12 +95,12 @@ class Service:
                 self._early.setdefault((number_, rank_), deque()).append(reply)
             except queue.Empty:
                 pass
-            if self._failure is not None:
+            if self._failure is not None and not self._early.get(wanted):
                 raise AutoparError(f"rank {self.rank} can't answer others: {self._failure}") from self._failure
         return known.popleft()
 
     def stop(self) -> None:
-        """End the thread. Nobody may send any more."""
+        """End the thread, when all ranks do. Nobody may send any more. Collective."""
         self._ends = True
         self._woken.set()
         if self._thread is not None:
@@ -138,14 +140,17 @@ class Service:
             self._exchange()
         except Exception as error:
             self._failure = error
+            raise  # which ends the job, named
 
     def _exchange(self) -> None:
         """Take and send messages until all ends."""
         from mpi4py import MPI
 
-        status, sending, last = MPI.Status(), [], time.monotonic()
-        while not self._ends or self._outgoing or sending:
+        status, sending, last, all_end = MPI.Status(), [], time.monotonic(), None
+        while all_end is None or not all_end.Test():
             is_idle = True
+            if self._ends and all_end is None and not self._outgoing and not sending:
+                all_end = self._comm.Ibarrier()  # until all have received what was sent to them
             while self._outgoing:
                 rank, message = self._outgoing.popleft()
                 if rank == self.rank:

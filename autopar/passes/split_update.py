@@ -39,7 +39,9 @@ _SCALES = ("mul", "div", "neg")
 _OF_IDS = ("ap.row_ids", "ap.route")
 
 
-def split_update(program: Program, bound: BoundPlan, *, own_statistics: bool = False) -> tuple[Program, str]:
+def split_update(
+    program: Program, bound: BoundPlan, *, own_statistics: bool = False, option: str = "pipeline="
+) -> tuple[Program, str]:
     """The program with an `ap.microbatches` equation in place of what works on examples.
 
     Args:
@@ -47,6 +49,7 @@ def split_update(program: Program, bound: BoundPlan, *, own_statistics: bool = F
       bound: Its plan, whose placements divide the batch by devices and microbatches.
       own_statistics: Whether a sum over the batch that examples read is that of each microbatch, times M: another
         function, as of batch norm in GPipe (section 2.2).
+      option: Of `parallelize`, which one microbatch is cut for.
 
     Raises:
       StrategyError: what a microbatch computes depends on the examples of the others.
@@ -58,7 +61,7 @@ def split_update(program: Program, bound: BoundPlan, *, own_statistics: bool = F
         what, wrong, out = f"microbatches={count}", "isn't the same function of a batch in parts", "microbatches="
         other = " (Pipeline(statistics='microbatch') takes sums over each microbatch, which is another function)"
         if count == 1:
-            what, wrong, out, other = "pipeline", "can't be cut into forwards, backwards and updates", "pipeline=", ""
+            what, wrong, out, other = option[:-1], "can't be cut into forwards, backwards and updates", option, ""
         remedy = error.remedy or (
             f"Say with batch_axis= which leaves of the batch have no examples, or leave {out} out.{other}"
         )

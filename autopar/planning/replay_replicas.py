@@ -59,6 +59,10 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
       >>> [float(w[0]) for w, _ in last]
       [0.42..., 0.42...]
     """
+    if isinstance(step, ParallelStep) and step.options.has_servers:
+        raise ArgumentsError(
+            "replay is for sync=Average(...): with servers it takes a timeline, autopar.replay_timeline"
+        )
     if not isinstance(step, ParallelStep) or step.clients is None:
         raise ArgumentsError("replay takes a step whose clients train replicas, parallelize(step, sync=...)")
     coming = iter(minibatches)

@@ -47,24 +47,31 @@ class Dealer:
 
     def __init__(self, count: int | None, workers: int) -> None:
         self._count, self._workers, self._next = count, range(workers), 0
-        #: Signals, and the workers that haven't been told yet.
+        #: Signals, and the workers that haven't been told yet; and workers that have been told that there is no more.
         self._untold: dict[int, set[int]] = {}
+        self._done: set[int] = set()
 
     def take(self, message: Take | Position) -> list[tuple[int, Dealt | int]]:
-        """Returns the answer, with the worker that it is for. From a signal on, nobody has a minibatch before all have
-        been told of it."""
+        """Returns the answer, with the worker that it is for. A signal is told to all who still ask, each before its
+        next minibatch."""
         worker = message.worker
         if isinstance(message, Position):
-            self._next = self._next if message.number is None else message.number
+            if message.number is not None:
+                self._next = message.number
+                self._untold.clear()
+                self._done.clear()
             return [(worker, self._next)]
         for number in message.signals:
-            self._untold.setdefault(number, set(self._workers))
+            self._untold.setdefault(number, set(self._workers) - self._done)
         signals = [number for number in SIGNALS if worker in self._untold.get(number, ())]
         for number in signals:
             self._untold[number].discard(worker)
             if not self._untold[number]:
                 del self._untold[number]
-        if signals or (self._count is not None and self._next >= self._count):
+        if signals:
             return [(worker, Dealt(None, signals))]
+        if self._count is not None and self._next >= self._count:
+            self._done.add(worker)
+            return [(worker, Dealt(None, ()))]
         self._next += 1
         return [(worker, Dealt(self._next - 1, ()))]

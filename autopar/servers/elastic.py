@@ -43,9 +43,10 @@ class CenterSession:
 
     def send(self, weights: Mapping[int, Array]) -> None:
         """Begin an exchange. Copies are sent: the step may update the weights in place meanwhile."""
+        self._link.drain()
         for n, part in enumerate(self._parts):
             values = [np.array(local(weights[k])) for k in part]
-            self._link.send(n, Exchange(self._link.number, self.exchanges, values))
+            self._link.request(n, Exchange(self._link.number, self.exchanges, values))
         self.exchanges += 1
 
     def receive(self) -> dict[int, Array]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ class Link:
     def __init__(self, servers: int, serve: Callable[[int], Handler], clients: Clients) -> None:
         self._service, self._clients, self.servers = service(), clients, range(servers)
         here = self._service.rank
+        #: Of each server the replies that are still to come.
+        self._open: Counter[int] = Counter()
         self._number = self._service.register(self._addressed(serve(here)) if here < servers else None)
         everyone().gather(b"", "servers are there")
         weakref.finalize(self, self._service.release, self._number).atexit = False
@@ -42,10 +45,21 @@ class Link:
         """N."""
         return self._clients.count
 
-    def send(self, server: int, message: Any) -> None:
-        """Send a message of the worker. Its arrays mustn't change any more."""
+    def tell(self, server: int, message: Any) -> None:
+        """Send a message of the worker that isn't answered. Its arrays mustn't change any more."""
         if self._clients.leads:
             self._service.send(self._number, server, message)
+
+    def request(self, server: int, message: Any) -> None:
+        """Send a message of the worker that is answered."""
+        if self._clients.leads:
+            self._request(server, message)
+
+    def drain(self) -> None:
+        """Forget replies to a step that was cut short: whoever asks now wants another one."""
+        for server in self.servers:
+            while self._open[server]:
+                self._next(server)
 
     def receive(self) -> list[Any]:
         """Wait for the next reply of each server. Collective within the worker."""
@@ -53,34 +67,51 @@ class Link:
 
     def ask(self, server: int, message: Any) -> Any:
         """Send a message and wait for its reply. Collective within the worker."""
-        self.send(server, message)
+        self.request(server, message)
         return self._clients.shared(self._next(server) if self._clients.leads else None)
 
     def read(self, server: int, leaf: int) -> Any:
         """Ask a server for a leaf as it is now; this process alone does."""
-        self._service.send(self._number, server, Read(self._service.rank, (leaf,)))
+        self.drain()
+        self._request(server, Read(self._service.rank, (leaf,)))
         return self._next(server).leaves[leaf]
 
-    def settled(self, own: Any) -> tuple[list[Kept], Any]:
-        """What each server keeps once all workers' messages are done, and what the first worker says. Collective."""
+    def settled(self, own: Any, resumed: Any = None) -> tuple[list[Kept], Any]:
+        """Ask for what each server keeps once all workers' messages are done, and what the first worker says.
+        Collective.
+
+        Args:
+          own: What this worker says.
+          resumed: A message that each worker tells servers then; None: it tells them nothing.
+        """
+        self.drain()
         here, processes = self._service.rank, everyone()
         if self._clients.leads:
             for n in self.servers:  # whose answer says that all messages before it are done
-                self._service.send(self._number, n, Read(here, ()))
+                self._request(n, Read(here, ()))
                 self._next(n)
         with PROGRESS.during("waiting for the others' steps", "waits"):
             processes.gather(b"", "all messages are done")
+        if resumed is not None:
+            for n in self.servers:
+                self.tell(n, resumed)
         mine = None
         if here in self.servers:
-            self._service.send(self._number, here, Read(here))
+            self._request(here, Read(here))
             mine = self._next(here)
         sent = pickle.dumps((mine, own if here == 0 else None))
         all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
         return [kept for kept, _ in all_[: len(self.servers)]], all_[0][1]
 
+    def _request(self, server: int, message: Any) -> None:
+        self._open[server] += 1
+        self._service.send(self._number, server, message)
+
     def _next(self, server: int) -> Any:
         with PROGRESS.during("waiting for servers", "pulls"):
-            return self._service.receive(self._number, server)
+            reply = self._service.receive(self._number, server)
+        self._open[server] -= 1
+        return reply
 
     def _addressed(self, take: Handler) -> Handler:
         """With replies to the first process of a worker; what was read goes to the process that asked."""

@@ -11,7 +11,7 @@ import numpy as np
 Array = Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Pull:
     """A worker begins a step: answered by `Pulled`, once that may be.
 
@@ -56,6 +56,13 @@ class Leave:
 
 
 @dataclass(frozen=True, slots=True)
+class Return:
+    """All workers are waited for again, where all have left. Not answered."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
     """A worker asks for what a server keeps: answered by `Kept`.
 
@@ -90,5 +97,5 @@ class Kept:
     events: np.ndarray
 
 
-Message = Pull | Push | Exchange | Leave | Read
+Message = Pull | Push | Exchange | Leave | Return | Read
 Reply = Pulled | Kept

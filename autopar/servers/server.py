@@ -12,8 +12,8 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.served import PullProgram, ServedPrograms, UpdateProgram
 from autopar.errors import AutoparError
-from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply
-from autopar.servers.timeline import LEFT
+from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return
+from autopar.servers.timeline import CAME, LEFT, Standing
 
 Array = Any
 
@@ -40,18 +40,15 @@ class Server:
     ) -> None:
         self._places, self._leaves = tuple(leaves), list(leaves.values())
         self._clock_places, self._clocks = tuple(clocks), list(clocks.values())
-        self._pull, self._update, self._staleness = pull, update, staleness
-        #: Steps of each worker whose push is applied.
-        self._applied = [0] * workers
-        #: Workers that nobody waits for.
-        self._gone: set[int] = set()
+        self._pull, self._update = pull, update
+        self._standing = Standing(workers, staleness)
         #: The version that each worker's last pull was given.
         self._given = [0] * workers
-        self._version = 0
+        self._version, self._workers = 0, workers
         self._waiting: list[Pull] = []
         self._events = array("q")
 
-    def take(self, message: Pull | Push | Leave | Read) -> list[tuple[int, Reply]]:
+    def take(self, message: Pull | Push | Leave | Return | Read) -> list[tuple[int, Reply]]:
         """Returns answers that are due now, each with the worker that it is for.
 
         Raises:
@@ -60,25 +57,38 @@ class Server:
         worker = message.worker
         if isinstance(message, Read):
             return [(worker, self._kept(message.leaves))]
+        due: list[Pull] = []
         if isinstance(message, Leave):
-            self._gone.add(worker)
+            self._standing.leave(worker)
             self._events.extend((worker, LEFT, self._version))
+            due = [pull for pull in self._waiting if pull.worker == worker]  # of a step that was cut short
+        elif isinstance(message, Return):
+            if self._standing.nobody:  # all come back together
+                for other in range(self._workers):
+                    self._come(other)
         elif isinstance(message, Push):
-            if self._applied[worker] != message.step:
+            if self._standing.applied[worker] != message.step:
                 raise AutoparError(
-                    f"worker {worker} pushed step {message.step} where {self._applied[worker]} is next. This is a bug "
-                    "of autopar"
+                    f"worker {worker} pushed step {message.step} where {self._standing.applied[worker]} is next. This "
+                    "is a bug of autopar"
                 )
             self._leaves, self._clocks = self._update(self._leaves, self._clocks, message.values)
-            self._applied[worker] = message.step + 1
+            self._standing.push(worker)
             self._events.extend((worker, message.step, self._given[worker]))
             self._version += 1
         else:
-            self._gone.discard(worker)
+            if self._standing.is_gone(worker):
+                self._come(worker)
             self._waiting.append(message)
-        due = [pull for pull in self._waiting if self._may_begin(pull.step)]
-        self._waiting = [pull for pull in self._waiting if pull not in due]
+        waiting = []
+        for pull in self._waiting:
+            (due if pull not in due and self._may_begin(pull) else waiting).append(pull)
+        self._waiting = [pull for pull in waiting if pull not in due]
         return [(pull.worker, self._pulled(pull)) for pull in due]
+
+    def _come(self, worker: int) -> None:
+        self._standing.come(worker)
+        self._events.extend((worker, CAME, self._version))
 
     @property
     def events(self) -> np.ndarray:
@@ -93,12 +103,9 @@ class Server:
         clocks = dict(zip(self._clock_places, map(on_host, self._clocks), strict=True))
         return Kept(leaves, clocks, self.events)
 
-    def _may_begin(self, step: int) -> bool:
-        """Whether all pushes of steps up to step-1-s are applied."""
-        if self._staleness is None:
-            return True
-        there = (applied for w, applied in enumerate(self._applied) if w not in self._gone)
-        return all(applied >= step - self._staleness for applied in there)
+    def _may_begin(self, pull: Pull) -> bool:
+        """Whether all pushes of steps up to c-1-s are applied."""
+        return self._standing.since(pull.worker, pull.step) <= self._standing.limit
 
     def _pulled(self, pull: Pull) -> Pulled:
         self._given[pull.worker] = self._version
@@ -111,8 +118,8 @@ def served(
     """Returns a server that keeps copies of its part of the state. `leaves`: the step's flat arguments;
     others as of `Job`."""
     part = programs.step.servers[number]
-    kept = {k: jnp.copy(leaves[k]) for k in part.leaves}
-    return Server(kept, {k: leaves[k] for k in part.clocks}, *programs.servers[number], workers, staleness)
+    kept = {k: copied(leaves[k]) for k in part.leaves}
+    return Server(kept, {k: copied(leaves[k]) for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 
 def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Array]:
@@ -131,3 +138,8 @@ def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Arr
 def on_host(leaf: Array) -> Array:
     """Returns a copy that later updates leave alone, and that can be sent."""
     return leaf if jax_compat.is_key(leaf.dtype) else np.array(leaf)
+
+
+def copied(leaf: Array) -> Array:
+    """Returns a copy that nobody else updates in place."""
+    return leaf if jax_compat.is_key(leaf.dtype) else jnp.copy(leaf)

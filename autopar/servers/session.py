@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +12,22 @@ import numpy as np
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
+from autopar.launch.shutdown import at_leaving
 from autopar.launch.slowness import SLOWNESS
 from autopar.servers.link import Link
-from autopar.servers.messages import Kept, Leave, Pull, Push
+from autopar.servers.messages import Kept, Leave, Pull, Push, Return
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
+#: Those of this process, whose workers others may wait for. Unavoidably global: it leaves by itself, at its exit.
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def leave_sessions() -> None:
+    """Let nobody wait for this process's workers until they go on."""
+    for session in list(_sessions):
+        session.leave()
 
 
 class Session:
@@ -41,6 +51,9 @@ class Session:
         self.mode, self.steps, self._staleness = mode, 0, staleness
         self.clocks: Mapping[int, Array] = {k: jnp.copy(leaves[k]) for k in programs.step.clocks}
         self._homes = programs.step.homes
+        if not _sessions:
+            at_leaving(leave_sessions)
+        _sessions.add(self)
         self.link = Link(
             len(programs.servers), lambda n: served(programs, n, leaves, clients.count, staleness).take, clients
         )
@@ -58,14 +71,15 @@ class Session:
           leaves: The step's flat arguments, of which those of the state aren't read.
         """
         given, link = [self.clocks.get(k, x) for k, x in enumerate(leaves)], self.link
+        link.drain()
         for n, ids in enumerate(programs.ids(given)):
-            link.send(n, Pull(link.number, self.steps, [np.asarray(local(x)) for x in ids]))
+            link.request(n, Pull(link.number, self.steps, [np.asarray(local(x)) for x in ids]))
         pulled = [reply.values for reply in link.receive()]
         with SLOWNESS.computing():
             pushed, results, self.clocks = programs.work(pulled, given)
             sent = [[np.asarray(local(x)) for x in values] for values in pushed]
         for n, values in enumerate(sent):
-            link.send(n, Push(link.number, self.steps, values))
+            link.tell(n, Push(link.number, self.steps, values))
         self.steps += 1
         return results
 
@@ -74,6 +88,11 @@ class Session:
         if leaf in self.clocks:
             return self.clocks[leaf]
         return jnp.asarray(self.link.read(self._homes[leaf], leaf))
+
+    def leave(self) -> None:
+        """Let nobody wait for this worker until it goes on."""
+        for n in self.link.servers:
+            self.link.tell(n, Leave(self.link.number))
 
     def settled(self) -> dict[int, Array]:
         """The state by number of the step's input, once all workers have done their steps: `state_of`. Collective."""
@@ -86,6 +105,6 @@ class Session:
 
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
         """What each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
-        for n in self.link.servers:
-            self.link.send(n, Leave(self.link.number))
-        return self.link.settled({k: on_host(local(x)) for k, x in self.clocks.items()})
+        self.leave()
+        own = {k: on_host(local(x)) for k, x in self.clocks.items()}
+        return self.link.settled(own, Return(self.link.number))

@@ -14,8 +14,59 @@ import numpy as np
 
 from autopar.errors import TimelineError
 
-#: In place of a step: from here on nobody waits for the worker, until its next push.
-LEFT = -1
+#: In place of a step: from here on nobody waits for the worker; and, others wait for it again.
+LEFT, CAME = -1, -2
+
+
+class Standing:
+    """How far workers are, and who waits for whom: the staleness bound.
+
+    Workers are compared by the steps that they have done since they came. Whoever comes back begins with as many as the
+    slowest of those who are there; if nobody is, all begin anew.
+    """
+
+    def __init__(self, workers: int, bound: int | None) -> None:
+        """`bound`: s; None: there is none."""
+        self.applied = [0] * workers
+        self._bound, self._base, self._gone = bound, [0] * workers, set[int]()
+
+    @property
+    def nobody(self) -> bool:
+        """Whether all are gone."""
+        return len(self._gone) == len(self.applied)
+
+    def is_gone(self, worker: int) -> bool:
+        """Whether nobody waits for a worker."""
+        return worker in self._gone
+
+    def leave(self, worker: int) -> None:
+        """Let nobody wait for a worker any more."""
+        self._gone.add(worker)
+
+    def come(self, worker: int) -> None:
+        """Let others wait for a worker that was gone."""
+        if self.nobody:
+            self._base = list(self.applied)
+        else:
+            self._base[worker] = self.applied[worker] - self._slowest
+        self._gone.discard(worker)
+
+    def push(self, worker: int) -> None:
+        """Count a step."""
+        self.applied[worker] += 1
+
+    @property
+    def limit(self) -> float:
+        """Steps since it came up to which a worker may begin."""
+        return float("inf") if self._bound is None or self.nobody else self._slowest + self._bound
+
+    def since(self, worker: int, step: int) -> int:
+        """Returns a worker's step, counted since it came."""
+        return step - self._base[worker]
+
+    @property
+    def _slowest(self) -> int:
+        return min(n - self._base[w] for w, n in enumerate(self.applied) if w not in self._gone)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +92,19 @@ class Timeline:
     @property
     def pushes(self) -> list[np.ndarray]:
         """Events of each server that are pushes, in order, int64[n, 3]."""
-        return [events[events[:, 1] != LEFT] for events in self.events]
+        return [events[events[:, 1] >= 0] for events in self.events]
 
     @property
     def steps(self) -> np.ndarray:
         """How many steps each worker has done, int64[N]."""
-        counts = np.zeros(self.workers, np.int64)
-        for pushes in self.pushes[:1]:
-            np.add.at(counts, pushes[:, 0], 1)
-        return counts
+        pushes = self.pushes[0] if self.events else np.zeros((0, 3), np.int64)
+        return np.bincount(pushes[:, 0], minlength=self.workers)
 
     @property
     def staleness(self) -> np.ndarray:
         """Of each push how many others a server applied between the pull of its weights and itself, int64[n]."""
-        return np.concatenate([np.arange(len(pushes)) - pushes[:, 2] for pushes in self.pushes])
+        late = [np.arange(len(pushes)) - pushes[:, 2] for pushes in self.pushes]
+        return np.concatenate([np.zeros(0, np.int64), *late])
 
     def _check(self) -> None:
         """Check that it can have happened so.
@@ -63,26 +113,29 @@ class Timeline:
           TimelineError: it can't.
         """
         for n, events in enumerate(self.events):
-            applied = np.zeros(self.workers, np.int64)
-            gone = np.zeros(self.workers, bool)
-            #: Of each version how many steps of each worker are in it, and for whom nobody waited.
-            versions = [(applied.copy(), gone.copy())]
+            standing = Standing(self.workers, self.bound)
+            limits = [standing.limit]  # of each version the most that a pull of it could see
             for worker, step, given in events.tolist():
-                if step == LEFT:
-                    gone[worker] = True
-                    versions[-1][1][worker] = True
-                    continue
                 push = f"server {n} applied step {step} of worker {worker}"
-                if step != applied[worker]:
-                    raise TimelineError(f"{push} {'twice' if step < applied[worker] else 'before an earlier one'}")
-                if not 0 <= given < len(versions):
-                    raise TimelineError(f"{push} when there were {len(versions)} versions, and it was of {given}")
-                there, away = versions[given]
-                if self.bound is not None and (there < step - self.bound)[~away].any():
+                if not 0 <= worker < self.workers:
+                    raise TimelineError(f"{push}, and there are {self.workers} workers")
+                if step == LEFT:
+                    standing.leave(worker)
+                elif step == CAME:
+                    standing.come(worker)
+                elif step != standing.applied[worker]:
+                    twice = step < standing.applied[worker]
+                    raise TimelineError(f"{push} {'twice' if twice else 'before an earlier one'}")
+                elif not 0 <= given < len(limits):
+                    raise TimelineError(f"{push} when there were {len(limits)} versions, and it was of {given}")
+                elif (since := standing.since(worker, step)) > limits[given]:
                     raise TimelineError(
-                        f"{push}, which began when {there.tolist()} steps of the workers were applied: with "
-                        f"staleness={self.bound} that is {step - self.bound} or more of each"
+                        f"{push}, its step {since} since it came, of a version where staleness={self.bound} lets begin "
+                        f"those up to {limits[given]:.0f}"
                     )
-                applied[worker] += 1
-                gone[worker] = False
-                versions.append((applied.copy(), gone.copy()))
+                else:
+                    standing.push(worker)
+                    limits.append(standing.limit)
+                limits[-1] = max(limits[-1], standing.limit)
+        if len({tuple(np.bincount(p[:, 0], minlength=self.workers)) for p in self.pushes}) > 1:
+            raise TimelineError("servers have pushes of other numbers of steps than each other")
