@@ -76,9 +76,9 @@ class Async:
     server updates what it keeps by each push as it comes (ASGD; MXNET-MPI, section 2).
 
     So a gradient is applied to weights that have moved since it was computed: how often, its staleness, is recorded,
-    and `autopar.replay_timeline` computes the same of the record. Everything of the update that gradients alone decide, as the
-    norm of a clip, is computed by the worker. The state of the optimizer is the servers', counts among it: a schedule
-    goes by the pushes of all workers.
+    and `autopar.replay_timeline` computes the same of the record. Everything of the update that gradients alone decide,
+    as the norm of a clip, is computed by the worker. The state of the optimizer is the servers', counts among it: a
+    schedule goes by the pushes of all workers.
 
     Attributes:
       staleness: s: a worker begins its step c once all workers' pushes of steps up to c-1-s are applied (stale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
+from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Program
 from autopar.ir.served import ServedStep, ServerPart
 
@@ -33,6 +35,7 @@ class ServedPrograms:
     Attributes:
       step: What each of them does.
       servers: Of each server the pull, and the update by a push, in place.
+      digest: Tells these programs from others.
     """
 
     def __init__(
@@ -45,6 +48,9 @@ class ServedPrograms:
         self._devices, self._placements = devices, placements
         self.step: ServedStep = program.served
         self.servers = [_server_programs(part, analysed) for part in self.step.servers]
+        blocks = [b for part in self.step.servers for b in (part.pull, part.update)]
+        texts = ["\n".join(format_block(block)) for block in (self.step.ids, self.step.worker, *blocks)]
+        self.digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
         served, program = self.step, analysed
         types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]
         types += [program.block.outputs[program.new_states[k]].type for k in served.clocks]
@@ -98,7 +104,7 @@ def _server_programs(part: ServerPart, program: Program) -> tuple[PullProgram, U
     def update(
         leaves: Sequence[Array], clocks: Sequence[Array], pushed: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        if len({id(x) for x in leaves}) < len(leaves):  # leaves with one new value are one array
+        if any(x is y for n, x in enumerate(leaves) for y in leaves[:n]):  # leaves with one new value are one array
             leaves = [jnp.copy(x) for x in leaves]
         new = run_update(*leaves, *clocks, *pushed)
         return new[:count], new[count:]

@@ -10,6 +10,7 @@ section 3; MXNET-MPI, section 2.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar import jax_compat
 from autopar.errors import StrategyError
@@ -57,6 +58,27 @@ def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: As
     )
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """What all servers do together.
+
+    Attributes:
+      of_update: Equations of their updates.
+      pushed: What workers push.
+      of_pulls: Equations of pulls.
+      ids: What workers send for them.
+      whole: Leaves that are pulled whole.
+      pulls: Lookups of rows.
+    """
+
+    of_update: Sequence[Equation]
+    pushed: Sequence[Var]
+    of_pulls: Sequence[Equation]
+    ids: Sequence[Var]
+    whole: Collection[int]
+    pulls: Sequence[Equation]
+
+
 class _Cutter:
     def __init__(self, program: Program, servers: int) -> None:
         self._program, self._count = program, servers
@@ -87,9 +109,9 @@ class _Cutter:
         whole, pulls = self._pulled(pushed)
         ids, routes = self._sent(v for e in pulls for v in _free([], e.inputs[1:]))
         of_pulls = self._in_order([*pulls, *routes])
-        parts = [
-            self._part(leaves, (of_update, pushed), (of_pulls, ids), (whole, pulls)) for leaves in self._balanced(moved)
-        ]
+        cut = _Cut(of_update, pushed, of_pulls, ids, whole, pulls)
+        counted = [k for k in self._clocks if self._counts_by_itself(k, of_update)]
+        parts = [self._part(leaves, cut, () if n else counted) for n, leaves in enumerate(self._balanced(moved))]
         pulled = [v for part in parts for v in part.pull.outputs if isinstance(v, Var)]
         own = [*self._clocks, *(k for k in range(len(self._inputs)) if k not in self._new)]
         outputs = (*pushed, *(self._program.block.outputs[k] for k in self._results))
@@ -172,48 +194,51 @@ class _Cutter:
         made = [_union(groups[n] for n in part) for part in parts]
         return [[k for k in self._served if bits >> k & 1] for bits in made if bits]
 
-    def _part(
-        self,
-        leaves: Sequence[int],
-        update: tuple[Sequence[Equation], Sequence[Var]],
-        pull: tuple[Sequence[Equation], Sequence[Var]],
-        pulled: tuple[Collection[int], Sequence[Equation]],
-    ) -> ServerPart:
-        """What a server with these leaves keeps and runs.
+    def _counts_by_itself(self, clock: int, of_update: Sequence[Equation]) -> bool:
+        """Whether a server can count a clock though nothing else of it needs that: not a random key, which is each
+        worker's."""
+        v = self._inputs[clock]
+        if jax_compat.is_key(v.dtype):
+            return False
+        new = [self._new[clock]]
+        clocks = {self._inputs[k] for k in self._clocks}
+        return all(a in clocks for a in _free(needed_equations(Block((), tuple(of_update), ()), new), new))
+
+    def _part(self, leaves: Sequence[int], cut: _Cut, counted: Sequence[int]) -> ServerPart:
+        """Makes a server's programs.
 
         Args:
-          leaves: By the number of the step's input.
-          update, pull: Equations of all servers, and what workers send for them.
-          pulled: What workers pull: leaves whole, and rows by equations.
+          leaves: What it keeps, by the number of the step's input.
+          cut: Of all servers.
+          counted: Clocks that it counts, whether it reads them or not.
         """
-        (of_update, pushed), (of_pulls, ids), (whole, lookups) = update, pull, pulled
-        clocks: list[int] = []
+        clocks = list(counted)
         while True:  # a clock may need another one
             new = [self._new[k] for k in (*leaves, *clocks)]
-            equations = needed_equations(Block((), tuple(of_update), ()), new)
+            equations = needed_equations(Block((), tuple(cut.of_update), ()), new)
             read = _free(equations, new)
-            more = [k for k in self._clocks if self._inputs[k] in read]
+            more = [k for k in self._clocks if self._inputs[k] in read or k in counted]
             if more == clocks:
                 break
             clocks = more
-        used = [n for n, v in enumerate(pushed) if v in read]
+        used = [n for n, v in enumerate(cut.pushed) if v in read]
         kept = {self._inputs[k]: k for k in leaves}
-        rows = [e for e in lookups if e.inputs[0] in kept]
-        given = [*(self._inputs[k] for k in leaves if k in whole), *(e.outputs[0] for e in rows)]
-        of_given = needed_equations(Block((), tuple(of_pulls), ()), given)
-        asked = [n for n, v in enumerate(ids) if v in _free(of_given, ())]
+        rows = [e for e in cut.pulls if e.inputs[0] in kept]
+        given = [*(self._inputs[k] for k in leaves if k in cut.whole), *(e.outputs[0] for e in rows)]
+        of_given = needed_equations(Block((), tuple(cut.of_pulls), ()), given)
+        asked = [n for n, v in enumerate(cut.ids) if v in _free(of_given, ())]
         states = [self._inputs[k] for k in leaves]
-        inputs = (*states, *(self._inputs[k] for k in clocks), *(pushed[n] for n in used))
+        inputs = (*states, *(self._inputs[k] for k in clocks), *(cut.pushed[n] for n in used))
         return ServerPart(
             leaves=tuple(leaves),
             clocks=tuple(clocks),
-            pull=Block((*states, *(ids[n] for n in asked)), tuple(of_given), tuple(given)),
+            pull=Block((*states, *(cut.ids[n] for n in asked)), tuple(of_given), tuple(given)),
             ids=tuple(asked),
             update=Block(inputs, tuple(equations), tuple(new)),
             pushed=tuple(used),
             leaf_bytes=_bytes(states),
-            pull_bytes=_bytes(given) + _bytes([ids[n] for n in asked]),
-            push_bytes=_bytes([pushed[n] for n in used]),
+            pull_bytes=_bytes(given) + _bytes([cut.ids[n] for n in asked]),
+            push_bytes=_bytes([cut.pushed[n] for n in used]),
         )
 
     def _in_order(self, some: Collection[Equation]) -> list[Equation]:

@@ -9,7 +9,7 @@ from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
-from autopar.errors import StepError
+from autopar.errors import StateError, StepError
 from autopar.run.agreement import check_same_arrays
 from autopar.servers.session import Session
 from autopar.sync import Async
@@ -34,7 +34,7 @@ class ServedRunner:
         self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, compiled.bound.placements)
         inputs = zip(self._analysed.inputs, self._analysed.block.inputs, strict=True)
         shapes = ", ".join(f"{input_.path} {v.type}" for input_, v in inputs if input_.role != "state")
-        self._mode = f"{compiled.plan.served}, {shapes}"
+        self._mode = f"{compiled.plan.served}, {shapes} (program {self.programs.digest})"
         states = self._analysed.new_states
         self._types = {k: self._analysed.block.outputs[out].type for k, out in states.items()}
 
@@ -54,14 +54,31 @@ class ServedRunner:
             session = self._begun(leaves)
         elif session.mode != self._mode:
             raise StepError(
-                f"{self._analysed.name}: servers keep the state for one step with minibatches of one shape, "
-                f"{session.mode}; this is {self._mode}. Give minibatches of one size (drop_remainder=True), or begin "
-                "once more with autopar.average(state)"
+                f"{self._analysed.name}: servers keep the state for one step, with the same figures and minibatches of "
+                f"one shape: {session.mode}. This is {self._mode}. Give minibatches of one size (drop_remainder=True), "
+                "or begin once more with autopar.average(state)"
             )
+        else:
+            self._check_whole(leaves)
         results = session.step(self.programs, leaves)
         for k, out in self._analysed.new_states.items():
             results[out] = ServedLeaf(session, k, self._types[k])
         return self._out_tree.unflatten([results[k] for k in range(len(self._analysed.outputs))])
+
+    def _check_whole(self, leaves: Sequence[Any]) -> None:
+        """Check that all of the state is what servers keep.
+
+        Raises:
+          StateError: a leaf is another one.
+        """
+        for k in self._types:
+            leaf = leaves[k]
+            if not isinstance(leaf, ServedLeaf) or leaf.place != k:
+                raise StateError(
+                    f"{self._analysed.name}: servers keep the state, but {self._analysed.inputs[k].path} is another "
+                    "array than the step returned there. Take autopar.average(state) on all processes, replace it in "
+                    "that, and go on with the result"
+                )
 
     def _begun(self, leaves: Sequence[Any]) -> Session:
         """Begin to train an ordinary state, if all workers have the same. Collective.

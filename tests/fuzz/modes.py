@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.sync import Async
-
-#: Pairs (name, value), as `parallelize` takes them.
+#: Pairs (name, value), as `parallelize` takes them; of `sync` its text.
 Options = tuple[tuple[str, Any], ...]
 #: Schedule, number of stages, slack (None of synchronous ones).
 Pipeline = tuple[str, int, int | None] | tuple[()]
@@ -51,7 +49,9 @@ MODES: Mapping[str, Mode] = {
         Mode(
             "devices", devices=4, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto"), options=_ON_DEVICES
         ),
-        Mode("served", strategies=("auto",), options=((("sync", Async()),), (("sync", Async()), ("microbatches", 2)))),
+        Mode(
+            "served", strategies=("auto",), options=((("sync", "Async()"),), (("sync", "Async()"), ("microbatches", 2)))
+        ),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
         Mode(

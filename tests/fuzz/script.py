@@ -140,13 +140,14 @@ def text_of(program: Program) -> str:
     options = {"strategy": program.strategy, "donate": program.donate, **dict(program.options)}
     if "sync" in options:  # servers go on with every step
         options["donate"] = True
+    texts = [f"{name!r}: {value if name == 'sync' else repr(value)}" for name, value in options.items()]
     number = f'float("{program.number}")' if program.number * 0 else program.number
     figures = (program.seed, program.tables, program.rows, WIDTH, program.ids, PARTS)
     lines = [
         f"SEED, TABLES, ROWS, WIDTH, IDS, PARTS = {', '.join(map(str, figures))}",
         f"DTYPE = {program.dtype}",
         "from autopar.sync import Async, Average, Elastic",
-        f"DEVICES, OPTIONS = {program.devices}, {options!r}",
+        f"DEVICES, OPTIONS = {program.devices}, {{{', '.join(texts)}}}",
         f"PIPELINE = {program.pipeline!r}",
         f"NUMBER, NUMPY = {number}, {program.numpy}",
     ]
