@@ -136,3 +136,25 @@ def _like(value: Array, type_: Any) -> Array:
     if jax_compat.is_key(value.dtype):
         return value
     return jax_compat.weak(value) if getattr(type_, "weak_type", False) else jax_compat.strong(value)
+
+
+def one_worker(program: Program) -> Callable[..., list[Array]]:
+    """The step as one worker and its servers do it, on flat arrays: what a plain step must equal."""
+    served: ServedStep = program.served
+
+    def step(*leaves: Array) -> list[Array]:
+        ids = emit(served.ids)(*(leaves[k] for k in served.id_inputs))
+        pulled: list[Array] = []
+        for part in served.servers:
+            pulled += emit(part.pull)(*(leaves[k] for k in part.leaves), *(ids[n] for n in part.ids))
+        outputs = emit(served.worker)(*pulled, *(leaves[k] for k in served.own))
+        count = served.pushed + len(served.results)
+        results = dict(zip(served.results, outputs[served.pushed : count], strict=True))
+        results |= {program.new_states[k]: x for k, x in zip(served.clocks, outputs[count:], strict=True)}
+        for part in served.servers:
+            kept = (leaves[k] for k in (*part.leaves, *part.clocks))
+            new = emit(part.update)(*kept, *(outputs[n] for n in part.pushed))
+            results |= {program.new_states[k]: x for k, x in zip((*part.leaves, *part.clocks), new, strict=True)}
+        return [results[k] for k in range(len(program.outputs))]
+
+    return step

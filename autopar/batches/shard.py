@@ -18,7 +18,6 @@ from autopar.batches.readers import reader_of
 from autopar.batches.sources import Examples, Last, Stream
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
-from autopar.ir.options import Options as StepOptions
 
 
 def shard(
@@ -100,7 +99,7 @@ def shard(
     devices, group = (devices, devices.processes) if clients is None else (clients.devices, clients.processes)
     seed = -1 if shuffle is None else shuffle
     options = Options(devices, batch_axis, last, mask, per_process, epochs, seed, group, clients)
-    dealt = step is not None and step.options.has_servers
+    dealt = step is not None and not step.takes_turns
     added = [mask] if last == "pad" else []
     if batch_size is None:
         return Batches(Stream(source, batch_axis, added, epochs), options, ahead)
@@ -117,8 +116,8 @@ class Replicated(Protocol):
         ...
 
     @property
-    def options(self) -> StepOptions:
-        """What the user chose for the whole step."""
+    def takes_turns(self) -> bool:
+        """Whether they have them in turn, as many each; else whoever is free has the next."""
         ...
 
 

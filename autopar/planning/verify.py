@@ -19,6 +19,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.across import local
 from autopar.backends.emit import emit
+from autopar.backends.served import one_worker
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import format_block
 from autopar.ir.program import Block, Literal
@@ -35,6 +36,7 @@ from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.run.wrapped_step import AnyStep, unwrapped
+from autopar.tables.averaging import average
 from autopar.tables.kinds import materialize
 
 #: Error allowed, as a share of the largest change in a leaf.
@@ -77,7 +79,7 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         with noticing(step.name, "verifying, by the plain step and one in float64"):
             staged, leaves = entry.compiled.program.staged, pure.leaves(arrays, named)
             if entry.options.has_servers:
-                compared = compare_served(entry, leaves, steps)
+                compared = _compare_served(entry, leaves, steps)
             elif entry.clients is not None:
                 compared = compare_replicas(entry, leaves, steps)
             elif staged is not None and staged.asynchronous is not None:
@@ -88,6 +90,15 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from {compared.against}\n{wrong}")
     return compared
+
+
+def _compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+    """Compare what one worker does by itself with the plain step; and all workers with their replay."""
+    if entry.options.is_served:
+        alone = compare_runs(entry, [average(list(leaves))] * steps, planned=one_worker(entry.compiled.program))
+        if not alone.ok:
+            return alone
+    return compare_served(entry, leaves, steps)
 
 
 def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.ir.examples import example_axes
 from autopar.ir.paths import path_name
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
-from autopar.tables.kinds import materialize
+from autopar.tables.kinds import is_table, materialize
 
 
 @dataclass(eq=False)
@@ -29,6 +30,7 @@ class JoinedStep(ParallelStep):
     """
 
     all_devices: Devices | None = None
+    _states: frozenset[int] | None = None
 
     @property
     def dealing(self) -> Clients | None:
@@ -47,10 +49,9 @@ class JoinedStep(ParallelStep):
         devices = self.all_devices
         if devices is None or not devices.processes.several:
             return args, kwargs
-        apart = set(self.static_argnums)
-        batches = self.planner.batch_argnums
-        if batches is None:
-            apart.update((0,) if self.state_argnums is None else self.state_argnums)
+        if self._states is None:
+            self._states = self._find_states(args, kwargs)
+        batches, apart = self.planner.batch_argnums, {*self.static_argnums, *self._states}
         is_batch = [k in batches if batches is not None else k not in apart for k in range(len(args))]
         given = ([a for k, a in enumerate(args) if is_batch[k]], dict(kwargs) if batches is None else {})
         paths, tree = jax.tree_util.tree_flatten_with_path(given)
@@ -60,6 +61,14 @@ class JoinedStep(ParallelStep):
         joined, named = jax.tree.unflatten(tree, [_join(x, a, devices) for x, a in zip(leaves, axes, strict=True)])
         rest = iter(joined)
         return [next(rest) if is_batch[k] else a for k, a in enumerate(args)], {**kwargs, **named}
+
+    def _find_states(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+        """Positions of the state, as the step on this process's minibatch alone has them."""
+        options = dataclasses.replace(self.options, devices=1)
+        alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
+        dynamic = [k for k in range(len(args)) if k not in self.static_argnums]
+        states = ParallelStep(alone).entry(*args, **kwargs).states.outputs
+        return frozenset(dynamic[k] for k in states if k < len(dynamic))
 
 
 def _is_examples(leaf: Any) -> bool:
@@ -75,7 +84,7 @@ def _join(leaf: Any, axis: int | None, devices: Devices) -> Any:
 
 @dataclass(eq=False)
 class WarmedStep(ParallelStep):
-    """A step that does its first calls by another one: `Async(warmup=)`.
+    """A step that does its first calls by another one: `Async(warmup=)`. Workers have minibatches in turn.
 
     Attributes:
       first: The other one.
@@ -86,15 +95,19 @@ class WarmedStep(ParallelStep):
     warmup: int = 0
     _done: int = 0
 
+    @property
+    def takes_turns(self) -> bool:
+        return True
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.first is None or self._done > self.warmup:
             return super().__call__(*args, **kwargs)
         self._done += 1
         if self._done <= self.warmup:
             return self.first(*args, **kwargs)
-        args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=lambda x: hasattr(x, "materialize"))
+        args, kwargs = jax.tree.map(_own, (args, kwargs), is_leaf=is_table)
         return super().__call__(*args, **kwargs)
 
 
 def _own(leaf: Any) -> Any:
-    return local(materialize(leaf, copy=False)) if isinstance(leaf, jax.Array) or hasattr(leaf, "materialize") else leaf
+    return local(materialize(leaf, copy=False)) if isinstance(leaf, jax.Array) or is_table(leaf) else leaf

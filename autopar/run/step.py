@@ -87,6 +87,11 @@ class ParallelStep:
         return self.clients
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether clients have minibatches in turn, as many each; else whoever is free has the next (`shard`)."""
+        return not self.options.has_servers
+
+    @property
     def donate(self) -> bool:
         """Whether the state is updated in place."""
         return self.planner.donate
