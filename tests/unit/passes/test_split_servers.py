@@ -159,12 +159,13 @@ def test_steps_that_cannot_be_cut() -> None:
     with pytest.raises(autopar.StrategyError, match="nothing (to train|in it works on single examples)"):
         autopar.parallelize(nothing, sync=autopar.sync.Async(), state_argnums=0).entry(jnp.zeros(3), jnp.ones((4, 3)))
 
-    def shown(w: Any, x: Any) -> Any:
-        new = w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-        return new, jnp.linalg.norm(new)
+    def shown(state: Any, x: Any) -> Any:
+        w, m = state
+        m = 0.9 * m + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return (w - 0.1 * m, m), jnp.linalg.norm(w - 0.1 * m)
 
     with pytest.raises(autopar.StrategyError, match=r"autopar.average\(state\)"):
-        autopar.parallelize(shown, sync=autopar.sync.Async()).entry(jnp.zeros(3), jnp.ones((4, 3)))
+        autopar.parallelize(shown, sync=autopar.sync.Async()).entry((jnp.zeros(3), jnp.zeros(3)), jnp.ones((4, 3)))
 
     def meeting(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
