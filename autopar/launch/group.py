@@ -45,6 +45,16 @@ _PAUSE_S = 5e-4
 _exchanges: Counter[tuple[int, ...]] = Counter()
 
 
+#: Called before a process waits for others in a group. Unavoidably global, as whom others wait for is.
+_before_waiting: list[Callable[[Group], None]] = []
+
+
+def before_waiting(call: Callable[[Group], None]) -> None:
+    """Have something called with a group before this process waits for its others."""
+    if call not in _before_waiting:
+        _before_waiting.append(call)
+
+
 class Group(abc.ABC):
     """Processes in an order of their own.
 
@@ -72,14 +82,25 @@ class Group(abc.ABC):
     def rank(self) -> int:
         """This process's place among them."""
 
-    @abc.abstractmethod
     def gather(self, value: bytes, about: str) -> list[bytes]:
-        """Each process's value, in their order. Collective.
+        """Each process's value, in their order. Collective; says for whom it waits, or leaves the core to them.
 
         Args:
           value: This process's.
           about: What it is for; every process must say the same.
+
+        Raises:
+          AutoparError: another process exchanges something else.
         """
+        if not self.several:
+            return [value]
+        for call in _before_waiting:
+            call(self)
+        return self._gather(value, about)
+
+    @abc.abstractmethod
+    def _gather(self, value: bytes, about: str) -> list[bytes]:
+        """What `gather` does where there are several."""
 
     @abc.abstractmethod
     def share(self, array: np.ndarray, source: int) -> None:
@@ -192,10 +213,7 @@ class MpiGroup(Group):
         finally:
             comm.Free()
 
-    def gather(self, value: bytes, about: str) -> list[bytes]:
-        """Each rank's value, in their order. Collective; leaves the core to ranks that still work."""
-        if not self.several:
-            return [value]
+    def _gather(self, value: bytes, about: str) -> list[bytes]:
         with PROGRESS.during(f"waiting for the others, {about}", "waits"):
             all_done = self.comm.Ibarrier()
             while not all_done.Test():
@@ -236,14 +254,7 @@ class StoreGroup(Group):
             )
         return self.members.index(me)
 
-    def gather(self, value: bytes, about: str) -> list[bytes]:
-        """Each process's value, in their order. Waits for all of them, and says so if one doesn't come.
-
-        Raises:
-          AutoparError: another process exchanges something else.
-        """
-        if not self.several:
-            return [value]
+    def _gather(self, value: bytes, about: str) -> list[bytes]:
         store = jax_compat.key_value_store()
         assert store is not None, "a mesh over several processes needs jax.distributed, and so its store"
         before = PROGRESS.last

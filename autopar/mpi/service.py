@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -68,11 +68,13 @@ class Service:
         self._handlers.append(handler)
         return len(self._handlers) - 1
 
-    def release(self, number: int) -> None:
-        """Say that this rank asks no more. May come at any time, from any thread."""
+    def release(self, number: int, farewells: Sequence[tuple[int, Any]] = ()) -> None:
+        """Say that this rank asks no more, behind some messages that aren't answered, each with its rank. May come at
+        any time, from any thread."""
         if self._thread is None:
             self._handlers[number] = None
         else:  # in the middle of anything, a collection of garbage: nothing that may be locked
+            self._outgoing.extend((rank, (number, "ask", message)) for rank, message in farewells)
             self._outgoing.extend((rank, (number, "release", None)) for rank in range(self.size))
 
     def send(self, number: int, rank: int, message: Any) -> None:

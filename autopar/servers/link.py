@@ -24,16 +24,18 @@ class Link:
       servers: How many there are.
       serve: Makes what takes messages in a process, of its number.
       clients: The workers; messages name them by number.
+      farewell: A message for all servers, once nobody has the link any more; None: there is none.
     """
 
-    def __init__(self, servers: int, serve: Callable[[int], Handler], clients: Clients) -> None:
+    def __init__(self, servers: int, serve: Callable[[int], Handler], clients: Clients, farewell: Any = None) -> None:
         self._service, self._clients, self.servers = service(), clients, range(servers)
         here = self._service.rank
         #: Of each server the replies that are still to come.
         self._open: Counter[int] = Counter()
         self._number = self._service.register(self._addressed(serve(here)) if here < servers else None)
         everyone().gather(b"", "servers are there")
-        weakref.finalize(self, self._service.release, self._number).atexit = False
+        farewells = [(n, farewell) for n in self.servers] if farewell is not None and clients.leads else []
+        weakref.finalize(self, self._service.release, self._number, farewells).atexit = False
 
     @property
     def number(self) -> int:
@@ -92,15 +94,15 @@ class Link:
                 self._next(n)
         with PROGRESS.during("waiting for the others' steps", "waits"):
             processes.gather(b"", "all messages are done")
-        if resumed is not None:
-            for n in self.servers:
-                self.tell(n, resumed)
         mine = None
         if here in self.servers:
             self._request(here, Read(here))
             mine = self._next(here)
         sent = pickle.dumps((mine, own if here == 0 else None))
         all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
+        if resumed is not None:
+            for n in self.servers:
+                self.tell(n, resumed)
         return [kept for kept, _ in all_[: len(self.servers)]], all_[0][1]
 
     def _request(self, server: int, message: Any) -> None:

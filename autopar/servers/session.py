@@ -12,6 +12,7 @@ import numpy as np
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
+from autopar.launch.group import Group, before_waiting, everyone
 from autopar.launch.shutdown import at_leaving
 from autopar.launch.slowness import SLOWNESS
 from autopar.servers.link import Link
@@ -28,6 +29,12 @@ def leave_sessions() -> None:
     """Let nobody wait for this process's workers until they go on."""
     for session in list(_sessions):
         session.leave()
+
+
+def _leave_for(group: Group) -> None:
+    """Leave before this process waits for others than those of its own worker."""
+    if group.size == everyone().size:
+        leave_sessions()
 
 
 class Session:
@@ -48,15 +55,19 @@ class Session:
     def __init__(
         self, programs: ServedPrograms, leaves: Sequence[Array], staleness: int | None, mode: str, clients: Clients
     ) -> None:
-        self.mode, self.steps, self._staleness = mode, 0, staleness
+        self.mode, self.steps, self._staleness, self._is_away = mode, 0, staleness, False
         self.clocks: Mapping[int, Array] = {k: jnp.copy(leaves[k]) for k in programs.step.clocks}
         self._homes = programs.step.homes
+        self.link = Link(
+            len(programs.servers),
+            lambda n: served(programs, n, leaves, clients.count, staleness).take,
+            clients,
+            Leave(clients.own),
+        )
         if not _sessions:
             at_leaving(leave_sessions)
+            before_waiting(_leave_for)
         _sessions.add(self)
-        self.link = Link(
-            len(programs.servers), lambda n: served(programs, n, leaves, clients.count, staleness).take, clients
-        )
 
     @property
     def served(self) -> Mapping[int, int]:
@@ -72,6 +83,7 @@ class Session:
         """
         given, link = [self.clocks.get(k, x) for k, x in enumerate(leaves)], self.link
         link.drain()
+        self._is_away = False
         for n, ids in enumerate(programs.ids(given)):
             link.request(n, Pull(link.number, self.steps, [np.asarray(local(x)) for x in ids]))
         pulled = [reply.values for reply in link.receive()]
@@ -91,6 +103,9 @@ class Session:
 
     def leave(self) -> None:
         """Let nobody wait for this worker until it goes on."""
+        if self._is_away or self.link.workers == 1:
+            return
+        self._is_away = True
         for n in self.link.servers:
             self.link.tell(n, Leave(self.link.number))
 
@@ -107,4 +122,6 @@ class Session:
         """What each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
         self.leave()
         own = {k: on_host(local(x)) for k, x in self.clocks.items()}
-        return self.link.settled(own, Return(self.link.number))
+        kept = self.link.settled(own, Return(self.link.number))
+        self._is_away = False
+        return kept

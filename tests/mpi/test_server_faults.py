@@ -83,3 +83,21 @@ def test_a_rank_that_nobody_waits_for_is_named(run_ranks: Run) -> None:
 def test_a_rank_may_do_fewer_steps(run_ranks: Run, sync: str) -> None:
     job = run_ranks(3, with_fault("break", sync, pause=0.05))
     assert job.code == 0 and len(set(re.findall("done (.*)", job.output))) == 1, job.output
+
+
+def test_a_rank_may_leave_at_any_time(run_ranks: Run) -> None:
+    """Others don't wait for its steps; its server goes on. A last push, large and slow to apply, is taken."""
+    script = with_fault("break", BOUNDED, pause=0.05).split("final = ")[0]
+    script += """
+@autopar.parallelize(sync=autopar.sync.Async())
+def large_step(state, batch):
+    slope = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state[0])
+    return (state[0] - 0.1 * slope, jnp.sort(state[1]) + slope[0, 0]), None
+
+state = jnp.ones((500, 500)), jnp.ones(1 << 20)
+for step in range(3):
+    state, _ = large_step(state, np.ones((4, 500), np.float32))
+os.write(1, b"done\\n")
+"""
+    job = run_ranks(3, script, timeout_s=60)
+    assert job.code == 0 and job.output.count("done") == 3, job.output

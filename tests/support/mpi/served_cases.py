@@ -126,6 +126,32 @@ def check_a_worker_with_fewer_steps_holds_up_nobody() -> None:
     same(made, replayed(step, make_state(tx), timeline)[0])
 
 
+def check_the_bound_holds_after_a_rest() -> None:
+    """Workers have done different numbers of steps before it; whoever is late then is waited for."""
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Async(staleness=1))
+    state, _ = trained(step, make_state(tx), 3 + 4 * RANK)
+    before = len(autopar.timeline(state).pushes[0])
+    time.sleep(0.3 if RANK == RANKS - 1 else 0)
+    for k in range(8):
+        state, _ = step(state, minibatch(RANK, k))
+    timeline = autopar.timeline(state)  # it checks the bound, counted since the rest
+    later = timeline.pushes[0][before:, 0].tolist()
+    assert len(later) == 8 * RANKS
+    assert max(later[: later.index(RANKS - 1)].count(w) for w in range(RANKS)) <= 2
+
+
+def check_loops_of_several_epochs_under_a_bound() -> None:
+    """A worker that has no minibatch left is waited for by nobody, whatever it does next."""
+    step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=Async(staleness=1))
+    state = make_state(optax.sgd(0.1))
+    for epoch in range(3):
+        for batch in autopar.shard({"k": np.arange(11)}, batch_size=1, step=step, shuffle=epoch):
+            state, _ = step(state, minibatch(0, int(batch["k"][0])))
+            time.sleep(0.01 * RANK)
+    assert autopar.timeline(state).steps.sum() == 33
+
+
 def check_checkpoints() -> None:
     """What is saved has all pushes, and another job of servers goes on with it."""
     tx = optax.adam(1e-2)
