@@ -24,7 +24,7 @@ UpdateProgram = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tu
 
 
 class ServedPrograms:
-    """What workers and servers run.
+    """Holds what workers and servers run.
 
     Args:
       program: A program that `split_servers` has cut.
@@ -69,8 +69,8 @@ class ServedPrograms:
     def work(
         self, pulled: Sequence[Sequence[Array]], leaves: Sequence[Array]
     ) -> tuple[list[Sequence[Array]], dict[int, Array], dict[int, Array]]:
-        """What is pushed to each server, the worker's results by number of the output, and new clocks by that of the
-        input.
+        """Returns what is pushed to each server, the worker's results by number of the output, and new clocks by that
+        of the input.
 
         Args:
           pulled: Of each server.

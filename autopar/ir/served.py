@@ -10,7 +10,7 @@ from autopar.ir.program import Block
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerPart:
-    """What one server keeps, and what it computes of that.
+    """Holds what one server keeps, and what it computes of that.
 
     Attributes:
       leaves: The leaves of the state that it keeps, by the number of the step's input.

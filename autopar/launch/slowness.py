@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Slowness:
-    """How long a worker's own computation takes at least. One a process: it is a property of the machine.
+    """Holds how long a worker's own computation takes at least. One a process: it is a property of the machine.
 
     Attributes:
       factor: How many times as long as it takes.
@@ -20,7 +20,7 @@ class Slowness:
 
     @property
     def is_on(self) -> bool:
-        """Whether it pretends anything."""
+        """Says whether it pretends anything."""
         return self.factor > 1 or self.least_s > 0
 
     @contextlib.contextmanager

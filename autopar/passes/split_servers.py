@@ -37,7 +37,7 @@ def split_servers(program: Program, servers: int) -> ServedStep:
 
 
 def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: Async, clients: int) -> ServedPlan:
-    """What is decided of a step that `split_servers` has cut, as the plan has it."""
+    """Returns what is decided of a step that `split_servers` has cut, as the plan has it."""
     paths = [input_.path for input_ in program.inputs]
     lifted = {k for space in program.rows.spaces if bound.family(space.family) is not None for k in space.leaves}
     pulled = {v: k for part in served.servers for k, v in zip(part.leaves, part.pull.inputs, strict=False)}
@@ -60,7 +60,7 @@ def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: As
 
 @dataclass(frozen=True)
 class _Cut:
-    """What all servers do together.
+    """Holds what all servers do together.
 
     Attributes:
       of_update: Equations of their updates.
@@ -195,7 +195,7 @@ class _Cutter:
         return [[k for k in self._served if bits >> k & 1] for bits in made if bits]
 
     def _counts_by_itself(self, clock: int, of_update: Sequence[Equation]) -> bool:
-        """Whether a server can count a clock though nothing else of it needs that: not a random key, which is each
+        """Says whether a server can count a clock though nothing else of it needs that: not a random key, which is each
         worker's."""
         v = self._inputs[clock]
         if jax_compat.is_key(v.dtype):
@@ -278,7 +278,7 @@ class _Cutter:
 
 
 def _reached(equations: Iterable[Equation], starts: Mapping[Var, int]) -> dict[Atom, int]:
-    """Of each value the bits of the starts that it follows from."""
+    """Finds of each value the bits of the starts that it follows from."""
     reached: dict[Atom, int] = {**starts}
     for equation in equations:
         bits = _union(reached.get(a, 0) for a in equation.inputs)
@@ -288,7 +288,7 @@ def _reached(equations: Iterable[Equation], starts: Mapping[Var, int]) -> dict[A
 
 
 def _free(equations: Iterable[Equation], outputs: Iterable[Atom]) -> dict[Var, None]:
-    """What equations and outputs read, and the equations don't make, in order."""
+    """Returns what equations and outputs read, and the equations don't make, in order."""
     equations = list(equations)
     made = {v for e in equations for v in e.outputs}
     read = (a for atoms in (*(e.inputs for e in equations), outputs) for a in atoms)

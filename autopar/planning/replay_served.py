@@ -35,8 +35,8 @@ AGAINST = "a sequential replay of what its servers did, since asynchronous train
 
 
 def timeline(state: Any) -> Timeline:
-    """What servers did with a state, since the first call with it: which push (or exchange) came after which, and what
-    it had seen.
+    """Returns what servers did with a state, since the first call with it: which push (or exchange) came after which,
+    and what it had seen.
 
     `autopar.replay_timeline` computes the numbers again of it; its `staleness` and `steps` say how the training went.
     Waits for all pushes; servers go on afterwards. Collective: all processes call it.

@@ -20,7 +20,7 @@ Array = Any
 
 
 class CenterSession:
-    """What this process does for elastic averaging: it is a worker, and perhaps a server. Collective to make.
+    """Does this process's part of elastic averaging: it is a worker, and perhaps a server. Collective to make.
 
     Args:
       weights: By number of the step's input, the same on all processes: where the centre begins.
@@ -50,7 +50,7 @@ class CenterSession:
         self.exchanges += 1
 
     def receive(self) -> dict[int, Array]:
-        """How far the weights move by the exchange that was begun last."""
+        """Returns how far the weights move by the exchange that was begun last."""
         moves: dict[int, Array] = {}
         for part, reply in zip(self._parts, self._link.receive(), strict=True):
             moves |= zip(part, reply.values, strict=True)
@@ -61,7 +61,7 @@ class CenterSession:
         return state_of({}, self._link.settled(None)[0])
 
     def timeline(self) -> Timeline:
-        """All exchanges, in their order on each server. Collective."""
+        """Returns all exchanges, in their order on each server. Collective."""
         return Timeline(self._link.workers, None, [kept.events for kept in self._link.settled(None)[0]])
 
 

@@ -35,7 +35,7 @@ class Job:
         self._clocks = [{k: leaves[k] for k in programs.step.clocks} for _ in range(workers)]
 
     def kept(self) -> list[Kept]:
-        """What each server keeps now."""
+        """Returns what each server keeps now."""
         replies = [server.take(Read(0)) for server in self.servers]
         return [reply for ((_, reply),) in replies if isinstance(reply, Kept)]
 

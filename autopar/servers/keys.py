@@ -72,7 +72,7 @@ class KeyServer:
 
     @property
     def updates(self) -> bool:
-        """Whether there is an optimizer."""
+        """Says whether there is an optimizer."""
         return self._update is not None
 
     def take(self, message: PushKey | PullKey) -> list[tuple[int, np.ndarray]]:

@@ -27,7 +27,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """What a worker's minibatch gave, for a server to apply. Not answered."""
+    """Holds what a worker's minibatch gave, for a server to apply. Not answered."""
 
     worker: int
     step: int
@@ -57,7 +57,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """All workers are waited for again, where all have left. Not answered."""
+    """Says that all workers are waited for again, where all have left. Not answered."""
 
     worker: int
 
@@ -85,7 +85,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a server keeps, and what it has done.
+    """Holds what a server keeps, and what it has done.
 
     Attributes:
       leaves, clocks: By number of the step's input.

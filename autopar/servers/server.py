@@ -92,7 +92,7 @@ class Server:
 
     @property
     def events(self) -> np.ndarray:
-        """What was done so far, as `Timeline` has it, int64[n, 3]."""
+        """Returns what was done so far, as `Timeline` has it, int64[n, 3]."""
         return np.array(self._events, np.int64).reshape(-1, 3)
 
     def _kept(self, wanted: Collection[int] | None) -> Kept:
@@ -104,7 +104,7 @@ class Server:
         return Kept(leaves, clocks, self.events)
 
     def _may_begin(self, pull: Pull) -> bool:
-        """Whether all pushes of steps up to c-1-s are applied."""
+        """Says whether all pushes of steps up to c-1-s are applied."""
         return self._standing.since(pull.worker, pull.step) <= self._standing.limit
 
     def _pulled(self, pull: Pull) -> Pulled:

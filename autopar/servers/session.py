@@ -38,7 +38,7 @@ def _leave_for(group: Group) -> None:
 
 
 class Session:
-    """What this process does for the training of a state: it is a worker, and perhaps a server. Collective to make.
+    """Does this process's part of training: it is a worker, and perhaps a server of a state. Collective to make.
 
     Args:
       programs: What workers and servers run.
@@ -115,11 +115,11 @@ class Session:
         return state_of(clocks, kept)
 
     def timeline(self) -> Timeline:
-        """What all servers did. Collective."""
+        """Returns what all servers did. Collective."""
         return Timeline(self.link.workers, self._staleness, [kept.events for kept in self._kept()[0]])
 
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
-        """What each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
+        """Returns what each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
         self.leave()
         own = {k: on_host(local(x)) for k, x in self.clocks.items()}
         kept = self.link.settled(own, Return(self.link.number))

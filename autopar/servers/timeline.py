@@ -19,7 +19,7 @@ LEFT, CAME = -1, -2
 
 
 class Standing:
-    """How far workers are, and who waits for whom: the staleness bound.
+    """Holds how far workers are, and who waits for whom: the staleness bound.
 
     Workers are compared by the steps that they have done since they came. Whoever comes back begins with as many as the
     slowest of those who are there; if nobody is, all begin anew.
@@ -32,11 +32,11 @@ class Standing:
 
     @property
     def nobody(self) -> bool:
-        """Whether all are gone."""
+        """Says whether all are gone."""
         return len(self._gone) == len(self.applied)
 
     def is_gone(self, worker: int) -> bool:
-        """Whether nobody waits for a worker."""
+        """Says whether nobody waits for a worker."""
         return worker in self._gone
 
     def leave(self, worker: int) -> None:
@@ -71,7 +71,7 @@ class Standing:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What all servers did.
+    """Holds what all servers did.
 
     Attributes:
       workers: N.
@@ -96,13 +96,13 @@ class Timeline:
 
     @property
     def steps(self) -> np.ndarray:
-        """How many steps each worker has done, int64[N]."""
+        """Returns how many steps each worker has done, int64[N]."""
         pushes = self.pushes[0] if self.events else np.zeros((0, 3), np.int64)
         return np.bincount(pushes[:, 0], minlength=self.workers)
 
     @property
     def staleness(self) -> np.ndarray:
-        """Of each push how many others a server applied between the pull of its weights and itself, int64[n]."""
+        """Returns of each push how many others a server applied since the pull of its weights, int64[n]."""
         late = [np.arange(len(pushes)) - pushes[:, 2] for pushes in self.pushes]
         return np.concatenate([np.zeros(0, np.int64), *late])
 

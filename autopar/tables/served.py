@@ -28,7 +28,7 @@ class ServedLeaf(StandingLeaf):
 
     @property
     def session(self) -> Session:
-        """What the worker does."""
+        """Returns what the worker does."""
         return self._session
 
     @property
@@ -46,7 +46,7 @@ class ServedLeaf(StandingLeaf):
 
     @property
     def is_weak(self) -> bool:
-        """Whether its type is a weak one."""
+        """Says whether its type is a weak one."""
         return bool(getattr(self._aval, "weak_type", False))
 
     def is_deleted(self) -> bool:
@@ -77,7 +77,7 @@ class ServedLeaf(StandingLeaf):
 
 
 def session_of(leaves: Sequence[Any]) -> Session | None:
-    """What this process does for the state that some leaves are of; None if servers keep none of them.
+    """Returns what this process does for the state that some leaves are of; None if servers keep none of them.
 
     Raises:
       DonatedStateError: they are of several states, or were given to a step.
