@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mpi.jobs import MPIEXEC, Job, Run, run_job
+from tests.support.mpi.jobs import MPIEXEC, WARNINGS, Job, Run, run_job
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run_ranks(tmp_path: Path) -> Iterator[Run]:
         folder.mkdir()
         (folder / "train.py").write_text(textwrap.dedent(script))
         files = ["-outfile-pattern", "out.%r", "-errfile-pattern", "err.%r"]
-        command = [str(MPIEXEC), *files, "-n", str(count), sys.executable, "-W", "error", "train.py"]
+        command = [str(MPIEXEC), *files, "-n", str(count), sys.executable, *WARNINGS, "train.py"]
         env = {"JAX_NUM_CPU_DEVICES": str(devices), **env}
         jobs.append(run_job(command, folder, count=count, timeout_s=timeout_s, interrupt=interrupt, **env))
         return jobs[-1]

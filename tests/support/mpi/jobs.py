@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
+#: Python's options for ranks. What another process is writing to JAX's cache is compiled once more.
+WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache:UserWarning")
 
 #: Processes of a job are known by this variable in their environment.
 _MARK = "AUTOPAR_TEST_JOB"

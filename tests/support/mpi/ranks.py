@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.support.mpi.jobs import WARNINGS
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -26,7 +28,7 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert launcher, "no mpiexec: pip install mpich"
-    command = [launcher, "-n", str(count), sys.executable, "-W", "error", "-m", "mpi4py.run", "-m", module, *arguments]
+    command = [launcher, "-n", str(count), sys.executable, *WARNINGS, "-m", "mpi4py.run", "-m", module, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with output.open("wb") as file:
         process = subprocess.Popen(
