@@ -152,6 +152,26 @@ def check_loops_of_several_epochs_under_a_bound() -> None:
     assert autopar.timeline(state).steps.sum() == 33
 
 
+def check_runs_at_random() -> None:
+    """Twenty in `make test-all`: other bounds, numbers of steps and delays, with and without a rest between."""
+    tx, random = optax.sgd(0.1), np.random.default_rng(5)
+    steps = {bound: autopar.parallelize(step_of(tx), sync=Async(staleness=bound)) for bound in (None, 1, 2, 5)}
+    for _ in range(20 if RANKS > 2 else 2):
+        step = list(steps.values())[random.integers(4)]
+        counts = random.integers(1, 12, (2, RANKS))
+        pauses = random.exponential(0.004, RANKS)
+        state = make_state(tx)
+        for part in range(2):
+            for k in range(int(counts[0, RANK] * part), int(counts[: part + 1, RANK].sum())):
+                state, _ = step(state, minibatch(RANK, k))
+                time.sleep(pauses[RANK])
+            if random.integers(2):
+                autopar.average(state)
+        timeline, made = autopar.timeline(state), autopar.average(state)
+        assert timeline.steps.tolist() == counts.sum(0).tolist()
+        same(made, replayed(step, make_state(tx), timeline)[0])
+
+
 def check_checkpoints() -> None:
     """What is saved has all pushes, and another job of servers goes on with it."""
     tx = optax.adam(1e-2)
