@@ -201,8 +201,8 @@ def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Any]) ->
         path = next(path for path, a, b in zip(arrays, all_[0], all_[k], strict=True) if a != b)
         raise StateError(
             f"{name}: {path} isn't the same array on {processes.name(k)} as on {processes.name(0)}. All begin with the "
-            "same state: make it of the same seed. If it is one that this step has trained and that became ordinary "
-            "arrays (by autopar.materialize, or arithmetic), take autopar.average(state), or go on with it as returned"
+            "same state: make it of the same seed. If they are replicas that became ordinary arrays (by "
+            "autopar.materialize, or arithmetic), take autopar.average(state), or go on with the state as returned"
         )
 
 
