@@ -164,9 +164,9 @@ class ParallelStep:
             return known
         if self.clients is None and any(isinstance(leaf, Replica | ServedLeaf) for leaf in leaves):
             raise StepError(
-                f"{self.name} was given a state of a step with sync=, of which each client has its own, and takes "
-                "what is the same everywhere: give autopar.average(state), or autopar.materialize(state) for this "
-                "client's own"
+                f"{self.name} was given replicas, or leaves that servers keep, of which each client has its own, and "
+                "takes what is the same everywhere: give autopar.average(state), or autopar.materialize(state) for "
+                "this client's own"
             )
         entry = self.entry(*args, **kwargs)
         if any(map(is_traced, leaves)):
