@@ -105,11 +105,18 @@ def _server_programs(part: ServerPart, program: Program) -> tuple[PullProgram, U
         leaves: Sequence[Array], clocks: Sequence[Array], pushed: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
         if any(x is y for n, x in enumerate(leaves) for y in leaves[:n]):  # leaves with one new value are one array
-            leaves = [jnp.copy(x) for x in leaves]
+            leaves = [copied(x) for x in leaves]
         new = run_update(*leaves, *clocks, *pushed)
         return new[:count], new[count:]
 
     return pull, update
+
+
+def copied(leaf: Array) -> Array:
+    """Returns an array that nobody else updates in place."""
+    if jax_compat.is_key(getattr(leaf, "dtype", None)):
+        return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+    return jnp.array(leaf)
 
 
 def _own(block: Block) -> Callable[..., list[Array]]:
@@ -117,7 +124,7 @@ def _own(block: Block) -> Callable[..., list[Array]]:
     run, given = emit(block), set(block.inputs)
 
     def own(*inputs: Array) -> list[Array]:
-        return [jnp.copy(x) if a in given else x for a, x in zip(block.outputs, run(*inputs), strict=True)]
+        return [copied(x) if a in given else x for a, x in zip(block.outputs, run(*inputs), strict=True)]
 
     return own
 

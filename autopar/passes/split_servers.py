@@ -98,7 +98,7 @@ class _Cutter:
         if not self._served:
             raise StrategyError(
                 f"sync=Async: no new state of {self._program.name} follows from what it is given with each call, so "
-                "there is nothing to train. Leave sync= out"
+                "there is nothing to train. Say with state_argnums= what the state is, or leave sync= out"
             )
         new = [self._new[k] for k in self._served]
         update = needed_equations(Block((), tuple(self._on_state), ()), new)

@@ -99,7 +99,9 @@ def replay_timeline(
             f"{timeline.workers}"
         )
     options = dataclasses.replace(step.options, clients=timeline.workers, servers=len(timeline.events))
-    first = next(own[0] for own in minibatches if own)
+    first = next((own[0] for own in minibatches if own), None)
+    if first is None:
+        raise ArgumentsError("replay_timeline was given no minibatches")
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]

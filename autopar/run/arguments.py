@@ -72,7 +72,7 @@ def shape_of(leaf: Any, path: str, remedy: str) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if is_table(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "is_weak", False))
     try:
         aval = jax.typeof(leaf)
     except TypeError as error:

@@ -162,7 +162,7 @@ class ParallelStep:
         if known is not None:
             self._last, self.latest = known, known.entry
             return known
-        if self.clients is None and any(isinstance(leaf, Replica | ServedLeaf) for leaf in leaves):
+        if any(map(self._is_of_another_kind, leaves)):
             raise StepError(
                 f"{self.name} was given replicas, or leaves that servers keep, of which each client has its own, and "
                 "takes what is the same everywhere: give autopar.average(state), or autopar.materialize(state) for "
@@ -177,6 +177,13 @@ class ParallelStep:
         if key is not None:
             self._ready[key] = self._last = ready
         return ready
+
+    def _is_of_another_kind(self, leaf: Any) -> bool:
+        """Whether a leaf is of a state that steps with another `sync=` train."""
+        is_served = self.options.is_served
+        return (isinstance(leaf, ServedLeaf) and not is_served) or (
+            isinstance(leaf, Replica) and (self.clients is None or is_served)
+        )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""

@@ -6,12 +6,11 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.served import PullProgram, ServedPrograms, UpdateProgram
-from autopar.errors import AutoparError
+from autopar.backends.served import PullProgram, ServedPrograms, UpdateProgram, copied
+from autopar.errors import AutoparError, StateError
 from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return
 from autopar.servers.timeline import CAME, LEFT, Standing
 
@@ -44,7 +43,7 @@ class Server:
         self._standing = Standing(workers, staleness)
         #: The version that each worker's last pull was given.
         self._given = [0] * workers
-        self._version, self._workers = 0, workers
+        self._version, self._workers, self._failed = 0, workers, ""
         self._waiting: list[Pull] = []
         self._events = array("q")
 
@@ -53,8 +52,14 @@ class Server:
 
         Raises:
           AutoparError: a push that isn't the next one of its worker.
+          StateError: an earlier update failed.
         """
         worker = message.worker
+        if self._failed:
+            raise StateError(
+                f"an update of what a server keeps failed, and its state is lost: {self._failed}. Begin once more with "
+                "a state of before, as of a checkpoint"
+            )
         if isinstance(message, Read):
             return [(worker, self._kept(message.leaves))]
         due: list[Pull] = []
@@ -72,7 +77,11 @@ class Server:
                     f"worker {worker} pushed step {message.step} where {self._standing.applied[worker]} is next. This "
                     "is a bug of autopar"
                 )
-            self._leaves, self._clocks = self._update(self._leaves, self._clocks, message.values)
+            try:
+                self._leaves, self._clocks = self._update(self._leaves, self._clocks, message.values)
+            except Exception as error:
+                self._failed = str(error).splitlines()[0]
+                raise
             self._standing.push(worker)
             self._events.extend((worker, message.step, self._given[worker]))
             self._version += 1
@@ -109,7 +118,7 @@ class Server:
 
     def _pulled(self, pull: Pull) -> Pulled:
         self._given[pull.worker] = self._version
-        return Pulled(self._version, [np.asarray(x) for x in self._pull(self._leaves, pull.ids)])
+        return Pulled(self._version, [sendable(x) for x in self._pull(self._leaves, pull.ids)])
 
 
 def served(
@@ -137,9 +146,9 @@ def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Arr
 
 def on_host(leaf: Array) -> Array:
     """Returns a copy that later updates leave alone, and that can be sent."""
-    return leaf if jax_compat.is_key(leaf.dtype) else np.array(leaf)
+    return copied(leaf) if jax_compat.is_key(leaf.dtype) else np.array(leaf)
 
 
-def copied(leaf: Array) -> Array:
-    """Returns a copy that nobody else updates in place."""
-    return leaf if jax_compat.is_key(leaf.dtype) else jnp.copy(leaf)
+def sendable(value: Array) -> Array:
+    """Returns an array of NumPy without a copy, where that is possible; a random key as it is, which can be pickled."""
+    return value if jax_compat.is_key(value.dtype) else np.asarray(value)

@@ -6,18 +6,17 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
-from autopar.backends.served import ServedPrograms
+from autopar.backends.served import ServedPrograms, copied
 from autopar.launch.group import Group, before_waiting, everyone
 from autopar.launch.shutdown import at_leaving
 from autopar.launch.slowness import SLOWNESS
 from autopar.servers.link import Link
 from autopar.servers.messages import Kept, Leave, Pull, Push, Return
-from autopar.servers.server import on_host, served, state_of
+from autopar.servers.server import on_host, sendable, served, state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
@@ -56,7 +55,7 @@ class Session:
         self, programs: ServedPrograms, leaves: Sequence[Array], staleness: int | None, mode: str, clients: Clients
     ) -> None:
         self.mode, self.steps, self._staleness, self._is_away = mode, 0, staleness, False
-        self.clocks: Mapping[int, Array] = {k: jnp.copy(leaves[k]) for k in programs.step.clocks}
+        self.clocks: Mapping[int, Array] = {k: copied(leaves[k]) for k in programs.step.clocks}
         self._homes = programs.step.homes
         self.link = Link(
             len(programs.servers),
@@ -89,7 +88,7 @@ class Session:
         pulled = [reply.values for reply in link.receive()]
         with SLOWNESS.computing():
             pushed, results, self.clocks = programs.work(pulled, given)
-            sent = [[np.asarray(local(x)) for x in values] for values in pushed]
+            sent = [[sendable(local(x)) for x in values] for values in pushed]
         for n, values in enumerate(sent):
             link.tell(n, Push(link.number, self.steps, values))
         self.steps += 1
@@ -99,7 +98,7 @@ class Session:
         """A leaf of the state as it is now."""
         if leaf in self.clocks:
             return self.clocks[leaf]
-        return jnp.asarray(self.link.read(self._homes[leaf], leaf))
+        return self.link.read(self._homes[leaf], leaf)
 
     def leave(self) -> None:
         """Let nobody wait for this worker until it goes on."""

@@ -112,7 +112,17 @@ class Timeline:
         Raises:
           TimelineError: it can't.
         """
+        if not self.events:
+            raise TimelineError("a timeline has the events of one server at least")
         for n, events in enumerate(self.events):
+            if (
+                np.ndim(events) != 2
+                or np.shape(events)[1] != 3
+                or not np.issubdtype(np.asarray(events).dtype, np.integer)
+            ):
+                raise TimelineError(
+                    f"the events of server {n} aren't int64[n, 3], but {np.asarray(events).dtype}{np.shape(events)}"
+                )
             standing = Standing(self.workers, self.bound)
             limits = [standing.limit]  # of each version the most that a pull of it could see
             for worker, step, given in events.tolist():

@@ -176,3 +176,68 @@ def test_steps_that_cannot_be_cut() -> None:
 
     with pytest.raises(autopar.StrategyError, match="sync: meeting can't be cut.* leave sync= out"):
         autopar.parallelize(meeting, sync=autopar.sync.Async()).entry(jnp.ones((3, 2)), jnp.ones((4, 3)))
+
+
+def test_random_keys_that_servers_keep_and_weak_types() -> None:
+    """A step that is left out, key and all, where its loss isn't finite; a count and a rate of Python's."""
+
+    def step(state: Any, x: Any) -> Any:
+        key, own = jax.random.split(state["key"])
+
+        def loss_of(w: Any) -> Any:
+            h = x @ w
+            return (h * jax.random.bernoulli(own, 0.5, h.shape)).mean()
+
+        loss, gradient = jax.value_and_grad(loss_of)(state["w"])
+        new = {"w": state["w"] - state["rate"] * gradient, "key": key, "n": state["n"] + 1, "rate": 0.9 * state["rate"]}
+        return jax.tree.map(lambda a, b: jnp.where(jnp.isfinite(loss), a, b), new, state), loss
+
+    mine = theirs = {"w": jnp.ones((4, 2)), "key": jax.random.key(0), "n": 0, "rate": 0.1}
+    planned, plain = autopar.parallelize(step, sync=autopar.sync.Async()), jax.jit(step)
+    for k in range(3):
+        x = jnp.ones((8, 4)) * (jnp.nan if k == 1 else 1)
+        mine, _ = planned(mine, x)
+        theirs, _ = plain(theirs, x)
+    made = autopar.average(mine)
+    for a, b in zip(_values(made), _values(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert [x.aval.weak_type for x in (made["n"], made["rate"])] == [
+        x.aval.weak_type for x in (theirs["n"], theirs["rate"])
+    ]
+    assert len({entry.call.key for entry in planned._entries.values()}) == 1
+    np.testing.assert_array_equal(*(jax.random.key_data(x) for x in (mine["key"].current(), theirs["key"])))
+
+
+def test_states_of_other_steps() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), x.sum()
+
+    x = jnp.ones((4, 3))
+    served, _ = autopar.parallelize(step, sync=autopar.sync.Async())(jnp.ones(3), x)
+    replica, _ = autopar.parallelize(step, sync=autopar.sync.Average())(jnp.ones(3), x)
+    for state, sync in ((served, autopar.sync.Average()), (served, None), (replica, autopar.sync.Async())):
+        with pytest.raises(autopar.StepError, match=r"autopar.average\(state\)"):
+            autopar.parallelize(step, sync=sync)(state, x)
+
+    def slower(w: Any, x: Any) -> Any:
+        return w - 0.01 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), x.sum()
+
+    with pytest.raises(autopar.StepError, match="begin once more"):
+        autopar.parallelize(slower, sync=autopar.sync.Async())(served, x)
+
+
+def test_a_leaf_that_was_replaced() -> None:
+    def step(state: Any, x: Any) -> Any:
+        gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return {
+            "w": state["w"] - state["rate"] * gradient,
+            "rate": 0.9 * state["rate"],
+            "m": state["m"] + gradient,
+        }, None
+
+    planned, x = autopar.parallelize(step, sync=autopar.sync.Async()), jnp.ones((4, 3))
+    state, _ = planned({"w": jnp.ones(3), "rate": jnp.asarray(0.1), "m": jnp.zeros(3)}, x)
+    for wrong in ({**state, "rate": jnp.asarray(0.01)}, {**state, "w": state["m"], "m": state["w"]}):
+        with pytest.raises(autopar.StateError, match="servers keep the state, but"):
+            planned(wrong, x)
+    planned({**autopar.average(state), "rate": jnp.asarray(0.01)}, x)
