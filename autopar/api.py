@@ -21,7 +21,7 @@ from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import STRATEGIES, TENSOR, Emit, Sparse, Strategy, asks_for_hosts, split_method
+from autopar.ir.strategy import TENSOR, Emit, Sparse, Strategy, asks_for_hosts, check_choices, split_method
 from autopar.launch.group import everyone
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
@@ -161,7 +161,7 @@ def parallelize(
     if isinstance(sync, Async) and sync.is_joined:
         return _joined(step, sync, arguments)
     plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
-    _check_choices(strategy, sparse, emit, donate)
+    check_choices(strategy, sparse, emit, donate)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
@@ -218,20 +218,6 @@ def parallelize(
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     unwatched = replan == "off" or devices.processes.several or sync is not None
     return ParallelStep(planner, None if unwatched else AlphaWatch(replan))
-
-
-def _check_choices(strategy: Any, sparse: Any, emit: Any, donate: Any) -> None:
-    """Raise ArgumentsError for what isn't there to choose."""
-    if sparse not in ("exact", "lazy", "off"):
-        raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
-    if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
-        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(STRATEGIES)}, or a mapping from patterns")
-    if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
-        raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
-    if not isinstance(donate, bool):
-        raise ArgumentsError(f"donate={donate!r}: give True or False")
-    if emit not in ("pjit", "pmap"):
-        raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
 
 
 def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -> ParallelStep:

@@ -7,10 +7,10 @@ crosses segments; the first match wins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 from typing import Literal as Choice
-from typing import NamedTuple
 
-from autopar.errors import StrategyError
+from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.paths import matches
 
 #: Methods that run a table's step on its touched rows.
@@ -86,3 +86,21 @@ def without_hosts(strategy: Strategy) -> Strategy:
         return "auto" if split_method(method)[1] == "hosts" else method
 
     return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
+
+
+def check_choices(strategy: Any, sparse: Any, emit: Any, donate: Any) -> None:
+    """Check what a user chose.
+
+    Raises:
+      ArgumentsError: there is no such thing.
+    """
+    if sparse not in ("exact", "lazy", "off"):
+        raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
+    if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
+        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(STRATEGIES)}, or a mapping from patterns")
+    if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
+        raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
+    if not isinstance(donate, bool):
+        raise ArgumentsError(f"donate={donate!r}: give True or False")
+    if emit not in ("pjit", "pmap"):
+        raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
