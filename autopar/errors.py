@@ -53,7 +53,7 @@ class StepError(AutoparError):
 
 
 class TimelineError(AutoparError):
-    """What servers did can't be: a push twice, or of weights that weren't there yet, or later than the bound says."""
+    """A timeline says of servers what can't be: a push twice, or of weights that weren't there yet, or later than the bound says."""
 
 
 class VerificationError(AutoparError):
@@ -77,7 +77,7 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class StabilityWarning(UserWarning):
-    """By the numbers that were given, training diverges."""
+    """Training may diverge, by the numbers that were given."""
 
 
 class StateWarning(UserWarning):

@@ -33,7 +33,7 @@ from autopar.sync import Average, Elastic, Sync, stable_alpha
 Array = Any
 #: The axis of the clients in a mesh of all devices.
 _AXIS = "clients"
-_SERVERS = "The servers of Async have the whole state in the memory of the hosts: leave strategy= out"
+_SERVERS = "The servers of Async keep the state, in the processes: leave strategy= out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Clients:
 
     @functools.cached_property
     def first_processes(self) -> list[int]:
-        """Of each client the number of its first process."""
+        """Lists of each client the number of its first process."""
         return [min(d.process_index for d in part.flat) for part in self.grid]
 
     @functools.cached_property
@@ -107,13 +107,13 @@ class Clients:
         return None if size == 1 else _part_of_ranks(self.own, self.count)
 
     def said(self, value: Any) -> list[Any]:
-        """What each process of this client says, on all of them. Collective within the client."""
+        """Gives what each process of this client says, on all of them. Collective within the client."""
         if self.members is None:
             return [value]
         return [pickle.loads(x) for x in self.members.gather(pickle.dumps(value), "a worker's messages")]
 
     def shared(self, value: Any) -> Any:
-        """What the first process of this client says. Collective within the client."""
+        """Gives what the first process of this client says. Collective within the client."""
         return self.said(value if self.leads else None)[0]
 
     @functools.cached_property

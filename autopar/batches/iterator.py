@@ -51,7 +51,7 @@ class Options:
 
 
 class Batches(Iterator[Any]):
-    """What `shard` returns: an iterator over global batches that knows where it is."""
+    """Iterates over global batches, and knows where it is. `shard` makes it."""
 
     def __init__(self, source: Stream | Examples, options: Options, ahead: int) -> None:
         self._source = source

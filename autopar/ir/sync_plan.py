@@ -1,4 +1,4 @@
-"""What is decided of a step that clients train by replicas of their own (`autopar.sync`)."""
+"""Plans of a step that clients train by replicas of their own, or with servers (`autopar.sync`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """What one server does.
+    """A server keeps some leaves.
 
     Attributes:
       leaves: Paths of what it keeps.

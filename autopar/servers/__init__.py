@@ -1,1 +1,1 @@
-"""Servers that keep a state, and the workers that train it (`autopar.sync.Async`): no transport, no thread."""
+"""Servers that keep a state, and the workers that train it (`autopar.sync.Async`): in messages."""

@@ -21,7 +21,7 @@ class Center:
     what a worker loses the centre gains (Zhang et al., "Deep learning with elastic averaging SGD", 2015).
 
     Args:
-      leaves: The centre's, by number of the step's input. It updates them in place.
+      leaves: The centre's, by number of the step's input; they are copied.
       alpha: How far an exchange pulls.
       workers: N.
     """

@@ -67,8 +67,6 @@ def check_replays_have_the_same_bits() -> None:
         timeline, made = autopar.timeline(state), autopar.average(state)
         assert timeline.steps.tolist() == [STEPS] * RANKS
         assert alike([timeline.events[0], made["params"]])
-        if bound is not None:
-            assert timeline.bound == bound
         theirs, their_losses = replayed(step, make_state(tx), timeline)
         same(made, theirs)
         assert losses == their_losses[RANK]
