@@ -53,7 +53,7 @@ class StepError(AutoparError):
 
 
 class TimelineError(AutoparError):
-    """A timeline says of servers what can't be: a push twice, or of weights that weren't there yet, or later than the bound says."""
+    """A timeline says of servers what can't be: a push twice, of weights that weren't there yet, or beyond the bound."""
 
 
 class VerificationError(AutoparError):
