@@ -53,7 +53,7 @@ class StepError(AutoparError):
 
 
 class TimelineError(AutoparError):
-    """A timeline says of servers what can't be: a push twice, of weights that weren't there yet, or beyond the bound."""
+    """A timeline says of servers what cannot be: a push twice, of weights that are not there yet, beyond the bound."""
 
 
 class VerificationError(AutoparError):
