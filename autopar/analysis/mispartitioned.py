@@ -64,6 +64,8 @@ def _in_range(start: Any, room: int) -> bool:
 _SPREAD_WINDOWS = "a reduction of windows"
 _MAXIMUM = "a maximum or minimum, which may be NaN,"
 CUMULATIVE = "a cumulative reduction"
+SCATTER = "a scatter of updates that the devices don't divide"
+_SCATTERS = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"})
 #: Got wrong only along an axis that is spread.
 ALONG_SPREAD = frozenset({_MAXIMUM, CUMULATIVE})
 #: Primitive -> (which equations are got wrong, what they are in words).
@@ -104,6 +106,29 @@ def mispartitioned(equation: Equation) -> str | None:
     if equation.bodies or equation.primitive is None:  # or an operation of autopar's own
         return None
     return _found(equation.op, equation.params, equation.inputs)
+
+
+def uneven(equation: Equation, devices: int) -> str | None:
+    """What the equation is, in words, if XLA gets it wrong along an axis that the devices don't divide; None if not.
+
+    XLA gives each device as much of an axis as another one, so that the last ones have more than there is. Where it
+    then moves the array from all devices to groups of them (it forms such groups itself), what is beyond the end is a
+    neighbour's data, which a scatter adds to a row and a convolution multiplies by its kernel.
+    """
+    if equation.op in _SCATTERS or (equation.op == "ap.push" and equation.params["op"] in _SCATTERS):
+        index = equation.inputs[-2]
+        return SCATTER if any(n % devices for n in _entries(equation, index.shape)) else None
+    if equation.op == "conv_general_dilated":
+        spatial = equation.params["dimension_numbers"].lhs_spec[2:]
+        sizes = [equation.inputs[0].shape[axis] for axis in spatial]
+        return "a convolution along an axis that the devices don't divide" if any(n % devices for n in sizes) else None
+    return None
+
+
+def _entries(equation: Equation, shape: tuple[int, ...]) -> list[int]:
+    """The sizes along which a scatter has independent updates, of its indices' shape; one alone isn't divided."""
+    tied = equation.params["dimension_numbers"].scatter_indices_batching_dims
+    return [n for axis, n in enumerate(shape[:-1]) if axis not in tied and n > 1]
 
 
 def scatter_with_nan(primitive: Any, params: _Params, operand: Any, indices: Any, updates: Any) -> Any:

@@ -1,7 +1,8 @@
 """Keep from XLA's partitioner what it gets wrong (`analysis.mispartitioned`).
 
 Some equations are written otherwise, so that XLA gets them right: a start is brought into its range first, a pad that
-cuts becomes a pad and a slice, a maximum is NaN if any element is, a cumulative reduction has an operand of its own.
+cuts becomes a pad and a slice, a maximum is NaN if any element is, a cumulative reduction has an operand of its own, a
+scatter has as many updates as the devices divide.
 Any other one is run by each device by itself. It becomes the body of an `ap.isolated` equation, on each device's shard
 of the operands: those along the examples, where the batch is known to lie so that shards stay shards (or partial sums,
 which are then added up); else each device has all of every operand, and all do the same. Either is right wherever XLA
@@ -15,13 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch import BatchAxes, follow_batch
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
-from autopar.analysis.mispartitioned import ALONG_SPREAD, CUMULATIVE, mispartitioned, scatter_with_nan
+from autopar.analysis.mispartitioned import (
+    ALONG_SPREAD,
+    CUMULATIVE,
+    SCATTER,
+    mispartitioned,
+    scatter_with_nan,
+    uneven,
+)
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.expand import expand
@@ -40,10 +49,10 @@ def shield(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, t
     Returns:
       The program, and what was isolated, in words; none if it is as it was.
     """
-    if not any(map(mispartitioned, program.block.walk())):
-        return program, ()
     walk = _Shield(_batch_axes(program, bound, devices), devices, divides=bool(bound.tensors))
     block = walk.block(program.block)
+    if not walk.told:
+        return program, ()
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
 
 
@@ -85,6 +94,13 @@ class _Shield:
         return block.with_equations([new for e in block.equations for new in self._equation(e)])
 
     def _equation(self, equation: Equation) -> Sequence[Equation]:
+        name = uneven(equation, self._devices)
+        if name is not None and not self._is_along_examples(equation):
+            if name != SCATTER:
+                return (self._isolated(equation, name),)
+            self.told.append(f"{name} ({equation.where}) is written otherwise")
+            padded = _evened(equation, self._devices)
+            return *padded[:-1], *self._equation(padded[-1])
         name = mispartitioned(equation)
         if name in ALONG_SPREAD and self._is_apart(equation):
             return (equation,)
@@ -96,6 +112,13 @@ class _Shield:
         if name is not None:
             return (self._isolated(equation, name),)
         return (equation.with_bodies([self.block(body) for body in equation.bodies]),)
+
+    def _is_along_examples(self, equation: Equation) -> bool:
+        """Whether an operand is known to lie along the examples, evenly: XLA leaves it there."""
+        if equation.params.get("batch") is not None:  # of a push
+            return True
+        axes = [(a, self._axes[a]) for a in equation.inputs[-2:] if isinstance(a, Var) and a in self._axes]
+        return any(a.shape[axis] % self._devices == 0 for a, axis in axes)
 
     def _is_apart(self, equation: Equation) -> bool:
         """Whether each device's results are known to be of its own examples alone."""
@@ -152,6 +175,27 @@ class _Shield:
             if all(isinstance(equation.inputs[k], Var) for k in axes):
                 return [axes.get(k) for k in range(len(equation.inputs))], placed
         return [None] * len(equation.inputs), None
+
+
+def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
+    """A scatter with more updates, which change nothing: of the last entry's row once more."""
+    numbers, (*before, index, updates) = equation.params["dimension_numbers"], equation.inputs
+    op = equation.params["op"] if equation.op == "ap.push" else equation.op
+    entries = [axis for axis in range(len(updates.shape)) if axis not in numbers.update_window_dims]
+    more = {axis: -n % devices for axis, n in enumerate(index.shape[:-1]) if n > 1}
+    more = {axis: n for axis, n in more.items() if n and axis not in numbers.scatter_indices_batching_dims}
+
+    def widened(widths: Mapping[int, int], **how: Any) -> Callable[[Any], Any]:
+        return lambda x: jnp.pad(x, [(0, widths.get(axis, 0)) for axis in range(x.ndim)], **how)
+
+    by_entry = {entries[axis]: n for axis, n in more.items()}
+    idle = {"scatter-add": -0.0, "scatter-sub": 0.0, "scatter-mul": 1.0}.get(op)  # x + 0.0 is no -0.0
+    fill = {"mode": "edge"} if idle is None else {"constant_values": np.asarray(idle).astype(updates.dtype)}
+    wider = expand(widened(more, mode="edge"), equation, (index,))
+    widest = expand(widened(by_entry, **fill), equation, (updates,))
+    params = {**equation.params, **({"unique_indices": False} if "unique_indices" in equation.params else {})}
+    inputs = (*before, wider[-1].outputs[0], widest[-1].outputs[0])
+    return *wider, *widest, dataclasses.replace(equation, inputs=inputs, params=params)
 
 
 def _clamped(equation: Equation) -> Sequence[Equation]:
