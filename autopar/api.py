@@ -191,6 +191,7 @@ def parallelize(
             strategy=strategy,
             sparse=sparse,
             devices=1 if whole else count,
+            accelerators=devices.mesh.devices.flat[0].platform != "cpu",
             hosts=hosts,
             batch_axis=batch_axis,
             emit=emit,

@@ -148,7 +148,8 @@ def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) ->
     """
     leaf, is_row = jnp.asarray(leaf), rows[-1] < leaf.shape[axis]
     numbers = rows.at[-1].set(jnp.where(is_row, rows[-1], spare))
-    pulled = leaf.at[along(axis, numbers)].get(mode="clip")
+    # Where XLA would read them once more when they are written (on GPUs), it would keep a copy of the leaf for that.
+    pulled = jax.lax.optimization_barrier(leaf.at[along(axis, numbers)].get(mode="clip"))
     if not state or not jax_compat.is_float(pulled.dtype):
         return pulled
     last = along(axis, slice(-1, None))

@@ -20,6 +20,10 @@ SMALL_DEFERRED_BYTES, DEFERRED_ROWS = 1 << 22, 4.0
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9
 #: Steps in an update log at least and at most.
 LOG_STEPS = 64, 1024
+#: From this many bytes in a table and its slots on the lifted step is faster on an accelerator.
+#: Measured on an NVIDIA H200 with Adagrad, 640 and 6400 ids: 0.64 to 0.89 of the dense step's speed from 24 to 39 MiB,
+#: 1.2 to 1.6 at 122, 2.3 to 2.9 at 390.
+SMALL_ACCELERATOR_BYTES = 96 << 20
 #: Below this many bytes in a table and its slots both steps cost about as much as dispatching them.
 SMALL_FAMILY_BYTES = 1 << 16
 
@@ -45,6 +49,15 @@ def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = Fals
     if deferred:
         small, rows_per_id = SMALL_DEFERRED_BYTES, rows_per_id * DEFERRED_ROWS
     return extent * row_bytes >= small and extent >= ids * rows_per_id
+
+
+def lifting_pays_on_accelerators(*, family_bytes: int, deferred: bool = False) -> bool:
+    """The same on an accelerator: by the bytes of a table and its slots alone, for touched rows cost next to nothing.
+
+    Deferred rows don't pay: what they missed is replayed a step at a time, each with kernels of its own. With AdamW and
+    800,000 x 256 floats that takes 26 ms a step, the dense update 2 ms.
+    """
+    return not deferred and family_bytes >= SMALL_ACCELERATOR_BYTES
 
 
 def touched_bytes(*, table_bytes: int, family_bytes: int) -> int:

@@ -23,6 +23,8 @@ class Options:
     devices: int = 1
     batch_axis: BatchAxis = 0
     emit: Emit = "pjit"
+    #: Whether the devices are accelerators, which have a memory of their own.
+    accelerators: bool = False
     #: Tables on hosts are asked for; `devices` are ranks then.
     hosts: bool = False
     #: Devices of each rank then.

@@ -11,7 +11,14 @@ import pytest
 
 from autopar.backends.indices import set_at
 from autopar.collection import paused_collection
-from autopar.cost.model import ROWS_PER_ID, SMALL_FAMILY_BYTES, lifting_pays, touched_bytes
+from autopar.cost.model import (
+    ROWS_PER_ID,
+    SMALL_ACCELERATOR_BYTES,
+    SMALL_FAMILY_BYTES,
+    lifting_pays,
+    lifting_pays_on_accelerators,
+    touched_bytes,
+)
 from autopar.cost.units import format_bytes
 from autopar.ir.paths import matches
 from tests.support.pairs import pairwise
@@ -56,6 +63,12 @@ def test_lifting_pays_by_hand() -> None:
     assert lifting_pays(extent=12_000, ids=1000, row_bytes=256)
     assert not lifting_pays(extent=11_999, ids=1000, row_bytes=256)
     assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_FAMILY_BYTES // 1000 - 1)
+
+
+def test_lifting_pays_on_accelerators_for_large_tables() -> None:
+    assert lifting_pays_on_accelerators(family_bytes=SMALL_ACCELERATOR_BYTES)
+    assert not lifting_pays_on_accelerators(family_bytes=SMALL_ACCELERATOR_BYTES - 1)
+    assert not lifting_pays_on_accelerators(family_bytes=1 << 34, deferred=True)
 
 
 def test_touched_bytes_by_hand() -> None:

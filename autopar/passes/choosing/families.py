@@ -13,7 +13,7 @@ import numpy as np
 from autopar.analysis.row_ids import RowIds
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.measurements import Measurements
-from autopar.cost.model import lifting_pays, log_steps
+from autopar.cost.model import lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
@@ -123,7 +123,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1]) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
     if choices.hosts and not hosted and method == "auto" and choices.devices > 1:  # beside others that are there
-        if not _pays(program, space, ids):
+        if not _pays(program, space, ids, choices):
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
     if hosted:
@@ -132,7 +132,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         sent = {} if sizes is None else host_sent_bytes(sizes)
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
-        pays = ids.count < space.extent if choices.options.is_served else _pays(program, space, ids)
+        pays = ids.count < space.extent if choices.options.is_served else _pays(program, space, ids, choices)
         if method == "auto" and not pays:
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         method = "ps" if method == "auto" else method
@@ -184,8 +184,10 @@ def _cheapest(cost: Mapping[str, float]) -> str:
     return min(cost, key=lambda m: (cost[m], m != "ps"))
 
 
-def _pays(program: Program, space: RowSpace, ids: RowIds) -> bool:
+def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> bool:
     row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
+    if choices.options.accelerators:
+        return lifting_pays_on_accelerators(family_bytes=row_bytes * space.extent, deferred=space.deferred)
     return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes, deferred=space.deferred)
 
 

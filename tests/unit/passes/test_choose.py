@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
+import autopar
 from autopar import StrategyError
 from autopar.compile import analyze_program
 from autopar.cost.measurements import Measurements
@@ -14,6 +17,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.passes.choose import choose, compares_methods
+from autopar.run.step import ParallelStep
 from tests.support.programs import ROWS, projected, sgd, tied
 from tests.support.rates import rates
 
@@ -81,3 +85,17 @@ def test_dense_leaves_in_shards() -> None:
     (leaf,) = bound.plan.dense
     assert leaf.sharded and leaf.sent and bound.shards == {1: 0}
     assert [p.path for p in bound.plan.parameters] == ["table", "w"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "strategy", "lifted"), [(10_000, "auto", False), (2**21, "auto", True), (10_000, "ps", True)]
+)
+def test_on_an_accelerator_a_table_is_lifted_for_its_size(rows: int, strategy: str, lifted: bool) -> None:
+    def step(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+
+    planner = autopar.parallelize(step, strategy=strategy).planner
+    there = ParallelStep(dataclasses.replace(planner, options=dataclasses.replace(planner.options, accelerators=True)))
+    shapes = jax.ShapeDtypeStruct((rows, 16), np.float32), jax.ShapeDtypeStruct((32,), np.int32)
+    (table,) = autopar.plan(there, *shapes).tables
+    assert table.lifted == lifted and (lifted or "the dense update is faster" in table.reason)
