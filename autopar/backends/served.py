@@ -47,7 +47,7 @@ class ServedPrograms:
     ) -> None:
         self._devices, self._placements = devices, placements
         self.step: ServedStep = program.served
-        self.servers = [_server_programs(part, analysed) for part in self.step.servers]
+        self.servers = [_server_programs(self.step, part, analysed) for part in self.step.servers]
         blocks = [b for part in self.step.servers for b in (part.pull, part.update)]
         texts = ["\n".join(format_block(block)) for block in (self.step.ids, self.step.worker, *blocks)]
         self.digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
@@ -92,9 +92,10 @@ class ServedPrograms:
         return place_array(value, self._devices.sharding(axis if divided else None))
 
 
-def _server_programs(part: ServerPart, program: Program) -> tuple[PullProgram, UpdateProgram]:
+def _server_programs(step: ServedStep, part: ServerPart, program: Program) -> tuple[PullProgram, UpdateProgram]:
     count = len(part.leaves)
-    types = [program.block.outputs[program.new_states[k]].type for k in (*part.leaves, *part.clocks)]
+    places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
+    types = [program.block.outputs[program.new_states[k]].type for k in places]
     run_pull = jax.jit(_own(part.pull))
     run_update = jax.jit(_typed(part.update, types), donate_argnums=tuple(range(count)), keep_unused=True)
 
@@ -153,15 +154,17 @@ def one_worker(program: Program) -> Callable[..., list[Array]]:
         ids = emit(served.ids)(*(leaves[k] for k in served.id_inputs))
         pulled: list[Array] = []
         for part in served.servers:
-            pulled += emit(part.pull)(*(leaves[k] for k in part.leaves), *(ids[n] for n in part.ids))
+            pulled += emit(part.pull)(*(served.kept(k, leaves) for k in part.leaves), *(ids[n] for n in part.ids))
         outputs = emit(served.worker)(*pulled, *(leaves[k] for k in served.own))
         count = served.pushed + len(served.results)
         results = dict(zip(served.results, outputs[served.pushed : count], strict=True))
         results |= {program.new_states[k]: x for k, x in zip(served.clocks, outputs[count:], strict=True)}
+        new: dict[int, Array] = {}
         for part in served.servers:
-            kept = (leaves[k] for k in (*part.leaves, *part.clocks))
-            new = emit(part.update)(*kept, *(outputs[n] for n in part.pushed))
-            results |= {program.new_states[k]: x for k, x in zip((*part.leaves, *part.clocks), new, strict=True)}
+            kept = (served.kept(k, leaves) for k in (*part.leaves, *part.clocks))
+            updated = emit(part.update)(*kept, *(outputs[n] for n in part.pushed))
+            new |= zip((*part.leaves, *part.clocks), updated, strict=True)
+        results |= {program.new_states[k]: x for k, x in served.whole_leaves(new).items()}
         return [results[k] for k in range(len(program.outputs))]
 
     return step

@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from autopar.ir.program import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a leaf that is kept by several servers.
+
+    Attributes:
+      leaf: By the number of the step's input.
+      axis, start, stop: Which part.
+    """
+
+    leaf: int
+    axis: int
+    start: int
+    stop: int
+
+    def of(self, array: Any) -> Any:
+        """Returns this part of the whole."""
+        return array[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
+
+    def __str__(self) -> str:
+        return f"[{':, ' * self.axis}{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,7 +40,7 @@ class ServerPart:
     """Holds what one server keeps, and what it computes of that.
 
     Attributes:
-      leaves: The leaves of the state that it keeps, by the number of the step's input.
+      leaves: The leaves of the state that it keeps, by the number of the step's input, and pieces, by theirs.
       clocks: Leaves that it counts by itself, as every server does that reads them.
       pull: The program of a pull: leaves and ids -> what a worker is given.
       ids: Numbers of the ids among those that a worker sends.
@@ -33,7 +60,7 @@ class ServerPart:
     push_bytes: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ServedStep:
     """The programs of a step that is cut into what a worker does with its minibatch, and what servers do with that.
 
@@ -49,8 +76,9 @@ class ServedStep:
       results: Numbers of the step's outputs that are no state.
       clocks: Leaves of the state whose new value follows from such leaves alone: counts, random keys, what isn't
         trained. Everyone has them.
-      whole: Leaves that a worker pulls whole: leaf -> its number among what is pulled.
+      whole: Leaves that a worker pulls whole.
       servers: What each server keeps; there may be fewer than were asked for.
+      pieces: Of leaves that several servers keep, by numbers behind those of the step's inputs.
     """
 
     ids: Block
@@ -60,10 +88,38 @@ class ServedStep:
     pushed: int
     results: tuple[int, ...]
     clocks: tuple[int, ...]
-    whole: Mapping[int, int]
+    whole: frozenset[int]
     servers: tuple[ServerPart, ...]
+    pieces: Mapping[int, Piece] = field(default_factory=dict)
 
-    @property
-    def homes(self) -> dict[int, int]:
-        """Leaf -> the server that keeps it."""
-        return {k: n for n, part in enumerate(self.servers) for k in part.leaves}
+    @functools.cached_property
+    def homes(self) -> Mapping[int, Sequence[tuple[int, int]]]:
+        """Leaf -> the servers that keep it, each with the number that it has there."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for n, part in enumerate(self.servers):
+            for k in part.leaves:
+                found.setdefault(self.leaf_of(k), []).append((n, k))
+        return {leaf: sorted(places, key=lambda place: place[1]) for leaf, places in found.items()}
+
+    def leaf_of(self, number: int) -> int:
+        """Returns the leaf that a number stands for, or a piece of which."""
+        return self.pieces[number].leaf if number in self.pieces else number
+
+    def kept(self, number: int, leaves: Sequence[Any]) -> Any:
+        """Returns what a server keeps by a number, of the step's flat arguments."""
+        return self.pieces[number].of(leaves[self.pieces[number].leaf]) if number in self.pieces else leaves[number]
+
+    def whole_leaves(self, kept: Mapping[int, Any]) -> dict[int, Any]:
+        """Returns leaves by number of the step's input, of what servers keep: pieces are put together."""
+        cut: dict[int, list[Any]] = {}
+        for number in sorted(kept.keys() & self.pieces.keys()):
+            cut.setdefault(self.pieces[number].leaf, []).append(kept[number])
+        axes = {piece.leaf: piece.axis for piece in self.pieces.values()}
+        joined = {leaf: _concatenated(parts, axes[leaf]) for leaf, parts in cut.items()}
+        return {k: x for k, x in kept.items() if k not in self.pieces} | joined
+
+
+def _concatenated(parts: Sequence[Any], axis: int) -> Any:
+    """An array of NumPy, if all parts are."""
+    is_numpy = all(isinstance(x, np.ndarray) for x in parts)
+    return np.concatenate(parts, axis) if is_numpy else jnp.concatenate(parts, axis)

@@ -2,9 +2,9 @@
 
 A worker runs the gradient program, and what the update computes of gradients alone (a clip's norm); servers run the
 rest of the update on what workers push. Where the cut is, is chosen by bytes: of two values of which one follows from
-the other the smaller one travels. Leaves that the update ties together are kept by one server; what only counts
-(clocks) everyone has. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014),
-section 3; MXNET-MPI, section 2.
+the other the smaller one travels. Leaves that the update ties together are kept by one server, or by all in pieces, if
+they are large and it goes element by element (`cut_leaves`); what only counts (clocks) everyone has. Sources: Li et
+al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), section 3; MXNET-MPI, section 2.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from autopar.errors import StrategyError
 from autopar.ir.balance import balanced
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
-from autopar.ir.served import ServedStep, ServerPart
+from autopar.ir.served import Piece, ServedStep, ServerPart
 from autopar.ir.slicing import nearest_line, needed_equations
 from autopar.ir.sync_plan import ServedPlan, ServerPlan
+from autopar.passes.cut_leaves import cut_leaves, joined, sliced
 from autopar.sync import Async
+
+#: Leaves of this many bytes at least are cut, where a server would have this many times the mean of all, or more.
+LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
 
 
 def split_servers(program: Program, servers: int) -> ServedStep:
@@ -49,10 +53,15 @@ def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: As
         clients=clients,
         staleness=sync.staleness,
         servers=tuple(
-            ServerPlan(tuple(paths[k] for k in part.leaves), part.leaf_bytes, part.pull_bytes, part.push_bytes)
+            ServerPlan(
+                tuple(f"{paths[served.leaf_of(k)]}{served.pieces.get(k, '')}" for k in part.leaves),
+                part.leaf_bytes,
+                part.pull_bytes,
+                part.push_bytes,
+            )
             for part in served.servers
         ),
-        by_rows=tuple(paths[k] for k in sorted(lifted & looked_up - set(served.whole))),
+        by_rows=tuple(paths[k] for k in sorted(lifted & looked_up - served.whole)),
         clocks=tuple(paths[k] for k in served.clocks),
         examples=max(sizes, default=0) if along else 0,
     )
@@ -88,6 +97,13 @@ class _Cutter:
         self._results = [k for k, output in enumerate(program.outputs) if output.state is None]
         self._clocks = self._find_clocks()
         self._served = [k for k in self._new if k not in self._clocks]
+        #: By number what servers keep: leaves of the state, and pieces of such, which have numbers behind those.
+        self._kept: dict[int, Var] = {k: self._inputs[k] for k in self._served}
+        self._pieces: dict[int, Piece] = {}
+        #: Updates of pieces; and of workers, who put together what they pull, and take apart what they push.
+        self._of_pieces: list[Equation] = []
+        self._joins: list[Equation] = []
+        self._slices: list[Equation] = []
         apart = [e for e in self._equations if e.op != "ap.microbatches"]
         #: Of each value the leaves that it follows from other than by the gradient program, as bits.
         self._of_state = _reached(apart, {self._inputs[k]: 1 << k for k in self._new})
@@ -109,14 +125,19 @@ class _Cutter:
         whole, pulls = self._pulled(pushed)
         ids, routes = self._sent(v for e in pulls for v in _free([], e.inputs[1:]))
         of_pulls = self._in_order([*pulls, *routes])
-        cut = _Cut(of_update, pushed, of_pulls, ids, whole, pulls)
         counted = [k for k in self._clocks if self._counts_by_itself(k, of_update)]
-        parts = [self._part(leaves, cut, () if n else counted) for n, leaves in enumerate(self._balanced(moved))]
+        shares = self._shares(of_update, pushed, whole, {e.inputs[0] for e in pulls})
+        of_update += self._of_pieces
+        new = [self._new[k] for share in shares for k in share]
+        read = _free(needed_equations(Block((), tuple(of_update), ()), new), new)
+        pushed = [v for v in (*pushed, *(v for e in self._slices for v in e.outputs)) if v in read]
+        cut = _Cut(of_update, pushed, of_pulls, ids, whole, pulls)
+        parts = [self._part(leaves, cut, () if n else counted) for n, leaves in enumerate(shares)]
         pulled = [v for part in parts for v in part.pull.outputs if isinstance(v, Var)]
         own = [*self._clocks, *(k for k in range(len(self._inputs)) if k not in self._new)]
         outputs = (*pushed, *(self._program.block.outputs[k] for k in self._results))
         outputs = (*outputs, *(self._new[k] for k in self._clocks))
-        rest = [e for e in self._equations if e not in pulls]
+        rest = [*self._joins, *(e for e in self._equations if e not in pulls), *self._slices]
         worker = needed_equations(Block((), tuple(rest), ()), outputs)
         inputs = (*pulled, *(self._inputs[k] for k in own))
         self._check_results(worker, outputs, inputs)
@@ -131,8 +152,9 @@ class _Cutter:
             pushed=len(pushed),
             results=tuple(self._results),
             clocks=tuple(self._clocks),
-            whole={k: pulled.index(self._inputs[k]) for k in whole},
+            whole=frozenset(whole),
             servers=tuple(parts),
+            pieces=self._pieces,
         )
 
     def _find_clocks(self) -> list[int]:
@@ -179,10 +201,59 @@ class _Cutter:
         others = _free([e for e in needed if e not in pulls], ())
         return [k for v, k in leaves.items() if v in others], pulls
 
-    def _balanced(self, moved: Sequence[Equation]) -> list[list[int]]:
-        """The leaves of each server that has any: those that the update ties together have one; the largest groups
-        come first, each to the server that has least."""
-        equations = self._in_order([*self._on_state, *moved])
+    def _shares(
+        self, of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int], looked_up: Collection[Atom]
+    ) -> list[list[int]]:
+        """What each server keeps that has any, by number: leaves that the update ties together have one server. While
+        one has much more than others, its largest ones are cut.
+
+        Args:
+          of_update: Equations of the update.
+          pushed: What workers push.
+          whole: Leaves that workers pull whole.
+          looked_up: Those of which they pull rows.
+        """
+        groups, uncut = self._tied(of_update), set[tuple[int, ...]]()
+        while True:
+            sizes = [_bytes(self._kept[k] for k in group) for group in groups]
+            shares = balanced(sizes, self._count)
+            fullest = max(shares, key=lambda share: sum(sizes[n] for n in share))
+            large = [n for n in fullest if sizes[n] >= LEAST_CUT_BYTES and groups[n] not in uncut]
+            if not large or sum(sizes[n] for n in fullest) * self._count <= UNEVEN * sum(sizes):
+                numbers = ([k for n in share for k in groups[n]] for share in shares)
+                return [sorted(some) for some in numbers if some]
+            n = max(large, key=lambda n: sizes[n])
+            group, apart = groups[n], not any(self._kept[k] in looked_up for k in groups[n])
+            pieces = self._cut(group, of_update, pushed, whole) if apart else []
+            groups[n : n + 1] = pieces or [group]
+            uncut.update(groups[n : n + max(1, len(pieces))])
+
+    def _cut(
+        self, group: tuple[int, ...], of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int]
+    ) -> list[tuple[int, ...]]:
+        """Leaves in pieces for all servers, by their new numbers; none if their update doesn't allow it."""
+        new = [self._new[k] for k in group]
+        equations = needed_equations(Block((), tuple(of_update), ()), new)
+        found = cut_leaves([self._kept[k] for k in group], new, equations, pushed, self._count)
+        if found is None:
+            return []
+        numbers = []
+        for p, piece in enumerate(found.pieces):
+            first = len(self._inputs) + len(self._pieces)
+            numbers.append(tuple(range(first, first + len(group))))
+            for k, number, state, value in zip(group, numbers[-1], piece.states, piece.new, strict=True):
+                self._pieces[number] = Piece(k, found.axis, piece.start, piece.stop)
+                self._kept[number], self._new[number] = state, value
+            self._of_pieces += piece.equations
+            for var, part in piece.given.items():
+                self._slices += sliced(var, found.axes[var], p, part, equations[-1])
+        for n, k in enumerate(group):
+            if k in whole:
+                self._joins += joined([p.states[n] for p in found.pieces], found.axis, self._kept[k], equations[-1])
+        return numbers
+
+    def _tied(self, equations: Sequence[Equation]) -> list[tuple[int, ...]]:
+        """The leaves of the state that the update ties together."""
         reached = _reached(equations, {self._inputs[k]: 1 << k for k in self._served})
         groups: list[int] = []
         for k in self._served:
@@ -190,9 +261,7 @@ class _Cutter:
             tied = [g for g in groups if g & bits]
             groups = [g for g in groups if not g & bits] + [bits | _union(tied)]
         groups.sort(key=lambda g: g & -g)
-        parts = balanced([_bytes([self._inputs[k] for k in self._served if g >> k & 1]) for g in groups], self._count)
-        made = [_union(groups[n] for n in part) for part in parts]
-        return [[k for k in self._served if bits >> k & 1] for bits in made if bits]
+        return [tuple(k for k in self._served if bits >> k & 1) for bits in groups]
 
     def _counts_by_itself(self, clock: int, of_update: Sequence[Equation]) -> bool:
         """Says whether a server can count a clock though nothing else of it needs that: not a random key, which is each
@@ -208,7 +277,7 @@ class _Cutter:
         """Makes a server's programs.
 
         Args:
-          leaves: What it keeps, by the number of the step's input.
+          leaves: What it keeps, by number.
           cut: Of all servers.
           counted: Clocks that it counts, whether it reads them or not.
         """
@@ -222,12 +291,12 @@ class _Cutter:
                 break
             clocks = more
         used = [n for n, v in enumerate(cut.pushed) if v in read]
-        kept = {self._inputs[k]: k for k in leaves}
-        rows = [e for e in cut.pulls if e.inputs[0] in kept]
-        given = [*(self._inputs[k] for k in leaves if k in cut.whole), *(e.outputs[0] for e in rows)]
+        states = [self._kept[k] for k in leaves]
+        rows = [e for e in cut.pulls if e.inputs[0] in states]
+        pulled = [k for k in leaves if (self._pieces[k].leaf if k in self._pieces else k) in cut.whole]
+        given = [*(self._kept[k] for k in pulled), *(e.outputs[0] for e in rows)]
         of_given = needed_equations(Block((), tuple(cut.of_pulls), ()), given)
         asked = [n for n, v in enumerate(cut.ids) if v in _free(of_given, ())]
-        states = [self._inputs[k] for k in leaves]
         inputs = (*states, *(self._inputs[k] for k in clocks), *(cut.pushed[n] for n in used))
         return ServerPart(
             leaves=tuple(leaves),

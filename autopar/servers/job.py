@@ -41,7 +41,8 @@ class Job:
 
     def state(self) -> dict[int, Array]:
         """The state now, by number of the step's input (`state_of`)."""
-        return state_of({k: on_host(x) for k, x in self._clocks[0].items()}, self.kept())
+        clocks = {k: on_host(x) for k, x in self._clocks[0].items()}
+        return self._programs.step.whole_leaves(state_of(clocks, self.kept()))
 
     def run(
         self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: Choice

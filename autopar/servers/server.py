@@ -127,12 +127,12 @@ def served(
     """Returns a server that keeps copies of its part of the state. `leaves`: the step's flat arguments;
     others as of `Job`."""
     part = programs.step.servers[number]
-    kept = {k: copied(leaves[k]) for k in part.leaves}
+    kept = {k: copied(programs.step.kept(k, leaves)) for k in part.leaves}
     return Server(kept, {k: copied(leaves[k]) for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 
 def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Array]:
-    """Returns the state by number of the step's input: what servers keep, and count; the rest is a worker's.
+    """Returns the state by number: what servers keep, and count; the rest is a worker's.
 
     Args:
       clocks: Of the first worker.

@@ -56,7 +56,7 @@ class Session:
     ) -> None:
         self.mode, self.steps, self._staleness, self._is_away = mode, 0, staleness, False
         self.clocks: Mapping[int, Array] = {k: copied(leaves[k]) for k in programs.step.clocks}
-        self._homes = programs.step.homes
+        self._step = programs.step
         self.link = Link(
             len(programs.servers),
             lambda n: served(programs, n, leaves, clients.count, staleness).take,
@@ -69,9 +69,9 @@ class Session:
         _sessions.add(self)
 
     @property
-    def served(self) -> Mapping[int, int]:
-        """Leaf -> the server that keeps it."""
-        return self._homes
+    def served(self) -> Mapping[int, Sequence[int]]:
+        """Leaf -> the servers that keep it."""
+        return {k: [n for n, _ in places] for k, places in self._step.homes.items()}
 
     def step(self, programs: ServedPrograms, leaves: Sequence[Array]) -> dict[int, Array]:
         """Do a step; returns its results that are no state, by number of the output.
@@ -98,7 +98,8 @@ class Session:
         """A leaf of the state as it is now."""
         if leaf in self.clocks:
             return self.clocks[leaf]
-        return self.link.read(self._homes[leaf], leaf)
+        kept = {number: self.link.read(n, number) for n, number in self._step.homes[leaf]}
+        return self._step.whole_leaves(kept)[leaf]
 
     def leave(self) -> None:
         """Let nobody wait for this worker until it goes on."""
@@ -111,7 +112,7 @@ class Session:
     def settled(self) -> dict[int, Array]:
         """The state by number of the step's input, once all workers have done their steps: `state_of`. Collective."""
         kept, clocks = self._kept()
-        return state_of(clocks, kept)
+        return self._step.whole_leaves(state_of(clocks, kept))
 
     def timeline(self) -> Timeline:
         """Returns what all servers did. Collective."""

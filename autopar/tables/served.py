@@ -72,8 +72,9 @@ class ServedLeaf(StandingLeaf):
     @property
     def _where(self) -> str:
         session = self._session
-        home = session.served.get(self._place)
-        return f", worker {session.link.number}'s" if home is None else f" on server {home}"
+        homes = session.served.get(self._place, ())
+        where = f" on server{'s' * (len(homes) > 1)} {', '.join(map(str, homes))}"
+        return where if homes else f", worker {session.link.number}'s"
 
 
 def session_of(leaves: Sequence[Any]) -> Session | None:

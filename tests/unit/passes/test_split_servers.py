@@ -17,6 +17,7 @@ from autopar import compile as passes
 from autopar import jax_compat
 from autopar.backends.served import one_worker
 from autopar.ir.served import ServedStep
+from autopar.passes import split_servers
 from tests.support.served import compiled
 
 ROWS, WIDTH, EXAMPLES, SERVERS, STEPS = 500, 4, 6, 3, 4
@@ -109,14 +110,23 @@ def _values(tree: Any) -> list[np.ndarray]:
 
 CASES = [(name, "plain") for name in OPTIMIZERS] + [("sgd", kind) for kind in KINDS[1:]]
 CASES += [("clip", kind) for kind in ("decay in the loss", "norms", "scaled loss", "batch norm")]
+#: Those whose leaves may be cut. Of the others a table of which rows are looked up is the largest, or all are tied.
+IN_PIECES = {(name, "plain") for name in ("schedule", "adamw", "clip", "noise", "lion")}
+IN_PIECES |= {("sgd", "decay in the loss"), ("clip", "norms"), ("clip", "batch norm")}
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
 @pytest.mark.parametrize(("name", "kind"), CASES)
-def test_one_worker_does_the_step(name: str, kind: str) -> None:
+def test_one_worker_does_the_step(name: str, kind: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cut:
+        monkeypatch.setattr(split_servers, "LEAST_CUT_BYTES", 0)
+        monkeypatch.setattr(split_servers, "UNEVEN", 0)  # all that can be
     with jax_compat.enable_x64():
         step = step_of(OPTIMIZERS[name], kind)
         theirs = start(OPTIMIZERS[name])
-        known = compiled(step, SERVERS, theirs, batch(0))
+        known = compiled(step, 2 if cut else SERVERS, theirs, batch(0))
+        pieces = known.program.served.pieces
+        assert bool(pieces) == (cut and (name, kind) in IN_PIECES)
         mine, tree = jax.tree.leaves(theirs), jax.tree.structure(jax.eval_shape(step, theirs, batch(0)))
         run, plain = jax.jit(one_worker(known.program)), jax.jit(step)
         for k in range(STEPS):

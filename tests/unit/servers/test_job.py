@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.backends.served import ServedPrograms
 from autopar.errors import AutoparError, TimelineError
 from autopar.ir.program import Block
-from autopar.ir.served import ServerPart
+from autopar.ir.served import ServedStep, ServerPart
 from autopar.servers.job import Choice, Job, as_recorded
 from autopar.servers.messages import Leave, Message, Pull, Pulled, Push
 from autopar.servers.timeline import Timeline
@@ -108,19 +108,26 @@ def test_float64_by_the_steps_own_parts(staleness: int | None) -> None:
         job = Job(ServedPrograms(known.program, known.analysed), leaves(0, 0), WORKERS, staleness)
         results = job.run([5, 3, 4], leaves, _random(3))
         timeline = _timeline(job, staleness)
-        homes = known.program.served.homes
-        expected, losses = _by_hand(start, timeline, homes, lambda w, n: batch(100 * w + n, np.float64))
-        assert sorted({**homes, **{k: 0 for k in known.program.served.clocks}}) == [*range(len(expected))]
-        state = _state(job)
-        for k, server in homes.items():
-            np.testing.assert_allclose(state[k], expected[k], rtol=0, atol=1e-12, err_msg=f"{k} of server {server}")
+        served = known.program.served
+        expected, losses = _by_hand(start, timeline, served, lambda w, n: batch(100 * w + n, np.float64))
+        assert sorted([*served.homes, *served.clocks]) == [*range(len(expected))]
+        assert served.pieces, "a table is kept by all"
+        state = served.whole_leaves(_state(job))
+        for k, places in served.homes.items():
+            np.testing.assert_allclose(state[k], expected[k], rtol=0, atol=1e-12, err_msg=f"{k}, {places}")
         for w, mine in enumerate(results):
             np.testing.assert_allclose([x for each in mine for x in each.values()], losses[w], rtol=0, atol=1e-12)
         assert timeline.staleness.max() > 0
 
 
-def _by_hand(start: Any, timeline: Timeline, homes: dict[int, int], minibatch: Any) -> tuple[list[Any], list[Any]]:
+def _by_hand(start: Any, timeline: Timeline, served: ServedStep, minibatch: Any) -> tuple[list[Any], list[Any]]:
     """The state and each worker's losses, of whole steps of the optimizer on whole states of each server."""
+
+    def leaf(k: int, versions: Sequence[int]) -> Any:
+        """What the servers that keep it have at a version of each."""
+        places = served.homes.get(k, [(0, k)])
+        return served.whole_leaves({number: served.kept(number, whole[s][versions[s]]) for s, number in places})[k]
+
     tree = jax.tree.structure(start)
     whole = [[jax.tree.leaves(start)] for _ in timeline.events]  # of each server its versions
     parts = jax.jit(jax.value_and_grad(loss))
@@ -132,7 +139,7 @@ def _by_hand(start: Any, timeline: Timeline, homes: dict[int, int], minibatch: A
         for w in range(timeline.workers):
             key = (w, len(losses[w]))
             if key in pulls[0] and all(len(whole[s]) > pulls[s][key] for s in range(SERVERS)):
-                pulled = [whole[homes.get(k, 0)][pulls[homes.get(k, 0)][key]][k] for k in range(tree.num_leaves)]
+                pulled = [leaf(k, [versions[key] for versions in pulls]) for k in range(tree.num_leaves)]
                 value, gradients[key] = parts(jax.tree.unflatten(tree, pulled)[0], *minibatch(*key))
                 losses[w].append(float(value))
         for server, events in enumerate(todo):
@@ -140,7 +147,7 @@ def _by_hand(start: Any, timeline: Timeline, homes: dict[int, int], minibatch: A
                 params, slots = jax.tree.unflatten(tree, whole[server][-1])
                 updates, slots = CLIPPED.update(gradients[tuple(events.pop(0))], slots, params)
                 whole[server].append(jax.tree.leaves((optax.apply_updates(params, updates), slots)))
-    return [whole[homes.get(k, 0)][-1][k] for k in range(tree.num_leaves)], losses
+    return [leaf(k, [-1] * SERVERS) for k in range(tree.num_leaves)], losses
 
 
 def _without_compute() -> ServedPrograms:
@@ -151,7 +158,7 @@ def _without_compute() -> ServedPrograms:
 class _Nothing:
     def __init__(self, servers: int) -> None:
         part = ServerPart((0,), (), Block((), (), ()), (), Block((), (), ()), (), 0, 0, 0)
-        self.step = SimpleNamespace(servers=(part,) * servers, clocks=())
+        self.step = SimpleNamespace(servers=(part,) * servers, clocks=(), kept=lambda k, leaves: leaves[k])
         self.servers = [(lambda leaves, ids: list(leaves), lambda leaves, clocks, pushed: (leaves, clocks))] * servers
 
     def ids(self, leaves: Any) -> Any:
