@@ -93,12 +93,17 @@ class Clients:
     @property
     def leads(self) -> bool:
         """Whether this process is the first one of its client."""
-        return jax.process_index() == self.first_processes[self.own]
+        return jax.process_index() == self._processes[self.own][0]
+
+    def speaker(self, client: int, server: int) -> int:
+        """Returns the process that speaks for a client to a server: all of a client's in turn."""
+        processes = self._processes[client]
+        return processes[server % len(processes)]
 
     @functools.cached_property
-    def first_processes(self) -> list[int]:
-        """Lists of each client the number of its first process."""
-        return [min(d.process_index for d in part.flat) for part in self.grid]
+    def _processes(self) -> list[list[int]]:
+        """Those of each client."""
+        return [sorted({d.process_index for d in part.flat}) for part in self.grid]
 
     @functools.cached_property
     def members(self) -> MpiGroup | None:
@@ -111,10 +116,6 @@ class Clients:
         if self.members is None:
             return [value]
         return [pickle.loads(x) for x in self.members.gather(pickle.dumps(value), "a worker's messages")]
-
-    def shared(self, value: Any) -> Any:
-        """Gives what the first process of this client says. Collective within the client."""
-        return self.said(value if self.leads else None)[0]
 
     @functools.cached_property
     def _mesh(self) -> Mesh:

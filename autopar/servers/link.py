@@ -18,7 +18,8 @@ from autopar.servers.messages import Kept, Read
 class Link:
     """Sends messages to servers, and takes their replies. Collective to make.
 
-    The first process of a worker speaks for it, and tells the others what it was answered.
+    Each process of a worker speaks for it to some of the servers, and tells the others what it was answered. So a
+    worker's messages go over the wires of all its machines (MXNET-MPI, section 4).
 
     Args:
       servers: How many there are.
@@ -34,7 +35,7 @@ class Link:
         self._open: Counter[int] = Counter()
         self._number = self._service.register(self._addressed(serve(here)) if here < servers else None)
         everyone().gather(b"", "servers are there")
-        farewells = [(n, farewell) for n in self.servers] if farewell is not None and clients.leads else []
+        farewells = [(n, farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
         weakref.finalize(self, self._service.release, self._number, farewells).atexit = False
 
     @property
@@ -47,14 +48,18 @@ class Link:
         """N."""
         return self._clients.count
 
+    def speaks_to(self, server: int) -> bool:
+        """Says whether this process speaks for its worker to a server."""
+        return self._clients.speaker(self.number, server) == self._service.rank
+
     def tell(self, server: int, message: Any) -> None:
         """Send a message of the worker that isn't answered. Its arrays mustn't change any more."""
-        if self._clients.leads:
+        if self.speaks_to(server):
             self._service.send(self._number, server, message)
 
     def request(self, server: int, message: Any) -> None:
         """Send a message of the worker that is answered."""
-        if self._clients.leads:
+        if self.speaks_to(server):
             self._request(server, message)
 
     def drain(self) -> None:
@@ -65,12 +70,15 @@ class Link:
 
     def receive(self) -> list[Any]:
         """Wait for the next reply of each server. Collective within the worker."""
-        return self._clients.shared([self._next(n) for n in self.servers] if self._clients.leads else None)
+        all_ = self._clients.said({n: self._next(n) for n in self.servers if self.speaks_to(n)})
+        replies = {n: reply for each in all_ for n, reply in each.items()}
+        return [replies[n] for n in self.servers]
 
     def ask(self, server: int, message: Any) -> Any:
         """Send a message and wait for its reply. Collective within the worker."""
         self.request(server, message)
-        return self._clients.shared(self._next(server) if self._clients.leads else None)
+        said = self._clients.said(self._next(server) if self.speaks_to(server) else None)
+        return next(reply for reply in said if reply is not None)
 
     def read(self, server: int, leaf: int) -> Any:
         """Ask a server for a leaf as it is now; this process alone does."""
@@ -88,10 +96,9 @@ class Link:
         """
         self.drain()
         here, processes = self._service.rank, everyone()
-        if self._clients.leads:
-            for n in self.servers:  # whose answer says that all messages before it are done
-                self._request(n, Read(here, ()))
-                self._next(n)
+        for n in filter(self.speaks_to, self.servers):  # whose answer says that all messages before it are done
+            self._request(n, Read(here, ()))
+            self._next(n)
         with PROGRESS.during("waiting for the others' steps", "waits"):
             processes.gather(b"", "all messages are done")
         mine = None
@@ -116,11 +123,11 @@ class Link:
         return reply
 
     def _addressed(self, take: Handler) -> Handler:
-        """With replies to the first process of a worker; what was read goes to the process that asked."""
-        firsts = self._clients.first_processes
+        """With replies to who speaks for a worker; what was read goes to the process that asked."""
+        here, speaker = self._service.rank, self._clients.speaker
 
         def addressed(message: Any) -> list[tuple[int, Any]]:
             replies = take(message)
-            return replies if isinstance(message, Read) else [(firsts[w], reply) for w, reply in replies]
+            return replies if isinstance(message, Read) else [(speaker(w, here), reply) for w, reply in replies]
 
         return addressed

@@ -88,8 +88,9 @@ class Session:
         pulled = [reply.values for reply in link.receive()]
         with SLOWNESS.computing():
             pushed, results, self.clocks = programs.work(pulled, given)
-            sent = [[sendable(local(x)) for x in values] for values in pushed]
-        for n, values in enumerate(sent):
+            spoken = {n: pushed[n] for n in link.servers if link.speaks_to(n)}
+            sent = {n: [sendable(local(x)) for x in values] for n, values in spoken.items()}
+        for n, values in sent.items():
             link.tell(n, Push(link.number, self.steps, values))
         self.steps += 1
         return results

@@ -20,7 +20,8 @@ from autopar.errors import AutoparError, TimelineError
 from autopar.ir.program import Block
 from autopar.ir.served import ServedStep, ServerPart
 from autopar.servers.job import Choice, Job, as_recorded
-from autopar.servers.messages import Leave, Message, Pull, Pulled, Push
+from autopar.servers.messages import Leave, Message, Pull, Pulled, Push, Reply
+from autopar.servers.server import Server
 from autopar.servers.timeline import Timeline
 from tests.support.served import CLIPPED, batch, compiled, initial, loss, step
 
@@ -94,6 +95,26 @@ def test_workers_that_wait_for_one_that_is_gone_are_found() -> None:
 
     with pytest.raises(TimelineError, match="can have come next"):
         job.run([1, 2, 2], _leaves, choose)
+
+
+def test_messages_have_the_bytes_of_the_plan() -> None:
+    job, sent = _job(None), 0
+
+    def counted(server: Server) -> Any:
+        def take(message: Message) -> list[tuple[int, Reply]]:
+            nonlocal sent
+            replies = server.take(message)
+            values = message.ids if isinstance(message, Pull) else message.values if isinstance(message, Push) else ()
+            sent += sum(x.nbytes for x in values)
+            sent += sum(x.nbytes for _, reply in replies if isinstance(reply, Pulled) for x in reply.values)
+            return replies
+
+        return SimpleNamespace(take=take)
+
+    job.servers = [counted(server) for server in job.servers]
+    job.run([3, 2, 4], _leaves, _random(1))
+    plan = compiled(step, SERVERS, initial(0), *batch(0)).plan.served
+    assert plan is not None and sent == 9 * plan.sent_bytes
 
 
 @pytest.mark.parametrize("staleness", [None, 2])
