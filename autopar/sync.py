@@ -7,9 +7,9 @@ processes, or groups of them, which then train one replica together, as by data 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, StabilityWarning, warn
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ class Elastic:
       learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
       curvature: h, the largest eigenvalue of the loss's Hessian, for the same. Where both are given and alpha is above
         (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange contracts (Zhang et al., section 4.1, for
-        workers in turn), a warning says so.
+        workers in turn), a warning says so. "measure": eta h is measured before the first step, on its state and
+        minibatch, by power iteration on the step itself (64 products at most, each about as long as two plain steps
+        on one device).
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which train one replica together ("mpi-ESGD").
       servers: How many of the processes keep the centre, the first ones; None: all.
@@ -144,7 +146,7 @@ class Elastic:
     alpha: float
     interval: int = 64
     learning_rate: float | None = None
-    curvature: float | None = None
+    curvature: float | Literal["measure"] | None = None
     clients: int | None = None
     servers: int | None = None
 
@@ -159,8 +161,11 @@ class Elastic:
             raise ArgumentsError(f"Elastic(interval={self.interval!r}): give a whole number of steps, 1 or more")
         for name in ("learning_rate", "curvature"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or isinstance(value, bool) or value <= 0):
-                raise ArgumentsError(f"Elastic({name}={value!r}): give a number above 0, or leave it out")
+            if value is None or (name == "curvature" and value == "measure"):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+                measured = ', or "measure"' * (name == "curvature")
+                raise ArgumentsError(f"Elastic({name}={value!r}): give a number above 0{measured}, or leave it out")
 
     #: As of `Average`: all weights are exchanged at once.
     outer = None
@@ -173,6 +178,13 @@ class Elastic:
         return self.interval
 
     @property
+    def slope(self) -> float | None:
+        """eta h, where both are given."""
+        if self.learning_rate is None or not isinstance(self.curvature, int | float):
+            return None
+        return self.learning_rate * self.curvature
+
+    @property
     def name(self) -> str:
         """What it is called."""
         return "elastic averaging"
@@ -180,6 +192,18 @@ class Elastic:
 
 #: A way of training by replicas.
 Sync = Average | Async | Elastic
+
+
+def check_stable(alpha: float, slope: float) -> None:
+    """Warn of an alpha by which training may diverge. `slope`: eta h."""
+    most = stable_alpha(1.0, slope)
+    if alpha > most:
+        remedy = "Give a smaller learning rate" if most <= 0 else f"Give an alpha up to {most:.3g}, or train at less"
+        warn(
+            f"Elastic(alpha={alpha:.3g}): with eta h = {slope:.3g} (learning rate times curvature) an exchange and a "
+            f"step contract up to (4 - 2 eta h) / (4 - eta h) = {most:.3g}; above that weights may diverge. {remedy}",
+            StabilityWarning,
+        )
 
 
 def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, synchronous: bool = False) -> float:

@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
-from autopar.errors import ArgumentsError, AutoparError, StabilityWarning, warn
+from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.world import World, world
-from autopar.sync import Average, Elastic, Sync, stable_alpha
+from autopar.sync import Average, Elastic, Sync, check_stable
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
@@ -213,8 +213,8 @@ def clients_of(
             f"sync={type(sync).__name__}(...): tables on hosts are one for all ranks that train one state together. "
             + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Average) else _SERVERS)
         )
-    if isinstance(sync, Elastic):
-        check_stable(sync)
+    if isinstance(sync, Elastic) and sync.slope is not None:
+        check_stable(sync.alpha, sync.slope)
     return Clients.of(devices, sync.clients)
 
 
@@ -228,22 +228,6 @@ def servers_of(sync: Sync | None, processes: int) -> int:
     if wanted is not None and wanted > processes:
         raise ArgumentsError(f"sync: servers={wanted} of {processes} processes: give as many at most")
     return wanted or processes
-
-
-def check_stable(sync: Elastic) -> None:
-    """Warn of an alpha by which training diverges, where it can be known."""
-    if sync.learning_rate is None or sync.curvature is None:
-        return
-    most = stable_alpha(sync.learning_rate, sync.curvature)
-    if sync.alpha > most:
-        slope = sync.learning_rate * sync.curvature
-        remedy = "Give a smaller learning rate" if most <= 0 else f"Give an alpha up to {most:.3g}, or less of either"
-        warn(
-            f"Elastic(alpha={sync.alpha:.3g}): with learning rate {sync.learning_rate:.3g} and curvature "
-            f"{sync.curvature:.3g}, eta h = {slope:.3g}, an exchange and a step contract up to "
-            f"(4 - 2 eta h) / (4 - eta h) = {most:.3g}; above that weights may diverge. {remedy}",
-            StabilityWarning,
-        )
 
 
 def mean_of(parts: Sequence[Array]) -> Array:

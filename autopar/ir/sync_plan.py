@@ -22,6 +22,8 @@ class SyncPlan:
       own: Paths of the floating-point leaves of the state that stay each client's own.
       examples: Of a client's minibatch; 0 where that isn't known.
       servers: How many keep a centre, which weights are exchanged with; 0: there is none, and they are averaged.
+      alpha: How far an exchange with it pulls.
+      slope: eta h, where it was given.
     """
 
     name: str
@@ -36,6 +38,8 @@ class SyncPlan:
     own: tuple[str, ...]
     examples: int
     servers: int = 0
+    alpha: float = 0.0
+    slope: float | None = None
 
     @property
     def sent_bytes(self) -> float:

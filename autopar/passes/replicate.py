@@ -83,6 +83,8 @@ def replicate(
         by_rows=tuple(program.inputs[k].path for k in rows),
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
         servers=min(servers, len(found)) if by_servers else 0,
+        alpha=sync.alpha if by_servers else 0.0,
+        slope=sync.slope if by_servers else None,
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
     check_replicas(earlier, program.name, earlier and earlier.sync, plan)

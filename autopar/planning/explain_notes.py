@@ -16,6 +16,7 @@ from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.folding import fold_paths
 from autopar.run.entry import Entry
+from autopar.sync import stable_alpha
 
 #: Lines kept from XLA that are listed where not all are asked for.
 _SHOWN = 8
@@ -142,6 +143,10 @@ def replica_notes(plan: Plan) -> Iterator[str]:
             f"towards each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, "
             "and receives as much."
         )
+        known = "it isn't known of which on weights may diverge: give Elastic(curvature=)"
+        if sync.slope is not None:
+            known = f"at eta h = {sync.slope:.3g} weights may diverge above {stable_alpha(1.0, sync.slope):.3g}"
+        yield f"alpha is {sync.alpha:.3g}; {known}."
         yield from _own_notes(sync)
         return
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))

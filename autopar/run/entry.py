@@ -230,8 +230,8 @@ def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
     assert isinstance(sync, Average | Elastic) and plan is not None, "clients have replicas"
     averaging = Averaging(sync, plan, compiled.analysed)
     touched = TouchedRows(compiled, plan)
-    kind = ElasticRunner if isinstance(sync, Elastic) else ReplicaRunner
-    return kind(entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree)
+    given = entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree
+    return ElasticRunner(*given, plain=entry.plain) if isinstance(sync, Elastic) else ReplicaRunner(*given)
 
 
 def _weak(value: Any) -> Any:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from autopar.backends.clients import check_stable
+import autopar
 from autopar.errors import ArgumentsError, AutoparError, StabilityWarning
+from autopar.measure.curvature import slope_of
 from autopar.servers.center import Center
 from autopar.servers.messages import Exchange, Pulled, Read
-from autopar.sync import Elastic, stable_alpha
+from autopar.sync import Elastic, check_stable, stable_alpha
 
 
 def exchange(center: Center, worker: int, step: int, x: float) -> float:
@@ -91,11 +96,43 @@ def test_alpha_is_stable_up_to_what_is_said(slope: float, clients: int) -> None:
 
 
 def test_a_warning_has_the_numbers() -> None:
-    check_stable(Elastic(0.6, learning_rate=0.5, curvature=2.0))
-    with pytest.warns(StabilityWarning, match=r"eta h = 1, .* = 0\.667"):
-        check_stable(Elastic(0.7, learning_rate=0.5, curvature=2.0))
+    check_stable(0.6, 1.0)
+    with pytest.warns(StabilityWarning, match=r"eta h = 1 .* = 0\.667"):
+        check_stable(0.7, 1.0)
     with pytest.warns(StabilityWarning, match="smaller learning rate"):
-        check_stable(Elastic(0.1, learning_rate=1.1, curvature=2.0))
+        check_stable(0.1, 2.2)
+    assert Elastic(0.6, learning_rate=0.5, curvature=2.0).slope == 1.0 and Elastic(0.6, curvature=2.0).slope is None
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_slope_of_a_step_is_eta_h(tx: optax.GradientTransformation, sign: int) -> None:
+    """Of a quadratic with eigenvalues 1 to 5, and one that has the largest in size below 0."""
+    axes = jnp.linalg.qr(jax.random.normal(jax.random.key(1), (5, 5)))[0]
+    hessian = axes @ jnp.diag(jnp.arange(1.0, 6) if sign > 0 else jnp.array([-7.0, 1, 2, 3, 4])) @ axes.T
+
+    def step(w: jax.Array) -> list[jax.Array]:
+        state = tx.init(w)
+        updates, _ = tx.update(hessian @ w, state, w)
+        return [jnp.zeros(()), w + updates]
+
+    assert slope_of(step, [jnp.ones(5)], {0: 1}) == pytest.approx(0.5 if sign > 0 else 0.4, rel=0.02)
+
+
+def test_it_is_measured_before_the_first_step() -> None:
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, slope = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+        return {"w": state["w"] - 0.5 * slope}, loss
+
+    state, x = {"w": jnp.ones(2)}, jnp.diag(jnp.array([1.0, 1.3]))  # eta h = 0.5 * 1.3**2
+    for alpha, expected in (
+        (0.8, pytest.warns(StabilityWarning, match=r"eta h = 0\.84.* = 0\.73")),
+        (0.7, nullcontext()),
+    ):
+        planned = autopar.parallelize(step, sync=Elastic(alpha, curvature="measure"))
+        with expected:
+            planned(jax.tree.map(jnp.copy, state), x)
+    assert "alpha is 0.7; it isn't known" in " ".join(str(autopar.explain(planned)).split())
 
 
 @pytest.mark.parametrize("options", [{"alpha": 0}, {"alpha": 1.0}, {"alpha": 0.5, "interval": 0}])
