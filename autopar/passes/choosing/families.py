@@ -149,7 +149,8 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         costs["terms"] = {} if rates is None else step_terms(rates, sizes)
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
-        if method == "allreduce":
+        replays = choices.options.accelerators and space.deferred and not sharded
+        if method == "allreduce" or replays:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes
             return dense(f"{shown}: the dense update is the fastest", "strategy='ps'", **costs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import autopar
@@ -20,6 +21,8 @@ from autopar.passes.choose import choose, compares_methods
 from autopar.run.step import ParallelStep
 from tests.support.programs import ROWS, projected, sgd, tied
 from tests.support.rates import rates
+
+ADAMW = optax.adamw(1e-3)
 
 
 def decided(program: Program, measured: Measurements | None = None, **options: Any) -> BoundPlan:
@@ -85,6 +88,21 @@ def test_dense_leaves_in_shards() -> None:
     (leaf,) = bound.plan.dense
     assert leaf.sharded and leaf.sent and bound.shards == {1: 0}
     assert [p.path for p in bound.plan.parameters] == ["table", "w"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_accelerators_replay_no_rows_unless_they_are_told_to(devices: int) -> None:
+    def step(state: Any, ids: jax.Array) -> Any:
+        table, slots = state
+        updates, slots = ADAMW.update(jax.grad(lambda t: (t[ids] ** 2).sum())(table), slots, table)
+        return (table + updates, slots), ids.sum()
+
+    table = jax.ShapeDtypeStruct((2**21, 16), np.float32)
+    shapes = (table, jax.eval_shape(ADAMW.init, table)), jax.ShapeDtypeStruct((32,), np.int32)
+    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
+    there: dict[str, Any] = {"devices": devices, "accelerators": True}
+    for options, defers in (({"devices": devices}, True), (there, False), ({**there, "strategy": "ps"}, True)):
+        assert choose(analysed, Options(**options))[0].plan.defers == defers
 
 
 @pytest.mark.parametrize(
