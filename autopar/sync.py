@@ -42,9 +42,7 @@ class Average:
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ArgumentsError(f"Average({name}={value!r}): give a whole number, {least} or more")
+            _check_whole(f"Average({name}=%r)", getattr(self, name), least)
         if self.every % self.fragments:
             raise ArgumentsError(
                 f"Average(every={self.every}, fragments={self.fragments}): fragments are averaged in turn, at equal "
@@ -98,12 +96,9 @@ class Async:
     def __post_init__(self) -> None:
         check_clients(self.clients)
         check_clients(self.servers, "servers")
-        for name in ("staleness", "warmup"):
-            value = getattr(self, name)
-            is_open = name == "staleness" and value is None
-            if not is_open and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                none = " or more, or None for no bound" if name == "staleness" else " or more"
-                raise ArgumentsError(f"Async({name}={value!r}): give a whole number, 0{none}")
+        if self.staleness is not None:
+            _check_whole("Async(staleness=%r)", self.staleness, 0, ", or None for no bound")
+        _check_whole("Async(warmup=%r)", self.warmup, 0)
 
     @property
     def is_joined(self) -> bool:
@@ -157,8 +152,7 @@ class Elastic:
             raise ArgumentsError(
                 f"Elastic(alpha={self.alpha!r}): give a number above 0 and below 1, such as 0.9 / workers"
             )
-        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
-            raise ArgumentsError(f"Elastic(interval={self.interval!r}): give a whole number of steps, 1 or more")
+        _check_whole("Elastic(interval=%r)", self.interval, 1)
         for name in ("learning_rate", "curvature"):
             value = getattr(self, name)
             if value is None or (name == "curvature" and value == "measure"):
@@ -226,5 +220,10 @@ def check_clients(count: object, noun: str = "clients") -> None:
     Raises:
       ArgumentsError: it is none.
     """
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise ArgumentsError(f"{noun}={count!r}: give a whole number of {noun}, 1 or more, or leave it out")
+    if count is not None:
+        _check_whole(f"{noun}=%r", count, 1, ", or leave it out")
+
+
+def _check_whole(what: str, value: object, least: int, otherwise: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentsError(f"{what % (value,)}: give a whole number, {least} or more{otherwise}")

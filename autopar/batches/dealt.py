@@ -22,8 +22,7 @@ class DealtBatches(Batches):
     """
 
     def _go_to(self, epoch: int, batch: int) -> None:
-        source, epochs = self._source, self._options.epochs
-        assert isinstance(source, Examples), "minibatches have numbers"
+        source, epochs = self._examples, self._options.epochs
         if not hasattr(self, "_link"):
             count = None if epochs is None else epochs * source.batches
             clients = self._options.clients
@@ -43,17 +42,19 @@ class DealtBatches(Batches):
             pass  # signals, which a `for` loop answers
         if self._dealt is None:
             raise StopIteration
-        source = self._source
-        assert isinstance(source, Examples), "minibatches have numbers"
-        epoch, batch = divmod(self._dealt, source.batches)
+        epoch, batch = divmod(self._dealt, self._examples.batches)
         self._dealt = None
-        return self._place(next(source.read(epoch, batch)))
+        return self._place(next(self._examples.read(epoch, batch)))
 
     def state(self) -> dict[str, int]:
         number = self._link.ask(0, Position(self._link.number))
-        assert isinstance(self._source, Examples), "minibatches have numbers"
-        self._epoch, self._batch = divmod(number, self._source.batches)
+        self._epoch, self._batch = divmod(number, self._examples.batches)
         return super().state()
+
+    @property
+    def _examples(self) -> Examples:
+        assert isinstance(self._source, Examples), "minibatches have numbers"
+        return self._source
 
     def _told(self, numbers: Sequence[int]) -> Sequence[int]:
         """Asks for a minibatch, and tells of this process's signals; returns those of all."""
