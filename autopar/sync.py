@@ -221,9 +221,9 @@ def check_clients(count: object, noun: str = "clients") -> None:
       ArgumentsError: it is none.
     """
     if count is not None:
-        _check_whole(f"{noun}=%r", count, 1, ", or leave it out")
+        _check_whole(f"{noun}=%r", count, 1, ", or leave it out", of=f" of {noun}")
 
 
-def _check_whole(what: str, value: object, least: int, otherwise: str = "") -> None:
+def _check_whole(what: str, value: object, least: int, otherwise: str = "", of: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentsError(f"{what % (value,)}: give a whole number, {least} or more{otherwise}")
+        raise ArgumentsError(f"{what % (value,)}: give a whole number{of}, {least} or more{otherwise}")
