@@ -56,6 +56,17 @@ def test_a_rank_that_fails_ends_the_job(run_ranks: Run, sync: str, fault: str, m
     assert re.search(message, job.output), job.output
 
 
+def test_a_server_that_fails_ends_the_job(run_ranks: Run) -> None:
+    """Its thread does, while others wait for what it should have answered."""
+    fault = (
+        "import threading; from autopar.servers.timeline import Standing; push = Standing.push; Standing.push = "
+        "lambda self, w: push(self, w) if threading.current_thread() is threading.main_thread() else 1 / 0"
+    )
+    job = run_ranks(3, with_fault(fault, BOUNDED).replace("rank == 1", "rank == 0"))
+    check_ended(job)
+    assert re.search(r"rank 0 .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
+
+
 @pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC)])
 def test_a_rank_that_is_stopped_is_named(run_ranks: Run, sync: str) -> None:
     job = run_ranks(3, with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
