@@ -201,6 +201,7 @@ def parallelize(
             may_leave=sync is None,
             sync=sync,
             clients=1 if clients is None else clients.count,
+            worker_devices=devices.mesh.size if whole else 1,
             servers=1 if clients is None else servers_of(sync, clients.processes.size),
         ),
         machine=Machine(

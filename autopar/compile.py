@@ -35,7 +35,7 @@ from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
-from autopar.passes.shield import shield, shield_stages
+from autopar.passes.shield import shield, shield_stages, shield_worker
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import served_plan, split_servers
 from autopar.passes.split_stages import split_stages
@@ -195,10 +195,14 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
 def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
     by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
-    devices = (1 if by_rank else bound.devices) * request.options.rank_devices
-    if devices * request.options.tensor == 1 or (bound.emit == "pmap" and not bound.on_hosts):
+    options = request.options
+    devices = (1 if by_rank else bound.devices) * options.rank_devices * options.worker_devices
+    if devices * options.tensor == 1 or (bound.emit == "pmap" and not bound.on_hosts):
         return program, bound, "XLA partitions nothing"
-    if program.staged is not None:
+    if program.served is not None:
+        worker, isolated = shield_worker(program, bound, devices)
+        program = dataclasses.replace(program, served=dataclasses.replace(program.served, divided_worker=worker))
+    elif program.staged is not None:
         staged, isolated = shield_stages(program.staged)
         program = dataclasses.replace(program, staged=staged)
     else:

@@ -57,7 +57,9 @@ class ServedPrograms:
         self._ids = jax.jit(emit(served.ids)) if served.ids.outputs else None
         # All results are whole on each device: they are pushed, or the user's.
         whole: dict[str, Any] = {} if devices is None else {"out_shardings": devices.sharding(None)}
-        self._work = jax.jit(_typed(served.worker, types), **whole)
+        worker = served.worker if devices is None else served.divided_worker
+        assert worker is not None, "it was planned for several devices"
+        self._work = jax.jit(_typed(worker, types, devices), **whole)
 
     def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:
         """For each server the ids of the rows that a worker needs of it. `leaves`: the step's flat arguments."""
@@ -130,9 +132,9 @@ def _own(block: Block) -> Callable[..., list[Array]]:
     return own
 
 
-def _typed(block: Block, types: Sequence[Any]) -> Callable[..., list[Array]]:
-    """The block as a function, with the plain step's types, weak or strong."""
-    run = emit(block)
+def _typed(block: Block, types: Sequence[Any], devices: Devices | None = None) -> Callable[..., list[Array]]:
+    """The block as a function, with the plain step's types, weak or strong. `devices`: over which XLA divides it."""
+    run = emit(block, devices=devices)
 
     def typed(*inputs: Array) -> list[Array]:
         return [x if t is None else _like(jnp.asarray(x), t) for x, t in zip(run(*inputs), types, strict=True)]

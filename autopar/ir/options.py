@@ -48,6 +48,8 @@ class Options:
     #: How the replicas of clients come together, and how many there are; None: all processes train one state.
     sync: Sync | None = None
     clients: int = 1
+    #: Devices of a worker, which divide its minibatch, where servers keep the state.
+    worker_devices: int = 1
     #: Servers that keep the state, if any do.
     servers: int = 1
     #: T, devices over which products are divided.

@@ -79,6 +79,7 @@ class ServedStep:
       whole: Leaves that a worker pulls whole.
       servers: What each server keeps; there may be fewer than were asked for.
       pieces: Of leaves that several servers keep, by numbers behind those of the step's inputs.
+      divided_worker: The worker's program where XLA divides it over several devices (`passes.shield`).
     """
 
     ids: Block
@@ -91,6 +92,7 @@ class ServedStep:
     whole: frozenset[int]
     servers: tuple[ServerPart, ...]
     pieces: Mapping[int, Piece] = field(default_factory=dict)
+    divided_worker: Block | None = None
 
     @functools.cached_property
     def homes(self) -> Mapping[int, Sequence[tuple[int, int]]]:
