@@ -35,6 +35,8 @@ class Microbatch:
 
     def share(self, value: Array, along: int) -> Array:
         """The part of a value that all microbatches have."""
+        if self.count == 1:
+            return value
         devices = 1 if self.devices is None else self.devices.count
         size = value.shape[along] // (devices * self.count)
         before, behind = value.shape[:along], value.shape[along + 1 :]
@@ -115,6 +117,8 @@ def wide(dtype: Any) -> Any:
 def _unparted(parts: Array, along: int, devices: Devices | None) -> Array:
     """[M, ...] -> the examples of all microbatches along their axis, in the batch's order."""
     count, *shape = parts.shape
+    if count == 1:
+        return parts[0]
     split = 1 if devices is None else devices.count
     parted = parts.reshape(count, *shape[:along], split, shape[along] // split, *shape[along + 1 :])
     moved = jnp.moveaxis(parted, 0, along + 1)

@@ -319,8 +319,9 @@ def test_updates_that_the_devices_do_not_divide() -> None:
     assert "a scatter of updates that the devices don't divide" in explained(planned, state, batch)
 
 
-def test_a_worker_of_several_devices() -> None:
-    """Whose state servers keep, and whose minibatch XLA divides: forwards, backwards and results."""
+@pytest.mark.parametrize("examples", [8, 6])
+def test_a_worker_of_several_devices(examples: int) -> None:
+    """Whose state servers keep, and whose minibatch XLA divides, if it can: forwards, backwards and results."""
 
     def step(state: Any, batch: Any) -> Any:
         params, count = state
@@ -331,11 +332,15 @@ def test_a_worker_of_several_devices() -> None:
             return jnp.mean((running @ w - batch["y"]) ** 2) * scale, batch["z"].max()
 
         (loss, largest), slope = jax.value_and_grad(loss_of, has_aux=True)(params)
-        return (params - 0.01 * slope, count + 1), (loss, largest, jax.ops.segment_max(batch["z"], IDS % 2, 2))
+        return (params - 0.01 * slope, count + 1), (
+            loss,
+            largest,
+            jax.ops.segment_max(batch["z"], IDS[:examples] % 2, 2),
+        )
 
     batch = {
         name: np.random.default_rng(k).normal(size=shape).astype(np.float32)
-        for k, (name, shape) in enumerate({"x": (8, 4), "y": (8,), "z": (8,)}.items())
+        for k, (name, shape) in enumerate({"x": (examples, 4), "y": (examples,), "z": (examples,)}.items())
     }
     batch["z"][3] = np.nan
     planned = autopar.parallelize(step, mesh=mesh_of(N), sync=autopar.sync.Async())
