@@ -26,6 +26,7 @@ from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import choose
 from autopar.passes.choosing.fit_decisions import check_facts, check_followed
 from autopar.passes.classify import classify
+from autopar.passes.gradient_program import gradient_equations
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
@@ -145,7 +146,14 @@ def _split_update(program: Program, bound: BoundPlan, request: Request) -> Resul
     own = pipeline is not None and (pipeline.statistics == "microbatch" or pipeline.is_asynchronous)
     is_served = request.options.is_served
     own = own or (is_served and bound.plan.microbatches == 1)  # a worker has its minibatch whole
-    program, note = split_update(program, bound, own_statistics=own, option="sync=" if is_served else "pipeline=")
+    try:
+        program, note = split_update(program, bound, own_statistics=own, option="sync=" if is_served else "pipeline=")
+    except StrategyError as error:
+        if not is_served or bound.plan.microbatches > 1:
+            raise
+        if not gradient_equations(program):
+            raise StrategyError(f"{error} Or return the loss: it shows which weights the examples meet") from error
+        note = "examples meet others: a worker's minibatch is whole"
     return program, bound, note
 
 
@@ -153,7 +161,8 @@ def _split_servers(program: Program, bound: BoundPlan, request: Request) -> Resu
     options = request.options
     if not isinstance(options.sync, Async):
         return program, bound, "no servers"
-    served = split_servers(program, options.servers)
+    is_cut = any(e.op == "ap.microbatches" for e in program.block.equations)
+    served = split_servers(program, options.servers, None if is_cut else gradient_equations(program))
     plan = served_plan(program, bound, served, options.sync, options.clients)
     check_replicas(options.plan, program.name, options.plan and options.plan.served, plan)
     program = dataclasses.replace(program, served=served)

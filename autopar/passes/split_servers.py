@@ -27,17 +27,19 @@ from autopar.sync import Async
 LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
 
 
-def split_servers(program: Program, servers: int) -> ServedStep:
+def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
     """The programs of a worker and of each server.
 
     Args:
-      program: A program that `split_update` has cut, into one microbatch.
+      program: A program that `split_update` has cut, into one microbatch; or any other one.
       servers: How many servers there are.
+      gradient: The equations of its gradient program; None: that of `split_update`.
 
     Raises:
       StrategyError: a result needs what servers alone have, or the update has an effect.
     """
-    return _Cutter(program, servers).run()
+    cut = [e for e in program.block.equations if e.op == "ap.microbatches"] if gradient is None else gradient
+    return _Cutter(program, servers, set(cut)).run()
 
 
 def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: Async, clients: int) -> ServedPlan:
@@ -89,7 +91,7 @@ class _Cut:
 
 
 class _Cutter:
-    def __init__(self, program: Program, servers: int) -> None:
+    def __init__(self, program: Program, servers: int, gradient: Collection[Equation]) -> None:
         self._program, self._count = program, servers
         block = program.block
         self._inputs, self._equations = block.inputs, block.equations
@@ -104,7 +106,7 @@ class _Cutter:
         self._of_pieces: list[Equation] = []
         self._joins: list[Equation] = []
         self._slices: list[Equation] = []
-        apart = [e for e in self._equations if e.op != "ap.microbatches"]
+        apart = [e for e in self._equations if e not in gradient]
         #: Of each value the leaves that it follows from other than by the gradient program, as bits.
         self._of_state = _reached(apart, {self._inputs[k]: 1 << k for k in self._new})
         self._on_state = [e for e in apart if any(self._of_state.get(v) for v in e.outputs)]

@@ -319,8 +319,8 @@ def test_updates_that_the_devices_do_not_divide() -> None:
     assert "a scatter of updates that the devices don't divide" in explained(planned, state, batch)
 
 
-@pytest.mark.parametrize("examples", [8, 6])
-def test_a_worker_of_several_devices(examples: int) -> None:
+@pytest.mark.parametrize(("examples", "meet"), [(8, False), (6, False), (8, True)])
+def test_a_worker_of_several_devices(examples: int, meet: bool) -> None:
     """Whose state servers keep, and whose minibatch XLA divides, if it can: forwards, backwards and results."""
 
     def step(state: Any, batch: Any) -> Any:
@@ -329,7 +329,9 @@ def test_a_worker_of_several_devices(examples: int) -> None:
         def loss_of(w: jax.Array) -> Any:
             running = lax.cumsum(batch["x"], 1) * lax.cumprod(batch["x"], 1)
             scale = lax.reduce(batch["y"], np.float32(1), lambda a, b: a + b, (0,))
-            return jnp.mean((running @ w - batch["y"]) ** 2) * scale, batch["z"].max()
+            h = running @ w
+            others = jax.nn.logsumexp(jnp.outer(h, h), 1).mean() if meet else 0.0
+            return jnp.mean((h - batch["y"]) ** 2) * scale + others, batch["z"].max()
 
         (loss, largest), slope = jax.value_and_grad(loss_of, has_aux=True)(params)
         return (params - 0.01 * slope, count + 1), (

@@ -76,6 +76,10 @@ def step_of(tx: optax.GradientTransformation, kind: str) -> Callable[..., Any]:
             weight = state["slow"]["hidden"] if kind == "polyak" else 0
             y = jnp.tanh(h @ (params["hidden"] + weight) + params["bias"])
             loss = jnp.mean((y - batch["y"]) ** 2)
+            if kind == "contrastive":
+                loss = loss + optax.softmax_cross_entropy_with_integer_labels(y @ y.T, jnp.arange(EXAMPLES)).mean()
+            if kind == "in order":
+                loss = loss + jnp.sum(jnp.sort(y.sum(1)) * jnp.arange(EXAMPLES))
             if kind == "decay in the loss":
                 loss = loss + 0.01 * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
             if kind == "warm-up":
@@ -109,10 +113,15 @@ def _values(tree: Any) -> list[np.ndarray]:
 
 
 CASES = [(name, "plain") for name in OPTIMIZERS] + [("sgd", kind) for kind in KINDS[1:]]
+#: Losses in which examples meet others.
+CASES += [(name, kind) for name in ("sgd", "adagrad", "clip", "lamb") for kind in ("contrastive", "in order")]
 CASES += [("clip", kind) for kind in ("decay in the loss", "norms", "scaled loss", "batch norm")]
 #: Those whose leaves may be cut. Of the others a table of which rows are looked up is the largest, or all are tied.
 IN_PIECES = {(name, "plain") for name in ("schedule", "adamw", "clip", "noise", "lion")}
-IN_PIECES |= {("sgd", "decay in the loss"), ("clip", "norms"), ("clip", "batch norm")}
+IN_PIECES |= {
+    ("sgd", "decay in the loss"),
+    *(("clip", kind) for kind in ("norms", "batch norm", "contrastive", "in order")),
+}
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
@@ -156,7 +165,7 @@ def _swapped(step: ServedStep) -> ServedStep:
 
 def test_a_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = passes.split_servers
-    monkeypatch.setattr(passes, "split_servers", lambda program, servers: _swapped(cut(program, servers)))
+    monkeypatch.setattr(passes, "split_servers", lambda *given: _swapped(cut(*given)))
     step = autopar.parallelize(step_of(OPTIMIZERS["clip"], "plain"), sync=autopar.sync.Async())
     with pytest.raises(autopar.VerificationError, match="opt"):
         autopar.verify(step, start(OPTIMIZERS["clip"]), batch(0), steps=2)
