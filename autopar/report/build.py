@@ -14,7 +14,8 @@ from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.stage_plan import PipelinePlan
-from autopar.planning.simulate import Simulation, simulate
+from autopar.measure.cluster import require_cluster
+from autopar.planning.simulate import Simulation, simulate_devices
 from autopar.planning.staleness import Staleness
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
@@ -246,10 +247,11 @@ def _add_scaling(
     if plan.devices == 1:
         made.notes.append(f"No speed-up: {_unknown(plan)}.")
         return
-    if cluster is None and plan.cluster is None:
+    cluster = plan.cluster if cluster is None else require_cluster(cluster)
+    if cluster is None:
         made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
         return
-    simulation = simulate(plan, cluster=cluster)
+    simulation = simulate_devices(plan, cluster)
     made.tables["scaling"] = scaling_rows(simulation)
     made.draw(
         "speedup",
