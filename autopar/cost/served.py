@@ -252,7 +252,7 @@ class _Training:
         wanted = self._load.count * self._load.steps
         if self._done < wanted or self._is_over:
             return
-        if self._done >= _MOST * wanted or min(c.minibatches for c in self.clients) >= 3 * self._period:
+        if self._done >= _MOST * wanted or min(c.minibatches for c in self.clients) >= 2 * self._period:
             self._until = self._clock.now
 
     @property
