@@ -152,8 +152,7 @@ class SyncSimulation:
         slow = "".join(f"; worker {w} takes {factor:g} times as long" for w, factor in self.slow.items())
         lines = [
             f"{self.step} on {self.cluster.device.name} ({self.cluster.name}), simulated: {self.mode}{slow}",
-            f"A worker's own step takes {1e3 * self.step_s:.2f} ms; the speed-up is over one worker that does nothing "
-            "else",
+            f"A worker's own step takes {1e3 * self.step_s:.2f} ms; speed-ups are over one that exchanges nothing",
             f"{'devices':>8}{'workers':>9}{'minibatches/s':>15}{'speed-up':>10}{'waiting':>9}{'staleness':>11}  "
             "most of the time",
         ]
@@ -170,11 +169,11 @@ class SyncSimulation:
         if len(self.times) != 1:
             return []
         (time,) = self.times
-        lines = [f"{'worker':>8}{'minibatches':>13}{'a second':>10}{'waiting':>9}  for slower ones, for exchanges (s)"]
+        lines = [f"{'worker':>8}{'minibatches':>13}{'a second':>10}{'waiting':>9}  s for slower workers, and exchanges"]
         for w, (client, rate) in enumerate(zip(time.clients, time.rates, strict=True)):
             lines.append(
-                f"{w:>8}{client.minibatches:>13}{rate:>10.2f}{client.waiting:>9.0%}  "
-                f"{client.slowest_s:.3f}, {client.exchange_s:.3f}"
+                f"{w:>8}{client.minibatches:>13}{rate:>10.2f}{client.waiting:>9.0%}"
+                f"{client.slowest_s:>22.2f}{client.exchange_s:>14.2f}"
             )
         return lines
 

@@ -60,6 +60,17 @@ def test_stragglers_have_closed_forms(slower: int) -> None:
     assert sum(c.waiting for c in free.clients) == 0
 
 
+@pytest.mark.parametrize(("slower", "waits", "free"), [(2, 5.71, 10.63), (10, 1.52, 10.42), (100, 0.16, 10.38)])
+def test_stragglers_of_sixteen_gpus(slower: int, waits: float, free: float) -> None:
+    """Speed-ups that Zhang et al. measured (table 3): SYNC-DDL and ADPSGD, one of 16 GPUs slower. What exchanges take
+    is fitted to those without a slow one, 8.70 and 10.88."""
+    load = ClientLoad(16, STEP, 50, {15: slower})
+    average = simulate_averages(load, means_s=[(16 / 8.70 - 1) * STEP], due=lambda step: [0])
+    assert throughput(average) == pytest.approx(waits, rel=0.03)
+    served = everywhere(16, servers=[ServerLoad(0, 0.0, 0.0)], receive_s=(16 / 10.88 - 1) * STEP)
+    assert throughput(simulate_served(load, served)) == pytest.approx(free, rel=0.02)
+
+
 def test_several_stragglers() -> None:
     load = ClientLoad(5, STEP, 200, {0: 4.0, 3: 2.5})
     assert throughput(simulate_served(load, everywhere(5))) == pytest.approx(3 + 1 / 4 + 1 / 2.5)
