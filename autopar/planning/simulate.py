@@ -92,8 +92,9 @@ def simulate(
         `sync=` of a client's own step, each of which is drawn.
       slow: With `sync=`, stragglers: worker -> how many times as long its own steps take, such as `{3: 10.0}`.
       step_s: With `sync=`, what a client's own step takes, in seconds; predicted of the devices by default.
-      servers: With servers, how many there are, in the first of a process for each device, and equally large; as many
-        as in the plan by default, or in all processes, if they are there.
+      servers: With servers, how many there are, in the first of a process for each device; as many as in the plan by
+        default, or one for each client, if they are in all processes there. With `Async` they are taken to be equally
+        large, if there are others than in the plan; a server keeps one leaf at least.
       steps: With `sync=`, how many steps of each client are simulated, on average; some hundred by default.
 
     Returns:
@@ -114,7 +115,7 @@ def simulate(
         raise ArgumentsError(f"overlap={overlap}, variation={variation}: overlap is in [0, 1], variation 0 or more")
     slack = {"overlap": overlap, "variation": variation}
     options = ClientOptions({} if slow is None else slow, step_s, servers, steps)
-    if plan.sync is not None or plan.served is not None:
+    if plan.way is not None:
         return simulate_clients(plan, cluster, numbers, options, methods=methods, **slack)
     if options != ClientOptions():
         raise ArgumentsError(
@@ -128,7 +129,7 @@ def simulate(
 
 def _counts(plan: Plan, cluster: ClusterSpec) -> Sequence[int]:
     """Returns the numbers of devices that are simulated by default."""
-    if plan.sync is not None or plan.served is not None:
+    if plan.way is not None:
         return [cluster.count]
     if plan.pipeline is None:
         return COUNTS

@@ -1,4 +1,4 @@
-"""What a step with `sync=` would do on the devices of a cluster: minibatches of all clients, who waits, staleness."""
+"""Simulates steps with `sync=` on the devices of a cluster: minibatches of all clients, who waits, staleness."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from autopar.cost.collectives import all_reduce_s
 from autopar.cost.served import Served, ServerLoad, simulate_served
 from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
+from autopar.ir.balance import balanced
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
-from autopar.planning.workload import client_workload, named_methods, table_bytes
+from autopar.planning.workload import client_workload, goes_by_rows, named_methods, table_bytes, untouched_bytes
 from autopar.servers.timeline import Timeline
 
 #: Steps of a client that are simulated by default, at least and at most; and messages that are simulated for that.
@@ -37,7 +38,8 @@ class ClientOptions:
     Attributes:
       slow: Client -> how many times as long its own steps take.
       step_s: Seconds of a client's own step; None: as its devices are predicted to take.
-      servers: How many there are; None: all processes, if they are in the plan, else as many as there.
+      servers: How many there are; None: as many as in the plan, or one for each client, if they are in all processes
+        there.
       steps: Steps of a client that are simulated, on average; None: some.
 
     Raises:
@@ -98,23 +100,23 @@ class SyncTime:
 
     @property
     def minibatches_s(self) -> float:
-        """Minibatches a second of all clients."""
+        """Returns the minibatches a second of all clients."""
         return sum(self.rates)
 
     @property
     def waiting(self) -> float:
-        """The share of the clients' time in which they wait."""
+        """Returns the share of the clients' time in which they wait."""
         return float(np.mean([client.waiting for client in self.clients]))
 
     @property
     def staleness(self) -> float:
-        """How many pushes of others a server applied since the pull of a push's weights, on average; 0 without them."""
+        """Returns how many pushes of others a server applied since the pull of a push's weights, on average."""
         late = () if self.timeline is None else self.timeline.staleness
         return float(np.mean(late)) if len(late) else 0.0
 
     @property
     def limit(self) -> str:
-        """What clients spend most time on."""
+        """Says what clients spend most time on."""
         parts = {
             "own steps": sum(client.computing_s for client in self.clients),
             "slower clients": sum(client.slowest_s for client in self.clients),
@@ -125,7 +127,7 @@ class SyncTime:
 
 @dataclass(frozen=True, slots=True)
 class SyncSimulation:
-    """What clients of a step with `sync=` do, by number of devices; `str()` is a table.
+    """Holds what clients of a step with `sync=` do, by number of devices; `str()` is a table.
 
     Attributes:
       step: The step's name.
@@ -145,14 +147,14 @@ class SyncSimulation:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """Minibatches a second over those of one client that nobody disturbs, and that exchanges nothing."""
+        """Returns minibatches a second over those of one client that nobody disturbs, and that exchanges nothing."""
         return tuple(self.step_s * t.minibatches_s for t in self.times)
 
     def __str__(self) -> str:
         slow = "".join(f"; worker {w} takes {factor:g} times as long" for w, factor in self.slow.items())
         lines = [
             f"{self.step} on {self.cluster.device.name} ({self.cluster.name}), simulated: {self.mode}{slow}",
-            f"A worker's own step takes {1e3 * self.step_s:.2f} ms; speed-ups are over one that exchanges nothing",
+            f"A worker's own step takes {1e3 * self.step_s:.4g} ms; speed-ups are over one that exchanges nothing",
             f"{'devices':>8}{'workers':>9}{'minibatches/s':>15}{'speed-up':>10}{'waiting':>9}{'staleness':>11}  "
             "most of the time",
         ]
@@ -165,7 +167,7 @@ class SyncSimulation:
         return "\n".join([*lines, *self._by_worker()])
 
     def _by_worker(self) -> list[str]:
-        """What each worker does, where there is one number of devices."""
+        """Tabulates what each worker does, where there is one number of devices."""
         if len(self.times) != 1:
             return []
         (time,) = self.times
@@ -196,7 +198,7 @@ def simulate_clients(
       ArgumentsError: a number of devices that isn't a multiple of a client's; a slow worker that there isn't; more
         servers than processes; or a step that is predicted to take no time.
     """
-    way = plan.sync or plan.served
+    way = plan.way
     assert way is not None, "clients train"
     wrong = [n for n in numbers if n % plan.devices]
     if wrong:
@@ -214,7 +216,7 @@ def simulate_clients(
 
 
 def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) -> float:
-    """What a client's own step is predicted to take; without updates, where servers do them.
+    """Predicts the seconds of a client's own step; without updates, where servers do them.
 
     Raises:
       ArgumentsError: no time.
@@ -240,7 +242,7 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
         served = _exchanging(plan, plan.sync, cluster, load, options)
     else:
         assert plan.sync is not None, "clients train"
-        run = _averages(plan.sync, plan.devices, cluster, load)
+        run = _averages(plan, plan.sync, cluster, load)
         return SyncTime(n, run.clients, run.rates, None)
     pairs = load.count * len(served.servers)
     if pairs > _MOST_PAIRS:
@@ -255,14 +257,26 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
     return SyncTime(n, run.clients, run.rates, Timeline(load.count, served.bound, events))
 
 
-def _averages(sync: SyncPlan, devices: int, cluster: ClusterSpec, load: ClientLoad) -> ClientRun:
-    """Simulates clients of so many devices each that average their replicas."""
-    share = sync.mean_bytes / sum(sync.fragment_bytes)
-    each = max(1, cluster.devices // devices)  # clients of a machine
+def _averages(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> ClientRun:
+    """Simulates clients that average their replicas."""
+    each = max(1, cluster.devices // plan.devices)  # clients of a machine
     ends = dataclasses.replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
-    copies = min(devices, cluster.devices)  # of a sum, which share a machine's interfaces
-    means = [all_reduce_s(ends, share * size, copies=copies) if load.count > 1 else 0.0 for size in sync.fragment_bytes]
+    copies = min(plan.devices, cluster.devices)  # of a sum, which share a machine's interfaces
+    sent = _sent_bytes(plan, sync, load.count)
+    means = [all_reduce_s(ends, size, copies=copies) if load.count > 1 else 0.0 for size in sent]
     return simulate_averages(load, means_s=means, due=sync.due, every=sync.every, delay=sync.delay)
+
+
+def _sent_bytes(plan: Plan, sync: SyncPlan, clients: int) -> list[float]:
+    """Returns the bytes of each fragment that are averaged: of tables whose other rows no step moves those rows alone
+    that clients have touched, at most."""
+    rest = {
+        table.path: untouched_bytes(table, clients * sync.every)
+        for table in plan.tables
+        if (table.path in sync.by_rows if sync.clients > 1 else goes_by_rows(table))
+    }
+    pairs = zip(sync.fragments, sync.fragment_bytes, strict=True)
+    return [size - sum(rest.get(path, 0.0) for path in fragment) for fragment, size in pairs]
 
 
 def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> Served:
@@ -295,13 +309,19 @@ def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientL
 
 
 def _exchanging(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> Served:
-    """Says how workers exchange weights with a centre, which servers divide equally."""
-    size, leaves = sum(sync.fragment_bytes), sum(map(len, sync.fragments))
-    count = _servers(options, sync.servers, sync.clients, load.count, load.count * plan.devices, leaves)
-    part, memory_s = size / count, 1 / cluster.device.memory_bytes_s
-    update_s = 2 * cluster.to_host(part) + 4 * part * memory_s  # reads weights and centre, writes centre and moves
+    """Says how workers exchange weights with a centre, which servers divide as `servers.elastic` does."""
+    sizes = {leaf.path: leaf.nbytes for leaf in plan.dense} | {table.path: table_bytes(table) for table in plan.tables}
+    weights = [sizes[path] for fragment in sync.fragments for path in fragment]
+    processes, size, memory_s = load.count * plan.devices, sum(weights), 1 / cluster.device.memory_bytes_s
+    count = _servers(options, sync.servers, sync.clients, load.count, processes, len(weights))
+    parts = [sum(weights[k] for k in some) for some in balanced(weights, count) if some]
+
+    def update_s(part: int) -> float:
+        """Predicts what reads weights and centre, and writes centre and moves."""
+        return 2 * cluster.to_host(part) + 4 * part * memory_s
+
     return Served(
-        servers=[ServerLoad(n, part, part, update_s=update_s) for n in range(count)],
+        servers=[ServerLoad(n, part, part, update_s=update_s(part)) for n, part in enumerate(parts)],
         cluster=cluster,
         devices=range(0, load.count * plan.devices, plan.devices),
         every=sync.every,
@@ -333,6 +353,5 @@ def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
     touched = float(server.leaf_bytes)
     for table in plan.tables:
         if table.path in served.by_rows:
-            rest = max(0.0, 1 - table.ids / table.shape[table.axis])
-            touched -= rest * table_bytes(table) * sum(path in server.leaves for path in (table.path, *table.slots))
+            touched -= untouched_bytes(table, 1) * sum(p in server.leaves for p in (table.path, *table.slots))
     return touched

@@ -1,4 +1,4 @@
-"""What each device does in a step of a plan, as simulations of more devices, or fewer, need it."""
+"""Says what each device does in a step of a plan, as simulations of more devices, or fewer, need it."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
 
 
 def client_workload(plan: Plan) -> Workload:
-    """What each device of a client does in its own step; on one device its tables' rows are drawn as if all ids
-    differed."""
+    """Returns what each device of a client does in its own step. On one device all ids of a table are taken to
+    differ."""
     if plan.devices > 1:
         return workload(plan)
     lifted = [t for t in plan.families if t.lifted]
@@ -89,3 +89,13 @@ def _alone(table: TablePlan) -> TableLoad:
 def table_bytes(table: TablePlan) -> int:
     """Returns the bytes of a table without its slots."""
     return math.prod(table.shape) * np.dtype(table.dtype).itemsize
+
+
+def untouched_bytes(table: TablePlan, minibatches: int) -> float:
+    """Returns the bytes of a table's rows that so many minibatches leave alone, if all of their ids differ."""
+    return max(0.0, 1 - minibatches * table.ids / table.shape[table.axis]) * table_bytes(table)
+
+
+def goes_by_rows(table: TablePlan) -> bool:
+    """Says whether no step moves rows of a table that it doesn't look up."""
+    return table.lifted and not table.log_steps

@@ -92,7 +92,7 @@ def report(
     made.tables["parameters"] = parameter_rows(plan)
     if plan.pipeline is not None:
         title = _add_stages(made, plan.pipeline, staleness)
-    elif plan.sync is not None or plan.served is not None:
+    elif plan.way is not None:
         from autopar.report import clients  # draws
 
         title = clients.add_clients(made, plan, cluster, timeline)

@@ -1,4 +1,4 @@
-"""What a report shows of clients: what they do where one is slower; and of what servers did, staleness and workers."""
+"""Draws clients: what they do where one is slower; and of what servers did, staleness and workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: 
         _add_workers(made, timeline, "minibatches" if plan.served is not None else "exchanges")
         if plan.served is not None and len(timeline.staleness):
             _add_staleness(made, timeline)
-    return f"by {plan.sync or plan.served}"
+    return f"by {plan.way}"
 
 
 def _add_workers(made: Parts, timeline: Timeline, noun: str) -> None:

@@ -11,6 +11,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
+from autopar.planning.workload import goes_by_rows, untouched_bytes
 
 #: How many times slower one worker is.
 FACTORS = (1.0, 2.0, 4.0, 10.0, 30.0, 100.0)
@@ -77,23 +78,42 @@ def simulate_stragglers(plan: Plan, cluster: ClusterSpec) -> Stragglers:
 def ways(plan: Plan) -> Mapping[str, Plan]:
     """Returns the plan by its way's name, and those of averaging in every step and of servers with a bound and without
     one, which aren't its own."""
-    if plan.served is not None:
-        servers = plan.served.servers
-        leaves = tuple(path for server in servers for path in server.leaves)
-        pulled, pushed = (sum(getattr(server, f"{what}_bytes") for server in servers) for what in ("pull", "push"))
-        served, clients = plan.served, plan.served.clients
-    else:
-        assert plan.sync is not None, "clients train"
-        leaves = tuple(path for fragment in plan.sync.fragments for path in fragment)
-        pulled = pushed = sum(plan.sync.fragment_bytes)
-        clients = plan.sync.clients
-        server = ServerPlan(leaves, plan.state_bytes, pulled, pushed)
-        served = ServedPlan("", clients, None, (server,), (), (), plan.sync.examples)
-    average = SyncPlan("", clients, 1, 0, False, (leaves,), (pulled,), pulled, (), (), served.examples)
+    served = plan.served if plan.served is not None else _served(plan)
+    average = SyncPlan(
+        name="",
+        clients=served.clients,
+        every=1,
+        delay=0,
+        outer=False,
+        fragments=(tuple(path for server in served.servers for path in server.leaves),),
+        fragment_bytes=(size := _weight_bytes(plan, served),),
+        mean_bytes=size,
+        by_rows=served.by_rows,
+        own=(),
+        examples=served.examples,
+    )
     others = [dataclasses.replace(plan, sync=average, served=None)]
     for bound in (_BOUND, None):
         others.append(dataclasses.replace(plan, sync=None, served=dataclasses.replace(served, staleness=bound)))
     return {name_of(plan): plan} | {name: other for other in others if (name := name_of(other)) != name_of(plan)}
+
+
+def _served(plan: Plan) -> ServedPlan:
+    """Returns what servers would do of a plan whose clients train replicas: one that keeps all of the state."""
+    sync = plan.sync
+    assert sync is not None, "clients train"
+    weights = [path for fragment in sync.fragments for path in fragment]
+    tables = [table for table in plan.tables if table.path in weights and goes_by_rows(table)]
+    size = round(sum(sync.fragment_bytes) - sum(untouched_bytes(table, 1) for table in tables))
+    leaves = dict.fromkeys([*weights, *(slot for table in tables for slot in table.slots)])
+    server = ServerPlan(tuple(leaves), plan.state_bytes, pull_bytes=size, push_bytes=size)
+    return ServedPlan("", sync.clients, None, (server,), tuple(table.path for table in tables), (), sync.examples)
+
+
+def _weight_bytes(plan: Plan, served: ServedPlan) -> int:
+    """Returns the bytes of all that workers pull, with whole tables."""
+    rest = (untouched_bytes(table, 1) for table in plan.tables if table.path in served.by_rows)
+    return round(sum(server.pull_bytes for server in served.servers) + sum(rest))
 
 
 def name_of(plan: Plan) -> str:

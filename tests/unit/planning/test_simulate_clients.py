@@ -152,20 +152,40 @@ def test_what_a_step_takes_by_itself() -> None:
     assert alone.step_s > served.step_s > flops / 0.5e9
 
 
-def test_rows_of_tables_are_what_servers_update() -> None:
-    def by_rows(state: Any, ids: Any) -> Any:
-        loss, g = jax.value_and_grad(lambda p: jnp.mean((p["emb"][ids] @ p["w"]) ** 2))(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, g), loss
+def by_rows(state: Any, ids: Any) -> Any:
+    loss, g = jax.value_and_grad(lambda p: jnp.mean((p["emb"][ids] @ p["w"]) ** 2))(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, g), loss
 
+
+def table_plan(sync: Any) -> autopar.Plan:
+    """A table of 100,000 rows of 64 bytes, 100 of which a minibatch looks up, and 1 kB of other weights."""
     state = {"emb": jnp.ones((100_000, 16)), "w": jnp.eye(16)}
-    made = autopar.plan(autopar.parallelize(by_rows, sync=Async()), state, jnp.arange(100))
+    return autopar.plan(autopar.parallelize(by_rows, sync=sync), state, jnp.arange(100))
+
+
+def test_rows_of_tables_are_what_servers_update() -> None:
+    made = table_plan(Async())
     assert made.served.by_rows == ("emb",)
     memory = dataclasses.replace(CHALK, device=dataclasses.replace(CHALK.device, memory_bytes_s=1e6))
     found = autopar.simulate(made, cluster=memory, devices=4, servers=1, step_s=1e-4)
-    row_bytes, w_bytes = 16 * 4, 16 * 16 * 4
     pushed = made.served.servers[0].push_bytes
-    assert found.times[0].minibatches_s == pytest.approx(1e6 / (2 * (100 * row_bytes + w_bytes) + pushed), rel=0.01)
+    assert found.times[0].minibatches_s == pytest.approx(1e6 / (2 * (6400 + 1024) + pushed), rel=0.01)
     assert autopar.simulate(made, cluster=memory, devices=1).step_s > 0
+
+
+@pytest.mark.parametrize(("every", "rows"), [(1, 400), (10, 4000), (1000, 100_000)])
+def test_means_of_rows_that_clients_have_touched(every: int, rows: int) -> None:
+    """Of 4 clients, at most; a plan of one client, which sends nothing, doesn't have them."""
+    made = table_plan(Average(every=every))
+    assert made.sync.by_rows == () and made.sync.mean_bytes == 6_400_000 + 1024
+    mean_s = 2 * 3 / 4 * (64 * rows + 1024) / 1e6
+    of_four = dataclasses.replace(made.sync, clients=4, by_rows=("emb",), mean_bytes=64 * rows + 1024)
+    for plan in (made, dataclasses.replace(made, sync=of_four)):
+        found = autopar.simulate(plan, cluster=linked(1e6), step_s=1e-3)
+        assert found.times[0].minibatches_s == pytest.approx(4 * every / (every * 1e-3 + mean_s))
+    whole = dataclasses.replace(made, sync=dataclasses.replace(of_four, by_rows=()))
+    found = autopar.simulate(whole, cluster=linked(1e6), step_s=1e-3)
+    assert found.times[0].minibatches_s == pytest.approx(4 * every / (every * 1e-3 + 1.5 * 6.401024))
 
 
 def test_what_was_simulated_can_be_replayed() -> None:
@@ -186,7 +206,7 @@ def test_what_is_printed() -> None:
     found = autopar.simulate(made, cluster=linked(1e8), slow={3: 10}, step_s=0.1)
     text = str(found)
     assert "step on chalk (chalk), simulated: staleness at most 4; worker 3 takes 10 times as long" in text
-    assert "A worker's own step takes 100.00 ms" in text and "slower clients" in text
+    assert "A worker's own step takes 100 ms;" in text and "slower clients" in text
     assert len(text.splitlines()) == 3 + 1 + 1 + 4
     several = autopar.simulate(made, cluster=linked(1e8), devices=(1, 2, 16), step_s=0.1)
     assert [t.devices for t in several.times] == [1, 2, 16]

@@ -16,6 +16,7 @@ import autopar
 from autopar.cost import Device, Link
 from autopar.measure.cluster import Cluster
 from autopar.sync import Async, Average, Elastic
+from tests.unit.planning.test_simulate_clients import table_plan
 from tests.unit.report.test_report import Page, lines_of
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib: pip install 'autopar[report]'")
@@ -114,6 +115,22 @@ def test_ways_beside_a_plans_own(sync: Any, names: list[str]) -> None:
     shown = autopar.report(made, cluster=CLUSTER)
     assert [name for name, _ in itertools.groupby(row["mode"] for row in shown.tables["stragglers"])] == names
     assert "stragglers" in shown.figures and len(shown.tables["exchanges"]) == (2 if sync.__dict__.get("delay") else 1)
+
+
+def test_ways_of_tables_by_rows() -> None:
+    """Servers have a minibatch's rows pulled and pushed, means those that all clients touched."""
+    served, averaged = table_plan(Async()), table_plan(Average())
+    (wanted,), (found,) = served.served.servers, ways(averaged)["Async()"].served.servers
+    assert (found.leaf_bytes, set(found.leaves)) == (wanted.leaf_bytes, set(wanted.leaves))
+    assert found.pull_bytes == found.push_bytes == 6400 + 1024
+    assert 0 < wanted.pull_bytes - found.pull_bytes <= 100 * 4 + 64, "the numbers of the rows, and one more row"
+    assert ways(averaged)["Async()"].served.by_rows == served.served.by_rows
+    assert ways(served)["Average()"].sync.mean_bytes == pytest.approx(averaged.sync.mean_bytes, abs=464)
+    rates = [
+        autopar.simulate(plan, cluster=CLUSTER, step_s=1e-3).times[0].minibatches_s
+        for plan in (averaged, ways(served)["Average()"])
+    ]
+    assert rates[0] == pytest.approx(rates[1], rel=0.01)
 
 
 def test_a_timeline_by_hand(made: autopar.Report) -> None:
