@@ -85,6 +85,18 @@ def test_stragglers_as_they_were_measured(slower: int) -> None:
     assert average.speedups[0] == pytest.approx(4 / slower, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("bound", "slower", "steps", "measured"),
+    [(None, 1, 67, 2.92), (None, 4, 56, 2.92), (4, 4, 22, 1.74), (4, 10, 12, 1.82)],
+)
+def test_staleness_as_it_was_measured(bound: int | None, slower: int, steps: int, measured: float) -> None:
+    """By the timelines of four ranks that trained for 8 s as benchmarks/stragglers.py does."""
+    here = dataclasses.replace(CHALK, machines=1, devices=4, inside=Link(1e-5, 1e9))
+    options: Any = {"slow": {3: slower}, "step_s": 0.1, "steps": steps, "variation": 0.05}
+    found = autopar.simulate(planned(Async(staleness=bound)), cluster=here, **options)
+    assert found.times[0].staleness == pytest.approx(measured, rel=0.03)
+
+
 def test_a_servers_wire() -> None:
     """Of a server for 8 workers, 7 of which are elsewhere: each way carries the bytes that the plan says."""
     made = planned(Async(servers=1))
