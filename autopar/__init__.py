@@ -42,6 +42,7 @@ with paused_collection():
     from autopar.planning.replay_replicas import replay
     from autopar.planning.replay_served import replay_timeline, timeline
     from autopar.planning.simulate import Simulation, simulate
+    from autopar.planning.simulate_clients import SyncSimulation
     from autopar.planning.staleness import Staleness, staleness
     from autopar.planning.verification import Verification
     from autopar.planning.verify import verify
@@ -98,6 +99,7 @@ __all__ = [
     "StateWarning",
     "StepError",
     "StrategyError",
+    "SyncSimulation",
     "Table",
     "TableAlpha",
     "Timeline",

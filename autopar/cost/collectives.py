@@ -26,13 +26,14 @@ def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
     return others * size, others
 
 
-def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce") -> float:
+def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce", copies: int = 1) -> float:
     """A sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines, gathered
-    inside. `by`: what was measured of it, "mpi_all_reduce" between ranks."""
+    inside. `by`: what was measured of it, "mpi_all_reduce" between ranks. `copies`: how many such sums there are at
+    once, of other devices of the same machines, whose interfaces they share."""
     m, d = cluster.machines, cluster.devices
     inside, messages = traffic("all_reduce", d, size)
     part, rounds = traffic("all_reduce", m, size / d)
-    between = cluster.link("between", by)(d * part, rounds)
+    between = cluster.link("between", by)(copies * d * part, rounds)
     return cluster.link("inside", by)(inside, messages) + between
 
 

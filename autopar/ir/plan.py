@@ -177,6 +177,11 @@ class Plan:
         return self.source or f"the plan of {self.step}"
 
     @property
+    def way(self) -> SyncPlan | ServedPlan | None:
+        """How clients train, with replicas of their own or with servers; None: there are no clients."""
+        return self.sync or self.served
+
+    @property
     def seconds(self) -> float:
         """What a step is predicted to take; 0 where nothing is known of the devices."""
         return sum(term.seconds for terms in self.parts.values() for term in terms)
@@ -343,7 +348,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",
-        "replicas": str(plan.sync or plan.served or "none"),
+        "replicas": str(plan.way or "none"),
         "bytes of state on a device": str(plan.state_bytes),
     }
 

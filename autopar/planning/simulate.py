@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from autopar.cost.exchange import HOSTED
-from autopar.cost.simulate import SIMULATED, StepTime, TableLoad, Workload, crossovers, scaling
+from autopar.cost.simulate import StepTime, crossovers, scaling
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan, TablePlan, require_plan
+from autopar.ir.plan import Plan, require_plan
 from autopar.ir.strategy import Method
 from autopar.measure.cluster import require_cluster
-from autopar.planning.plan import dense_load
+from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
 from autopar.planning.simulate_stages import stage_times
+from autopar.planning.workload import named_methods, workload
 
 #: Devices that are simulated by default: 1 to 10,000.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
@@ -67,101 +67,86 @@ def simulate(
     methods: Mapping[str, Method | str] | Method | str = "auto",
     overlap: float = 0.0,
     variation: float = 0.0,
-) -> Simulation:
+    slow: Mapping[int, float] | None = None,
+    step_s: float | None = None,
+    servers: int | None = None,
+    steps: int | None = None,
+) -> Simulation | SyncSimulation:
     """Simulate the step of a plan on several numbers of devices (weak scaling: as many examples on each device).
 
+    Of a plan with `sync=` the clients are simulated, step by step: how many minibatches they do, who waits, and how
+    stale gradients are.
+
     Args:
-      plan: Of `autopar.plan`, for several devices: `plan(step, state, batch, cluster=...)`.
+      plan: Of `autopar.plan`, for several devices: `plan(step, state, batch, cluster=...)`. With `sync=` of any number
+        of clients.
       cluster: Of which devices; the plan's by default.
       devices: Numbers of devices, ascending, or one; `COUNTS` by default. Machines are filled one after the other, the
         last one wholly. Of a plan with stages multiples of their devices: copies of the pipeline, each with as many
-        examples, whose gradients are added up.
+        examples, whose gradients are added up. With `sync=` multiples of a client's devices; all of the cluster's by
+        default.
       methods: Of each table by its path, or of all: a method of strategies, or "ps on hosts" (a rank for each device);
         "auto": the fastest at each number of devices, but what the plan has on hosts stays there.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
-      variation: Standard deviation of a device's own work over its mean; the slowest device is waited for.
+      variation: Standard deviation of a device's own work over its mean; the slowest device is waited for. With
+        `sync=` of a client's own step, each of which is drawn.
+      slow: With `sync=`, stragglers: worker -> how many times as long its own steps take, such as `{3: 10.0}`.
+      step_s: With `sync=`, what a client's own step takes, in seconds; predicted of the devices by default.
+      servers: With servers, how many there are, in the first of a process for each device; as many as in the plan by
+        default, or one for each client, if they are in all processes there. With `Async` they are taken to be equally
+        large, if there are others than in the plan; a server keeps one leaf at least.
+      steps: With `sync=`, how many steps of each client are simulated, on average; some hundred by default.
+
+    Returns:
+      A table of numbers of devices: `Simulation`; of a plan with `sync=` `SyncSimulation`.
 
     Raises:
       ArgumentsError: no cluster is given; the plan is of one device, so that nobody knows what is shared; a number that
-        is out of range; or a method or table that there isn't.
+        is out of range; a method or table that there isn't; or arguments for `sync=` where the plan has none.
     """
     require_plan(plan, "simulate")
-    replicas = plan.sync or plan.served
-    if replicas is not None:
-        raise ArgumentsError(
-            f"simulate knows no replicas, and {plan.name} is of {replicas}: plan the step without sync= for what its "
-            "data parallelism takes"
-        )
     cluster = plan.cluster if cluster is None else require_cluster(cluster)
     if cluster is None:
         raise ArgumentsError("simulate needs to know the devices: simulate(plan, cluster=autopar.Cluster.named(...))")
-    if devices is None:
-        pipeline = plan.pipeline
-        devices = [n for n in COUNTS if pipeline is None or n % pipeline.size == 0]
-        devices = [pipeline.size] if pipeline is not None and pipeline.updates else devices
-    numbers = [devices] if isinstance(devices, int) else list(devices)
+    numbers = [devices] if isinstance(devices, int) else list(_counts(plan, cluster) if devices is None else devices)
     if not numbers or not all(isinstance(n, int) and n >= 1 for n in numbers) or numbers != sorted(set(numbers)):
         raise ArgumentsError(f"devices={devices}: give growing numbers of devices, 1 at least")
-    if not 0 <= overlap <= 1 or not variation >= 0:
+    if not 0 <= overlap <= 1 or not 0 <= variation < math.inf:
         raise ArgumentsError(f"overlap={overlap}, variation={variation}: overlap is in [0, 1], variation 0 or more")
+    slack = {"overlap": overlap, "variation": variation}
+    options = ClientOptions({} if slow is None else slow, step_s, servers, steps)
+    if plan.way is not None:
+        return simulate_clients(plan, cluster, numbers, options, methods=methods, **slack)
+    if options != ClientOptions():
+        raise ArgumentsError(
+            f"slow=, step_s=, servers= and steps= are of clients, and {plan.name} has none: plan a step with "
+            "parallelize(step, sync=...)"
+        )
     if plan.pipeline is not None:
-        slack = {"overlap": overlap, "variation": variation}
         return Simulation(plan.step, cluster, stage_times(plan.step, plan.pipeline, cluster, numbers, **slack))
+    return simulate_devices(plan, cluster, numbers, methods=methods, **slack)
+
+
+def _counts(plan: Plan, cluster: ClusterSpec) -> Sequence[int]:
+    """Returns the numbers of devices that are simulated by default."""
+    if plan.way is not None:
+        return [cluster.count]
+    if plan.pipeline is None:
+        return COUNTS
+    return [n for n in COUNTS if n % plan.pipeline.size == 0] if not plan.pipeline.updates else [plan.pipeline.size]
+
+
+def simulate_devices(
+    plan: Plan,
+    cluster: ClusterSpec,
+    numbers: Sequence[int] = COUNTS,
+    *,
+    methods: Mapping[str, Method | str] | Method | str = "auto",
+    overlap: float = 0.0,
+    variation: float = 0.0,
+) -> Simulation:
+    """Simulates data parallelism; see `simulate`."""
     work = workload(plan)
-    named = _named(methods, work)
+    named = named_methods(methods, work)
     times = scaling(work, cluster, numbers, methods=named, overlap=overlap, variation=variation)
     return Simulation(plan.step, cluster, tuple(times))
-
-
-def _named(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str] | str:
-    """Methods by the names that simulated steps have; as in strategies ("ps", "hosts") is one."""
-
-    def name(method: Any) -> str:
-        method_ = HOSTED if method == ("ps", "hosts") else method
-        if method_ not in ("auto", *SIMULATED, HOSTED):
-            known = ", ".join(map(repr, ("auto", *SIMULATED, HOSTED)))
-            raise ArgumentsError(f"methods: there is no {method!r}; there are {known}")
-        return method_
-
-    if not isinstance(methods, Mapping):
-        return name(methods)
-    paths = [t.path for t in work.tables]
-    for path in methods:
-        if path not in paths:
-            raise ArgumentsError(f"methods: no table {path!r} goes by its rows; there are {', '.join(paths) or 'none'}")
-    return {path: name(method) for path, method in methods.items()}
-
-
-def workload(plan: Plan) -> Workload:
-    """What each device does in a step of a plan.
-
-    Raises:
-      ArgumentsError: the plan is of one device.
-    """
-    if plan.devices == 1:
-        raise ArgumentsError(
-            f"the plan of {plan.step} is of one device, which says nothing of what several share: "
-            "plan(step, state, batch, cluster=...) for two devices at least"
-        )
-    tables = tuple(table_load(table) for table in plan.families if table.sizes is not None)
-    return Workload(dense_load(plan), tables)
-
-
-def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
-    """What each device asks of a table of a plan of several devices.
-
-    Args:
-      table: One with `sizes`.
-      ids: That a device looks up, drawn as those of the plan are; as many as there by default.
-    """
-    sizes = table.sizes
-    assert sizes is not None, "a plan of several devices has the sizes of its tables"
-    each = sizes.ids if ids is None else ids
-    growth = table.growth if table.growth is None or ids is None else table.growth.with_ids(ids)
-
-    def rows(n: int) -> float:
-        """Where growth isn't known: all ids differ."""
-        return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
-
-    sizes_and_rows = (table.path, sizes.extent, sizes.row_bytes, sizes.family_bytes, each, rows)
-    return TableLoad(*sizes_and_rows, hosted=table.where == "hosts")

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from autopar.cost.simulate import StepTime
 from autopar.cost.stage_time import simulate_pipeline
@@ -14,12 +13,12 @@ from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.stage_plan import PipelinePlan
-from autopar.planning.simulate import Simulation, simulate
+from autopar.measure.cluster import require_cluster
+from autopar.planning.simulate import Simulation, simulate_devices
 from autopar.planning.staleness import Staleness
 from autopar.report.curves import Curves, by_alpha, by_table_3
 from autopar.report.data import (
     Measured,
-    TableRow,
     Timing,
     crossing_rows,
     largest,
@@ -30,26 +29,11 @@ from autopar.report.data import (
     timing_rows,
     timings,
 )
-from autopar.report.page import Report
-
-if TYPE_CHECKING:
-    from autopar.report.style import ReportFigure
+from autopar.report.page import Parts, Report
+from autopar.servers.timeline import Timeline
 
 #: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
 _OTHER = 0.1
-
-
-class _Parts:
-    """What a report is put together from."""
-
-    def __init__(self) -> None:
-        self.figures: dict[str, ReportFigure] = {}
-        self.captions: dict[str, str] = {}
-        self.tables: dict[str, Sequence[TableRow]] = {}
-        self.notes: list[str] = []
-
-    def draw(self, name: str, caption: str, figure: ReportFigure) -> None:
-        self.figures[name], self.captions[name] = figure, caption
 
 
 def report(
@@ -59,6 +43,7 @@ def report(
     measured: Measured | None = None,
     table: str | None = None,
     staleness: Staleness | None = None,
+    timeline: Timeline | None = None,
 ) -> Report:
     """Figures and tables of a plan: what each method sends, what a step takes, and what limits it on more devices.
 
@@ -71,6 +56,9 @@ def report(
     - measured: predicted against measured times.
     - Of a pipeline, schedule and devices: each device's tasks in time; how long it computes and waits. Of an
       asynchronous one, staleness: how far stale weights, and predicted ones, are from those that they stand for.
+    - Of a step with `sync=`, stragglers: simulated minibatches where one client is slower, by this way and others. Of
+      what servers did, staleness: pushes by their staleness; workers: the minibatches of each. `Report.notes` has what
+      `explain` says of clients.
 
     Args:
       plan: Of `autopar.plan`.
@@ -78,10 +66,11 @@ def report(
       measured: Times of steps, in seconds: label -> (predicted, measured), or (label, predicted, measured) of each.
       table: The path of the table that figures are of; the one with the most bytes by default.
       staleness: What `autopar.staleness` measured.
+      timeline: What servers did: `autopar.timeline(state)`, or of a simulation.
 
     Raises:
-      ArgumentsError: matplotlib isn't installed; `plan` is none; there is no such table, or its sizes aren't known; or
-        `measured` has another form.
+      ArgumentsError: matplotlib isn't installed; `plan` is none; there is no such table, or its sizes aren't known;
+        `measured` has another form; or `timeline` isn't of servers.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -93,15 +82,46 @@ def report(
       >>> list(autopar.report(plan).figures)
       ['bytes_by_alpha', 'bytes_by_devices', 'table_3', 'parts', 'methods', 'speedup']
     """
-    figures, made = require_figures(), _Parts()
+    figures, made = require_figures(), Parts()
     if not isinstance(plan, Plan):
         raise ArgumentsError("report takes a plan: report(autopar.plan(step, state, batch, cluster=...))")
-    if plan.pipeline is not None:
-        return _report_stages(made, plan, plan.pipeline, timings(measured) if measured is not None else (), staleness)
-    shown = _shown(plan, table)
-    where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
-    measured_times = timings(measured) if measured is not None else ()
+    times = () if measured is None else timings(measured)
+    cluster = plan.cluster if cluster is None else require_cluster(cluster)
+    if timeline is not None:
+        _check_timeline(plan, timeline)
     made.tables["parameters"] = parameter_rows(plan)
+    if plan.pipeline is not None:
+        title = _add_stages(made, plan.pipeline, staleness)
+    elif plan.way is not None:
+        from autopar.report import clients  # draws
+
+        title = clients.add_clients(made, plan, cluster, timeline)
+    else:
+        title = _add_devices(made, figures, plan, cluster, table)
+    if times:
+        _add_measured(made, figures, times)
+    return made.report(f"{plan.step} {title}")
+
+
+def _check_timeline(plan: Plan, timeline: Timeline) -> None:
+    """Check that a timeline can be shown beside a plan.
+
+    Raises:
+      ArgumentsError: it is none, or the plan has no servers.
+    """
+    has_servers = plan.served is not None or (plan.sync is not None and plan.sync.servers > 0)
+    if not isinstance(timeline, Timeline):
+        raise ArgumentsError(f"timeline is a {type(timeline).__name__}; give what servers did, autopar.timeline(state)")
+    if not has_servers:
+        raise ArgumentsError(
+            f"timeline= is what servers did, and {plan.name} has none: leave it out, or plan the step with "
+            "sync=autopar.sync.Async(...) or Elastic(...)"
+        )
+
+
+def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:
+    """Add what is known of data parallelism; returns where the step is, in words."""
+    shown = _shown(plan, table)
     if shown is None:
         made.notes.append(f"No figure of bytes: {_unknown(plan)}.")
     else:
@@ -111,19 +131,15 @@ def report(
     elif plan.devices > 1:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
     _add_scaling(made, figures, plan, cluster, shown)
-    if measured_times:
-        _add_measured(made, figures, measured_times)
-    title = f"{plan.step} on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
-    return Report(title, made.figures, made.captions, made.tables, tuple(made.notes))
+    where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
+    return f"on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
 
 
-def _report_stages(
-    made: _Parts, plan: Plan, pipeline: PipelinePlan, measured: Sequence[Timing], staleness: Staleness | None
-) -> Report:
+def _add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None) -> str:
+    """Add what is known of a pipeline; returns where the step is, in words."""
     from autopar.report import stages  # draws
 
     simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
-    made.tables["parameters"] = parameter_rows(plan)
     made.tables["stages"] = stages.stage_rows(pipeline)
     what = f"with {pipeline.microbatches} microbatches, simulated: the devices wait {simulated.bubble:.0%} of the time."
     if pipeline.updates:
@@ -150,9 +166,7 @@ def _report_stages(
         )
     if not pipeline.is_timed:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
-    if measured:
-        _add_measured(made, require_figures(), measured)
-    return Report(f"{plan.step} in {where}", made.figures, made.captions, made.tables, tuple(made.notes))
+    return f"in {where}"
 
 
 def require_figures() -> ModuleType:
@@ -183,7 +197,7 @@ def _unknown(plan: Plan, table: TablePlan | None = None) -> str:
     return "no table goes by its rows" if table is None else f"it is trained whole ({table.reason})"
 
 
-def _add_bytes(made: _Parts, figures: ModuleType, plan: Plan, table: TablePlan) -> None:
+def _add_bytes(made: Parts, figures: ModuleType, plan: Plan, table: TablePlan) -> None:
     alpha, (devices, theirs) = by_alpha(table), by_table_3(table)
     made.tables["methods"] = method_rows(plan)
     made.tables["crossovers"] = crossing_rows({"alpha": alpha, "devices": devices})
@@ -224,7 +238,7 @@ def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     return any(a > 0 and b > 0 and abs(math.log(b / a)) > _OTHER for a, b in zip(ours, theirs, strict=True))
 
 
-def _add_times(made: _Parts, figures: ModuleType, plan: Plan, table: TablePlan | None) -> None:
+def _add_times(made: Parts, figures: ModuleType, plan: Plan, table: TablePlan | None) -> None:
     made.tables["parts"] = part_rows(plan)
     made.draw(
         "parts",
@@ -241,15 +255,15 @@ def _add_times(made: _Parts, figures: ModuleType, plan: Plan, table: TablePlan |
 
 
 def _add_scaling(
-    made: _Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: TablePlan | None
+    made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: TablePlan | None
 ) -> None:
     if plan.devices == 1:
         made.notes.append(f"No speed-up: {_unknown(plan)}.")
         return
-    if cluster is None and plan.cluster is None:
+    if cluster is None:
         made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
         return
-    simulation = simulate(plan, cluster=cluster)
+    simulation = simulate_devices(plan, cluster)
     made.tables["scaling"] = scaling_rows(simulation)
     made.draw(
         "speedup",
@@ -277,7 +291,7 @@ def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
     return ", ".join([f"{first} on one device", *changes]) if changes else first
 
 
-def _add_measured(made: _Parts, figures: ModuleType, measured: Sequence[Timing]) -> None:
+def _add_measured(made: Parts, figures: ModuleType, measured: Sequence[Timing]) -> None:
     made.tables["measured"] = timing_rows(measured)
     near = sum(t.near for t in measured)
     made.draw(

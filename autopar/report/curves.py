@@ -17,7 +17,7 @@ from autopar.cost.formulas import table_3
 from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.ir.plan import TablePlan
 from autopar.ir.sizes import Sizes
-from autopar.planning.simulate import table_load
+from autopar.planning.workload import table_load
 
 #: The most devices of a curve, if the plan hasn't more.
 MOST_DEVICES = 10_000

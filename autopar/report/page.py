@@ -27,6 +27,24 @@ _STYLE = """
 """.strip()
 
 
+class Parts:
+    """Collects what a report is put together from."""
+
+    def __init__(self) -> None:
+        self.figures: dict[str, ReportFigure] = {}
+        self.captions: dict[str, str] = {}
+        self.tables: dict[str, Sequence[TableRow]] = {}
+        self.notes: list[str] = []
+
+    def draw(self, name: str, caption: str, figure: ReportFigure) -> None:
+        """Add a figure."""
+        self.figures[name], self.captions[name] = figure, caption
+
+    def report(self, title: str) -> Report:
+        """Returns the report."""
+        return Report(title, self.figures, self.captions, self.tables, tuple(self.notes))
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `report` returns.
@@ -37,7 +55,7 @@ class Report:
         three panels 5.25).
       captions: Name of a figure -> what it shows, in words.
       tables: Name -> rows; a row is column -> value. `pandas.DataFrame(rows)` takes them.
-      notes: What is left out, and why.
+      notes: What is left out, and why; of a step with `sync=` also what `explain` says of its clients.
     """
 
     title: str
