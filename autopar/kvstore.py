@@ -86,6 +86,7 @@ class KVStore:
     def __init__(self, kind: Kind, clients: Clients, servers: int) -> None:
         """Collective."""
         self._clients, self.rank, self.workers = clients, clients.own, clients.count
+        self._rank = everyone().rank
         self._is_synchronous = kind.startswith("sync")
         self._link = Link([KeySpec(clients.count, self._is_synchronous)] * servers, clients)
         #: What makes the state of a value, and updates both.
@@ -113,7 +114,7 @@ class KVStore:
             self._homes |= {keys[k]: n for k in part}
             for k in part if n in self._link.own else ():
                 rule = self._rule(arrays[k])
-                self._link.command(n, KeepKey(group.rank, keys[k], arrays[k], rule))
+                self._link.command(n, KeepKey(self._rank, keys[k], arrays[k], rule))
         self._types |= {key: _type_of(array) for key, array in zip(keys, arrays, strict=True)}
         group.gather(b"", "keys are there")
 
@@ -137,12 +138,15 @@ class KVStore:
         group = everyone()
         group.gather(b"", "nobody pushes")
         self._optimizer = optimizer.init, jax.jit(update)
+        group.together(ArgumentsError, self._set_rules, "the optimizer is there")
+
+    def _set_rules(self) -> None:
+        """Tell servers how their keys are updated, those that this process speaks to for all."""
         for n in self._link.own:
             keys = [key for key, home in self._homes.items() if home == n]
-            values = {key: self._link.command(n, ReadKey(group.rank, key)) for key in keys}
+            values = {key: self._link.command(n, ReadKey(self._rank, key)) for key in keys}
             rules = {key: rule for key in keys if (rule := self._rule(values[key])) is not None}
-            self._link.command(n, SetRules(group.rank, rules))
-        group.gather(b"", "the optimizer is there")
+            self._link.command(n, SetRules(self._rank, rules))
 
     def _rule(self, value: np.ndarray) -> Rule | None:
         """Says how a value is updated; None without an optimizer."""

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from autopar.backends.clients import Clients
+from autopar.errors import StepError
 from autopar.launch.group import everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import service
@@ -42,12 +43,7 @@ class Link:
         firsts = clients.first_processes
         if self.is_dedicated:
             self._number = self._service.register(None)
-            for n in self.own:
-                opening = Opening(servers[n].portable(), firsts, jax.config.read("jax_enable_x64"))
-                self._open[n] += 1
-                self._service.open(self._number, self._place(n), opening)
-            for n in self.own:
-                self._next(n)
+            processes.together(StepError, lambda: self._open_own(servers, firsts), "servers begin")
         else:
             handler = addressed(servers[here].handler(), firsts) if self.own else None
             self._number = self._service.register(handler)
@@ -129,6 +125,26 @@ class Link:
         """Send a message of this process alone, and wait for its reply."""
         self._request(server, message)
         return self._next(server)
+
+    def _open_own(self, servers: Sequence[Spec], firsts: Sequence[int]) -> None:
+        """Have dedicated servers begin.
+
+        Raises:
+          StepError: what they are to run can't be sent to them.
+        """
+        wide = jax.config.read("jax_enable_x64")
+        for n in self.own:
+            try:
+                spec = servers[n].portable()
+            except Exception as error:
+                raise StepError(
+                    f"what server {n} is to run can't be sent to a dedicated one ({error}). Train without launch "
+                    "--servers, by servers in the workers"
+                ) from error
+            self._open[n] += 1
+            self._service.open(self._number, self._place(n), Opening(spec, firsts, wide))
+        for n in self.own:
+            self._next(n)
 
     def _place(self, server: int) -> int:
         """The rank of a server."""

@@ -133,6 +133,22 @@ def check_keys_with_an_optimizer() -> None:
         assert np.ptp(again.pull(1)) == 0 and again.pull(1)[0] > 1
 
 
+def check_what_cannot_be_sent() -> None:
+    def called(x: Any) -> Any:
+        return jax.pure_callback(lambda x: np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g, p: called(p) - p - 0.1 * g, updates, params), state
+
+    tx = optax.GradientTransformation(lambda _: (), update)
+    with pytest.raises(autopar.StepError, match="can't be sent to a dedicated one"):
+        autopar.parallelize(step_of(tx), sync=Async())(make_state(tx), minibatch(RANK, 0))
+    store = kvstore.create("async")
+    store.init(["a"], [np.ones(3, np.float32)])
+    with pytest.raises(autopar.ArgumentsError, match="callback"):
+        store.set_optimizer(tx)
+
+
 def check_minibatches_are_dealt() -> None:
     step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=Async())
     with nothing_kept_here():
