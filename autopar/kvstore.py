@@ -16,7 +16,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
@@ -30,7 +30,7 @@ from autopar.ir.balance import balanced
 from autopar.launch.group import everyone
 from autopar.mpi.alone import check_ranks
 from autopar.mpi.waiting import choose_waiting
-from autopar.servers.keys import KeepKey, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
+from autopar.servers.keys import KeepKeys, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
 from autopar.servers.link import Link
 
 Array = Any
@@ -112,9 +112,9 @@ class KVStore:
             group.share(array, 0)
         for n, part in enumerate(balanced([array.nbytes for array in arrays], len(self._link.servers))):
             self._homes |= {keys[k]: n for k in part}
-            for k in part if n in self._link.own else ():
-                rule = self._rule(arrays[k])
-                self._link.command(n, KeepKey(self._rank, keys[k], arrays[k], rule))
+            if n in self._link.own:
+                kept = {keys[k]: arrays[k] for k in part}
+                self._link.command(n, KeepKeys(self._rank, kept, self._rules(kept)))
         self._types |= {key: _type_of(array) for key, array in zip(keys, arrays, strict=True)}
         group.gather(b"", "keys are there")
 
@@ -145,16 +145,20 @@ class KVStore:
         for n in self._link.own:
             keys = [key for key, home in self._homes.items() if home == n]
             values = {key: self._link.command(n, ReadKey(self._rank, key)) for key in keys}
-            rules = {key: rule for key in keys if (rule := self._rule(values[key])) is not None}
-            self._link.command(n, SetRules(self._rank, rules))
+            self._link.command(n, SetRules(self._rank, self._rules(values)))
 
-    def _rule(self, value: np.ndarray) -> Rule | None:
-        """Says how a value is updated; None without an optimizer."""
+    def _rules(self, values: Mapping[Key, np.ndarray]) -> dict[Key, Rule]:
+        """Says how some keys are updated; nothing of them without an optimizer."""
         if self._optimizer is None:
-            return None
+            return {}
         initial, update = self._optimizer
-        rule = Rule(initial(jnp.asarray(value)), update)
-        return rule.portable(jnp.asarray(value)) if self._link.is_dedicated else rule
+        rules = {key: Rule(initial(jnp.asarray(value)), update) for key, value in values.items()}
+        if not self._link.is_dedicated:
+            return rules
+        types = {key: _type_of(value) for key, value in values.items()}
+        some = {type_: key for key, type_ in types.items()}
+        updates = {type_: rules[key].exported(jnp.asarray(values[key])) for type_, key in some.items()}
+        return {key: rule.portable(updates[types[key]]) for key, rule in rules.items()}
 
     def push(self, keys: K | Sequence[K], values: Any) -> None:
         """Send values, to be summed or applied. Returns at once. With "-mpi" collective within the worker.

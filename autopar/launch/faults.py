@@ -61,7 +61,7 @@ def report_fault(message: str) -> None:
 
 
 def name_rank(world: World) -> str:
-    """This process, in messages."""
+    """Returns what messages call this process."""
     role = "a server, " if world.is_server else ""
     return f"rank {world.rank} ({role}process {os.getpid()} on {socket.gethostname()})"
 

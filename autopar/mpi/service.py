@@ -71,7 +71,7 @@ class Service:
 
     @property
     def first_server(self) -> int:
-        """The rank of the first server: threads in workers are those of the first ranks."""
+        """Returns the rank of the first server: threads in workers are those of the first ranks."""
         return self.size - self.servers if self.servers else 0
 
     def register(self, handler: Handler | None) -> int:

@@ -35,17 +35,19 @@ class Rule:
     state: Any
     update: Update
 
-    def portable(self, value: Array) -> Rule:
-        """Returns the rule as another process can be sent it, for values and pushes like this one."""
+    def exported(self, value: Array) -> ExportedUpdate:
+        """Returns the update as another process can be sent it, for values, states and pushes like these."""
         leaves, tree = jax.tree.flatten(self.state)
 
         def update(pushed: Array, old: Array, *state: Array) -> list[Array]:
             new, after = self.update(pushed, tree.unflatten(state), old)
             return [new, *jax.tree.leaves(after)]
 
-        leaves = [jnp.asarray(x) for x in leaves]
-        made = jax_compat.exported(update, [value, value, *leaves])
-        return Rule([on_host(x) for x in leaves], ExportedUpdate(made))
+        return ExportedUpdate(jax_compat.exported(update, [value, value, *map(jnp.asarray, leaves)]))
+
+    def portable(self, update: ExportedUpdate) -> Rule:
+        """Returns the rule as another process can be sent it."""
+        return Rule([on_host(jnp.asarray(x)) for x in jax.tree.leaves(self.state)], update)
 
 
 @dataclass(frozen=True)
@@ -81,18 +83,17 @@ class PullKey:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepKey(OfProcess):
-    """Has a server keep a key from now on. Answered.
+class KeepKeys(OfProcess):
+    """Has a server keep some keys from now on. Answered.
 
     Attributes:
       worker: The process that sends it.
-      rule: How it is updated; None: its value becomes what is pushed.
+      rules: How they are updated; without one a key's value becomes what is pushed.
     """
 
     worker: int
-    key: Key
-    value: np.ndarray
-    rule: Rule | None
+    values: Mapping[Key, np.ndarray]
+    rules: Mapping[Key, Rule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class ReadKey(OfProcess):
     key: Key
 
 
-Message = PushKey | PullKey | KeepKey | SetRules | ReadKey
+Message = PushKey | PullKey | KeepKeys | SetRules | ReadKey
 
 
 @dataclass(slots=True)
@@ -141,9 +142,10 @@ class KeyServer:
 
     def take(self, message: Message) -> list[tuple[int, Any]]:
         """Returns answers that are due now, each with the worker (or process) that it is for."""
-        if isinstance(message, KeepKey):
-            rule = message.rule
-            self._keys[message.key] = _Kept(jnp.asarray(message.value), rule, rule and rule.state)
+        if isinstance(message, KeepKeys):
+            for key, value in message.values.items():
+                rule = message.rules.get(key)
+                self._keys[key] = _Kept(jnp.asarray(value), rule, rule and rule.state)
             return [(message.worker, None)]
         if isinstance(message, SetRules):
             for key, rule in message.rules.items():

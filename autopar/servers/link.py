@@ -147,7 +147,7 @@ class Link:
             self._next(n)
 
     def _place(self, server: int) -> int:
-        """The rank of a server."""
+        """Returns the rank of a server."""
         return self._service.first_server + server
 
     def _request(self, server: int, message: Any) -> None:

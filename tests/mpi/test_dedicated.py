@@ -35,6 +35,11 @@ def test_all_of_training_with_servers(tmp_path: Path) -> None:
     run_cases({"served_cases": ()}, 4, 2, tmp_path, timeout_s=900, servers=2)
 
 
+@pytest.mark.long
+def test_workers_of_several_processes(tmp_path: Path) -> None:
+    run_cases({"served_cases": ("check_workers_of_several_processes",)}, 6, 1, tmp_path, timeout_s=600, servers=2)
+
+
 #: Behind its fifth step worker 1 does what is put in place of FAULT, and server 3 what is put in place of LATER once
 #: there is the file "fault".
 SCRIPT = """
