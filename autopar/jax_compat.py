@@ -7,12 +7,14 @@ name, is wrapped here; the rest of the package reads the same on all of them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax import export as _export
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
@@ -130,9 +132,23 @@ def body_file(jaxpr: Any) -> str:
     return str(getattr(info, "func_src_info", "") or "")
 
 
-def enable_x64() -> contextlib.AbstractContextManager[Any]:
-    """A context in which 64-bit types exist, whatever the process's own setting."""
-    return _config.enable_x64(True)
+def enable_x64(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """A context in which 64-bit types exist (or don't), whatever the process's own setting."""
+    return _config.enable_x64(enabled)
+
+
+def exported(function: Callable[..., Any], like: Sequence[Any]) -> _export.Exported:
+    """A function of flat arrays, compiled for CPUs, that other processes with this version of JAX can call.
+
+    It can be pickled; `Exported.serialize` would need another package.
+
+    Args:
+      function: It isn't differentiated.
+      like: Anything with the shapes and dtypes of its arguments.
+    """
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
+    made = _export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(*types)
+    return dataclasses.replace(made, _get_vjp=None)
 
 
 def is_key(dtype: Any) -> bool:

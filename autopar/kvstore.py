@@ -1,7 +1,7 @@
 """A distributed key-value store: what `autopar.sync` is made of, to write a way of training by hand.
 
-After MXNET-MPI (section 4 and its figures 2 to 8). Servers are threads in the ranks. Calls of one rank take effect in
-their order.
+After MXNET-MPI (section 4 and its figures 2 to 8). Servers are threads in the ranks, or dedicated processes
+(`launch --servers`). Calls of one rank take effect in their order.
 
 Example:
   >>> import numpy as np, optax
@@ -16,19 +16,21 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.clients import Clients
+from autopar.backends.clients import Clients, checked_servers
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.balance import balanced
 from autopar.launch.group import everyone
 from autopar.mpi.alone import check_ranks
 from autopar.mpi.waiting import choose_waiting
-from autopar.servers.keys import Key, KeyServer, PullKey, PushKey, merged
+from autopar.servers.keys import KeepKeys, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
 from autopar.servers.link import Link
 
 Array = Any
@@ -58,10 +60,10 @@ def create(kind: Kind = "sync", *, clients: int | None = None, servers: int | No
       kind: "sync", "async", "sync-mpi" or "async-mpi".
       clients: With "-mpi" how many workers there are, of as many adjacent ranks each; None: one of all ranks. Without
         it every rank is a worker.
-      servers: How many ranks keep keys, the first ones; None: all.
+      servers: How many ranks keep keys, the first ones; None: all. Of dedicated servers, where the job has some.
 
     Raises:
-      ArgumentsError: there is no such kind, the clients don't divide the ranks, or there are fewer ranks than servers.
+      ArgumentsError: there is no such kind, the clients don't divide the ranks, or there are fewer servers.
       LaunchError: these processes are no ranks of an MPI job.
     """
     if kind not in get_args(Kind):
@@ -71,10 +73,7 @@ def create(kind: Kind = "sync", *, clients: int | None = None, servers: int | No
     check_ranks("kvstore.create", "servers", "train by autopar.sync.Average")
     count = None if not kind.endswith("-mpi") else 1 if clients is None else clients
     workers = Clients.of(Devices.of(None, None), count)
-    ranks = workers.processes.size
-    if servers is not None and not 1 <= servers <= ranks:
-        raise ArgumentsError(f"kvstore.create(servers={servers}): give a number from 1 to that of the ranks, {ranks}")
-    return KVStore(kind, workers, servers or ranks)
+    return KVStore(kind, workers, checked_servers("kvstore.create", servers, workers.processes.size))
 
 
 class KVStore:
@@ -87,9 +86,13 @@ class KVStore:
     def __init__(self, kind: Kind, clients: Clients, servers: int) -> None:
         """Collective."""
         self._clients, self.rank, self.workers = clients, clients.own, clients.count
-        self._server = KeyServer(clients.count, synchronous=kind.startswith("sync"))
-        self._link = Link(servers, lambda _: self._server.take, clients)
+        self._rank = everyone().rank
+        self._is_synchronous = kind.startswith("sync")
+        self._link = Link([KeySpec(clients.count, self._is_synchronous)] * servers, clients)
+        #: What makes the state of a value, and updates both.
+        self._optimizer: tuple[Callable[[Array], Any], Update] | None = None
         self._homes: dict[Key, int] = {}
+        self._types: dict[Key, tuple[tuple[int, ...], Any]] = {}
         self._waiting = None if clients.members is None else choose_waiting(clients.members.comm)
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
@@ -109,9 +112,10 @@ class KVStore:
             group.share(array, 0)
         for n, part in enumerate(balanced([array.nbytes for array in arrays], len(self._link.servers))):
             self._homes |= {keys[k]: n for k in part}
-            if n == group.rank:
-                for k in part:
-                    self._server.init(keys[k], arrays[k])
+            if n in self._link.own:
+                kept = {keys[k]: arrays[k] for k in part}
+                self._link.command(n, KeepKeys(self._rank, kept, self._rules(kept)))
+        self._types |= {key: _type_of(array) for key, array in zip(keys, arrays, strict=True)}
         group.gather(b"", "keys are there")
 
     def set_optimizer(self, optimizer: Any, rescale: float = 1.0) -> None:
@@ -133,8 +137,28 @@ class KVStore:
 
         group = everyone()
         group.gather(b"", "nobody pushes")
-        self._server.set_optimizer(optimizer.init, update)
-        group.gather(b"", "the optimizer is there")
+        self._optimizer = optimizer.init, jax.jit(update)
+        group.together(ArgumentsError, self._set_rules, "the optimizer is there")
+
+    def _set_rules(self) -> None:
+        """Tell servers how their keys are updated, those that this process speaks to for all."""
+        for n in self._link.own:
+            keys = [key for key, home in self._homes.items() if home == n]
+            values = {key: self._link.command(n, ReadKey(self._rank, key)) for key in keys}
+            self._link.command(n, SetRules(self._rank, self._rules(values)))
+
+    def _rules(self, values: Mapping[Key, np.ndarray]) -> dict[Key, Rule]:
+        """Says how some keys are updated; nothing of them without an optimizer."""
+        if self._optimizer is None:
+            return {}
+        initial, update = self._optimizer
+        rules = {key: Rule(initial(jnp.asarray(value)), update) for key, value in values.items()}
+        if not self._link.is_dedicated:
+            return rules
+        types = {key: _type_of(value) for key, value in values.items()}
+        some = {type_: key for key, type_ in types.items()}
+        updates = {type_: rules[key].exported(jnp.asarray(values[key])) for type_, key in some.items()}
+        return {key: rule.portable(updates[types[key]]) for key, rule in rules.items()}
 
     def push(self, keys: K | Sequence[K], values: Any) -> None:
         """Send values, to be summed or applied. Returns at once. With "-mpi" collective within the worker.
@@ -145,14 +169,22 @@ class KVStore:
             keys a list of such.
 
         Raises:
-          ArgumentsError: a key that isn't known; "async" without an optimizer.
+          ArgumentsError: a key that isn't known; "async" without an optimizer; dedicated servers have an optimizer, and
+            a value is of another shape or dtype than its key's.
         """
-        if not self._server.synchronous and not self._server.updates:
+        if not self._is_synchronous and self._optimizer is None:
             raise ArgumentsError(
                 "kvstore.push: an asynchronous store needs to know what a push does: set_optimizer first"
             )
         for key, value in _pairs(keys, values):
-            self._link.tell(self._home(key), PushKey(self.rank, key, self._reduced(merged(value))))
+            home, pushed = self._home(key), merged(value)
+            if self._link.is_dedicated and self._optimizer and _type_of(pushed) != self._types[key]:
+                shape, dtype = self._types[key]
+                raise ArgumentsError(
+                    f"kvstore.push({key!r}): {pushed.dtype}{pushed.shape} is pushed, but dedicated servers have an "
+                    f"optimizer for values like the key's, {dtype}{shape}"
+                )
+            self._link.tell(home, PushKey(self.rank, key, self._reduced(pushed)))
 
     def pull(self, keys: K | Sequence[K]) -> Any:
         """Values of a key, or of a list of them, as NumPy arrays: by "sync" once all workers' pushes of the same round
@@ -167,7 +199,7 @@ class KVStore:
     def pushpull(self, keys: K | Sequence[K], values: Any) -> Any:
         """Push and pull in one. With one worker of all ranks ("sync-mpi") and without an optimizer it is an AllReduce,
         in which no server takes part."""
-        if self.workers == 1 and self._clients.members is not None and not self._server.updates:
+        if self.workers == 1 and self._clients.members is not None and self._optimizer is None:
             summed = [self._reduced(merged(value)) for _, value in _pairs(keys, values)]
             return summed if isinstance(keys, list) else summed[0]
         self.push(keys, values)
@@ -190,6 +222,11 @@ class KVStore:
             self._waiting.collective(group.comm, "Allreduce", MPI.IN_PLACE, value)
             return value
         return merged(self._clients.said(value))  # MPI doesn't know its dtype
+
+
+def _type_of(value: np.ndarray) -> tuple[tuple[int, ...], Any]:
+    """Returns the shape, and the dtype that JAX has for it."""
+    return value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
 
 
 def _pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:

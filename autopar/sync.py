@@ -85,7 +85,8 @@ class Async:
       warmup: Steps that are trained by data parallelism before.
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which compute its gradient together ("mpi-ASGD").
-      servers: How many of the processes keep the state, the first ones; None: all.
+      servers: How many keep the state, the first ones of the processes, or of dedicated servers where the job has some
+        (`launch --servers`); None: all.
     """
 
     staleness: int | None = None
@@ -132,7 +133,8 @@ class Elastic:
         on one device).
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which train one replica together ("mpi-ESGD").
-      servers: How many of the processes keep the centre, the first ones; None: all.
+      servers: How many keep the centre, the first ones of the processes, or of dedicated servers where the job has some
+        (`launch --servers`); None: all.
 
     Raises:
       ArgumentsError: a number that makes no sense.

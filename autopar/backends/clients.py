@@ -27,7 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
-from autopar.mpi.world import World, world
+from autopar.mpi.world import SERVERS_VARIABLE, World, job, world
 from autopar.sync import Average, Elastic, Sync, check_stable
 
 Array = Any
@@ -219,15 +219,35 @@ def clients_of(
 
 
 def servers_of(sync: Sync | None, processes: int) -> int:
-    """Returns how many of the processes keep servers.
+    """Returns how many servers a step has: dedicated ones where the job has some, else of the processes.
 
     Raises:
-      ArgumentsError: there are fewer processes.
+      ArgumentsError: there are fewer.
     """
-    wanted = getattr(sync, "servers", None)
-    if wanted is not None and wanted > processes:
-        raise ArgumentsError(f"sync: servers={wanted} of {processes} processes: give as many at most")
-    return wanted or processes
+    return checked_servers("sync", getattr(sync, "servers", None), processes)
+
+
+def checked_servers(name: str, wanted: int | None, processes: int) -> int:
+    """Returns how many servers there are to be: dedicated ones where the job has some, else of so many processes.
+
+    Args:
+      name: Who asks, for the message.
+      wanted: How many; None: all.
+      processes: How many there are.
+
+    Raises:
+      ArgumentsError: there are fewer.
+    """
+    dedicated = job().servers
+    most = dedicated or processes
+    if wanted is not None and not 1 <= wanted <= most:
+        there_are = (
+            f"this job has {dedicated} dedicated server{'s' * (dedicated > 1)} (launch --servers, {SERVERS_VARIABLE})"
+            if dedicated
+            else f"there are {processes} processes"
+        )
+        raise ArgumentsError(f"{name}: servers={wanted}, but {there_are}: give a number from 1 to {most}")
+    return wanted or most
 
 
 def mean_of(parts: Sequence[Array]) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -47,7 +48,11 @@ class ServedPrograms:
     ) -> None:
         self._devices, self._placements = devices, placements
         self.step: ServedStep = program.served
-        self.servers = [_server_programs(self.step, part, analysed) for part in self.step.servers]
+        self._functions = [_server_functions(self.step, part, analysed) for part in self.step.servers]
+        self.servers = [
+            server_programs(*functions, len(part.leaves))
+            for functions, part in zip(self._functions, self.step.servers, strict=True)
+        ]
         blocks = [b for part in self.step.servers for b in (part.pull, part.update)]
         texts = ["\n".join(format_block(block)) for block in (self.step.ids, self.step.worker, *blocks)]
         self.digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
@@ -60,6 +65,19 @@ class ServedPrograms:
         worker = served.worker if devices is None else served.divided_worker
         assert worker is not None, "it was planned for several devices"
         self._work = jax.jit(_typed(worker, types, devices), **whole)
+
+    def exported(self, server: int, leaves: Sequence[Array]) -> ExportedPrograms:
+        """Returns a server's programs as another process can be sent them. `leaves`: the step's flat arguments."""
+        part, (pull, update) = self.step.servers[server], self._functions[server]
+        kept = [self.step.kept(k, leaves) for k in part.leaves]
+        ids = part.pull.inputs[len(kept) :]
+        clocks = [leaves[k] for k in part.clocks]
+        pushed = part.update.inputs[len(kept) + len(clocks) :]
+        return ExportedPrograms(
+            jax_compat.exported(pull, [*kept, *ids]),
+            jax_compat.exported(update, [*kept, *clocks, *pushed]),
+            len(kept),
+        )
 
     def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:
         """For each server the ids of the rows that a worker needs of it. `leaves`: the step's flat arguments."""
@@ -94,12 +112,39 @@ class ServedPrograms:
         return place_array(value, self._devices.sharding(axis if divided else None))
 
 
-def _server_programs(step: ServedStep, part: ServerPart, program: Program) -> tuple[PullProgram, UpdateProgram]:
-    count = len(part.leaves)
+@dataclass(frozen=True, slots=True)
+class ExportedPrograms:
+    """A server's programs as they travel to another process, whose devices are CPUs.
+
+    Attributes:
+      pull, update: `jax.export.Exported`.
+      count: How many leaves the server keeps.
+    """
+
+    pull: Any
+    update: Any
+    count: int
+
+    def programs(self) -> tuple[PullProgram, UpdateProgram]:
+        """Returns what the server runs: leaves are updated in place."""
+        return server_programs(self.pull.call, self.update.call, self.count)
+
+
+def _server_functions(
+    step: ServedStep, part: ServerPart, program: Program
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns what a server computes, not compiled: leaves, ids -> pulled; leaves, clocks, pushed -> new ones."""
     places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
     types = [program.block.outputs[program.new_states[k]].type for k in places]
-    run_pull = jax.jit(_own(part.pull))
-    run_update = jax.jit(_typed(part.update, types), donate_argnums=tuple(range(count)), keep_unused=True)
+    return _own(part.pull), _typed(part.update, types)
+
+
+def server_programs(
+    pull_function: Callable[..., Any], update_function: Callable[..., Any], count: int
+) -> tuple[PullProgram, UpdateProgram]:
+    """Returns the compiled programs of a server that keeps so many leaves."""
+    run_pull = jax.jit(pull_function)
+    run_update = jax.jit(update_function, donate_argnums=tuple(range(count)), keep_unused=True)
 
     def pull(leaves: Sequence[Array], ids: Sequence[Array]) -> list[Array]:
         return run_pull(*leaves, *ids)

@@ -9,7 +9,7 @@ from autopar.batches.iterator import Batches
 from autopar.batches.sources import Examples
 from autopar.interrupts import Loop
 from autopar.launch.group import everyone
-from autopar.servers.dealer import Dealer, Position, Take
+from autopar.servers.dealer import DealerSpec, Position, Take
 from autopar.servers.link import Link
 from autopar.servers.session import leave_sessions
 
@@ -27,7 +27,7 @@ class DealtBatches(Batches):
             count = None if epochs is None else epochs * source.batches
             clients = self._options.clients
             assert clients is not None, "workers have minibatches of their own"
-            self._link = Link(1, lambda _: Dealer(count, clients.count).take, clients)
+            self._link = Link([DealerSpec(count, clients.count)], clients)
         self._dealt: int | None = None
         everyone().gather(b"", "nobody asks for minibatches")
         if self._link.number == 0:

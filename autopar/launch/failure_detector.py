@@ -3,7 +3,7 @@
 In synchronous training one rank that hangs makes all others wait, so standing still is no proof. Blamed is, in
 this order: who gives no sign of life; who has left while others wait for it in a later step; who neither waits nor
 goes on while others wait; and, where all wait for each other, who is in the earliest step. A compilation takes its
-time: nobody is blamed while a rank compiles.
+time: nobody is blamed while a rank compiles. A dedicated server that nobody asks has nothing to do, and isn't blamed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
             for r in silent
         ]
         return _verdict(silent, lines)
-    left, running = [r for r in ranks if r.left], [r for r in ranks if not r.left]
+    left, running = [r for r in ranks if r.left], [r for r in ranks if not r.left and r.kind != "serves"]
     late = _left_while_awaited(left, running)
     if late is not None:
         return late

@@ -60,9 +60,10 @@ def report_fault(message: str) -> None:
         os.write(2, f"autopar: {message}\n".encode(errors="replace"))
 
 
-def name_rank(rank: int) -> str:
-    """This process, in messages."""
-    return f"rank {rank} (process {os.getpid()} on {socket.gethostname()})"
+def name_rank(world: World) -> str:
+    """Returns what messages call this process."""
+    role = "a server, " if world.is_server else ""
+    return f"rank {world.rank} ({role}process {os.getpid()} on {socket.gethostname()})"
 
 
 class Hooks:
@@ -128,16 +129,16 @@ class Hooks:
         show: Callable[[], object] | None,
     ) -> None:
         """Report an exception, by `show` if another hook was there before, and end the job."""
-        rank, where = self._world.rank, PROGRESS.last
+        name, where = name_rank(self._world), PROGRESS.last
         if issubclass(kind, KeyboardInterrupt):
-            abort(self._world, f"{name_rank(rank)} was interrupted, {where}.", INTERRUPTED)
+            abort(self._world, f"{name} was interrupted, {where}.", INTERRUPTED)
         if _is_lost_peer(error):
             time.sleep(COURTESY_S)
         if show is not None:
             show()
-            abort(self._world, f"{name_rank(rank)} failed{thread}, {where}: {kind.__name__}; all ranks end.")
+            abort(self._world, f"{name} failed{thread}, {where}: {kind.__name__}; all ranks end.")
         lines = "".join(traceback.format_exception(kind, error, tb)).rstrip()
-        message = f"{name_rank(rank)} failed{thread}, {where}; all ranks end.\n{lines}"
+        message = f"{name} failed{thread}, {where}; all ranks end.\n{lines}"
         abort(self._world, message, exit_code(error) or 1)
 
 

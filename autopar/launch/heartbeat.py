@@ -83,7 +83,7 @@ class Heartbeat:
         self.pid = hooks.pid
         #: For the heartbeat, and the barrier at exit, alone.
         self.comm = world.comm.Dup()
-        self._names: list[str] = self.comm.allgather(name_rank(world.rank))
+        self._names: list[str] = self.comm.allgather(name_rank(world))
         self._states = np.zeros(world.size, _STATE)
         self._states["step"] = -1
         self._states["code"] = _UNKNOWN_CODE
@@ -139,8 +139,8 @@ class Heartbeat:
 
     @property
     def staying(self) -> list[int]:
-        """The ranks that haven't left, as far as is known."""
-        return [r for r in range(self._world.size) if not self._states[r]["left"] and r != self._world.rank]
+        """The ranks that haven't left, as far as is known; servers leave when all others have."""
+        return [r for r in range(self._world.workers) if not self._states[r]["left"] and r != self._world.rank]
 
     def _run(self) -> None:
         from mpi4py import MPI

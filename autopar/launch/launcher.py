@@ -26,6 +26,7 @@ from typing import Any, Literal
 from autopar.errors import LaunchError
 from autopar.launch.cluster_file import Host, HostFile, read_cluster
 from autopar.mpi.limits import cores
+from autopar.mpi.world import SERVERS_VARIABLE
 
 Flavor = Literal["hydra", "open-mpi", "other"]
 
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         mpirun = find_mpirun(options.mpirun)
         cluster = read_cluster(options.cluster) if options.cluster else None
-        ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog)
+        ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog, options.servers)
         script = Path(options.script).absolute()
         if not script.is_file():
             raise LaunchError(f"{options.script}: there is no such script")
@@ -107,13 +108,22 @@ def _flavor(path: str) -> Flavor:
 
 
 def plan_ranks(
-    count: int | None, devices: int | None, cluster: HostFile | None, watchdog: str | None = None
+    count: int | None,
+    devices: int | None,
+    cluster: HostFile | None,
+    watchdog: str | None = None,
+    servers: int | None = None,
 ) -> list[RankGroup]:
     """Which ranks there are, and with which variables.
 
     `count` and `devices` (CPU devices a rank) are None with a cluster, which says both. `watchdog`: seconds or "off".
+    `servers`: how many of the ranks are dedicated servers.
     """
+    total = count if cluster is None else cluster.processes
+    if servers is not None and total is not None and servers >= total:
+        raise LaunchError(f"--servers {servers} of {total} processes: one at least must be left to train")
     common = (("AUTOPAR_WATCHDOG", watchdog),) if watchdog else ()
+    common += ((SERVERS_VARIABLE, str(servers)),) if servers else ()
     if cluster is None:
         if count is None:
             raise LaunchError("how many processes? -n 4, or --cluster cluster.toml")
@@ -165,7 +175,8 @@ def mpirun_command(
     if mpirun.flavor == "other" and (cluster is not None or any(r.variables for r in ranks)):
         raise LaunchError(
             f"{mpirun.path} is neither mpich's nor Open MPI's, and its flags for hosts and variables aren't known. "
-            "Start the ranks with it yourself: JAX_NUM_CPU_DEVICES and AUTOPAR_WATCHDOG are all that launch sets"
+            "Start the ranks with it yourself: JAX_NUM_CPU_DEVICES, AUTOPAR_WATCHDOG and AUTOPAR_SERVERS are all that "
+            "launch sets"
         )
     if mpirun.flavor == "other" and is_bound:
         raise LaunchError(
@@ -245,6 +256,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-n", type=_positive, metavar="N", help="processes")
     parser.add_argument("--devices", type=_positive, metavar="N", help="CPU devices a process (JAX_NUM_CPU_DEVICES)")
+    parser.add_argument(
+        "--servers",
+        type=_positive,
+        metavar="N",
+        help="how many of the processes, the last ones, only keep what sync= and kvstore train (AUTOPAR_SERVERS)",
+    )
     parser.add_argument("--cluster", metavar="FILE", help="hosts, processes and devices: cluster.toml or Parallax's")
     parser.add_argument("--watchdog", type=_watchdog, metavar="SECONDS|off", help="how long a rank may stand (300)")
     parser.add_argument(

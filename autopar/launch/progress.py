@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 #: What a process does: it computes (or runs the user's code), it waits for other ranks, for servers, which answer as
-#: long as their process is there, or it compiles a program, for which no time can be foreseen.
-MarkKind = Literal["computes", "waits", "pulls", "compiles"]
-KINDS: tuple[MarkKind, ...] = ("computes", "waits", "pulls", "compiles")
+#: long as their process is there, it compiles a program, for which no time can be foreseen, or, a dedicated server, it
+#: serves: it has nothing to do until somebody asks.
+MarkKind = Literal["computes", "waits", "pulls", "compiles", "serves"]
+KINDS: tuple[MarkKind, ...] = ("computes", "waits", "pulls", "compiles", "serves")
 
 #: The number of the file descriptor of the page that is shared with the supervisor.
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
@@ -31,8 +32,9 @@ PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
 #: The page: flags, step, length of the text; then the text. `supervise.py` reads it.
 PAGE = struct.Struct("<qqq")
 PAGE_BYTES = 4096
-#: Flags: autopar was imported; the fault was reported by the rank itself; all ranks have left in good order.
-STARTED, REPORTED, LEFT = 1, 2, 4
+#: Flags: autopar was imported; the fault was reported by the rank itself; all ranks have left in good order; the rank
+#: is a dedicated server.
+STARTED, REPORTED, LEFT, SERVES = 1, 2, 4, 8
 
 #: Results up to this size are kept until the next step's; larger ones are only looked at while somebody has them.
 KEPT_BYTES = 1 << 16

@@ -114,7 +114,7 @@ def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
         stop_service()
         heartbeat.stop()
     except KeyboardInterrupt:
-        abort(world, f"{name_rank(world.rank)} was interrupted, at its exit, last {PROGRESS.last}.", INTERRUPTED)
+        abort(world, f"{name_rank(world)} was interrupted, at its exit, last {PROGRESS.last}.", INTERRUPTED)
     PROGRESS.flag(LEFT)
 
 
@@ -125,12 +125,12 @@ def _await_others(world: World, heartbeat: Heartbeat, code: int | None) -> None:
         waited_s = time.monotonic() - start_s
         others = ", ".join(map(str, heartbeat.staying))
         if code and waited_s > SHUTDOWN_S:
-            message = f"{name_rank(world.rank)} left with exit code {code}, last {PROGRESS.last}; all ranks end."
+            message = f"{name_rank(world)} left with exit code {code}, last {PROGRESS.last}; all ranks end."
             abort(world, message, code)
         if not noticed and waited_s > NOTICE_S and others:
             noticed = True
             report_fault(
-                f"{name_rank(world.rank)} has come to its end, last {PROGRESS.last}; it waits for those that go on: "
+                f"{name_rank(world)} has come to its end, last {PROGRESS.last}; it waits for those that go on: "
                 f"rank {others}."
             )
         time.sleep(min(0.05, 0.001 + waited_s / 20))

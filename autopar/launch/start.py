@@ -1,7 +1,8 @@
 """`start`: what importing autopar does under an MPI launcher, and `watchdog`.
 
 JAX must know all processes before its backend comes up, which is at its first use; so this happens when autopar is
-imported, and a script needs no line for it. Without a launcher, and in a world of one, nothing happens.
+imported, and a script needs no line for it. Without a launcher, and in a world of one, nothing happens. On a dedicated
+server the import doesn't return (`serving.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from autopar.launch.faults import Hooks, report_fault
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
 from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.launch.sameness import check_same
+from autopar.launch.serving import serve
 from autopar.launch.shutdown import Script, leave
-from autopar.mpi.world import World, claim, launched, world
+from autopar.mpi.service import service
+from autopar.mpi.world import SERVERS_VARIABLE, World, claim, job, launched, world
 
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
 DEVICE_VARIABLES = ("JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS")
@@ -40,25 +43,44 @@ def start() -> None:
     descriptor = os.environ.pop(PAGE_VARIABLE, "")
     if descriptor:
         PROGRESS.share(int(descriptor))
-    here = world()
+    here = job()
     if here.size == 1:
         atexit.register(PROGRESS.flag, LEFT)
         return
     hooks = Hooks(here)
     hooks.install()
+    if here.servers:
+        check_same(here, {SERVERS_VARIABLE: str(here.servers), **_versions()})
+    workers = world()
+    if here.is_server:
+        jax.config.update("jax_platforms", "cpu")
+        serve(_watched(here, hooks))
     script = Script()
     script.watch()
-    _start_jax(here)
-    heartbeat = Heartbeat(here, hooks, _allowance())
+    if workers.size > 1:
+        _start_jax(workers)
+    heartbeat = _watched(here, hooks)
     # Registered after JAX's exit handler, and so called before it.
     atexit.register(leave, here, heartbeat, script)
     _heartbeats.append(heartbeat)
+    if here.servers:
+        service()  # which is there on the servers
+
+
+def _watched(here: World, hooks: Hooks) -> Heartbeat:
+    """Starts the heartbeat of a rank. Collective over the job."""
     from mpi4py import MPI
 
+    heartbeat = Heartbeat(here, hooks, _allowance())
     if MPI.Query_thread() == MPI.THREAD_MULTIPLE:  # the user, or an old library, may have started it otherwise
         heartbeat.start()
     elif here.rank == 0:
         report_fault("warning: MPI was started for calls from one thread only, so there is no watchdog")
+    return heartbeat
+
+
+def _versions() -> dict[str, str]:
+    return {"JAX version": jax.__version__, "Python version": platform.python_version()}
 
 
 def watchdog(seconds: float | None) -> None:
@@ -108,7 +130,7 @@ def _start_jax(here: World) -> None:
             "top of a module count, too): move `import autopar` to the top of the script"
         )
     # Different versions of JAX might not even get to the comparison before the first step.
-    check_same(here, {"JAX version": jax.__version__, "Python version": platform.python_version()})
+    check_same(here, _versions())
     address = choose_coordinator(here)
     _check_host_name(here, address)
     jax.distributed.initialize(

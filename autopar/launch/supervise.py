@@ -27,7 +27,7 @@ import time
 # As in progress.py, which can't be imported without autopar.
 PAGE = struct.Struct("<qqq")
 PAGE_BYTES = 4096
-STARTED, REPORTED, LEFT = 1, 2, 4
+STARTED, REPORTED, LEFT, SERVES = 1, 2, 4, 8
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "PMIX_RANK")
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
 
@@ -63,7 +63,8 @@ def main(command: list[str]) -> int:
     if ended:
         where = f"in step {step} ({what})" if step >= 0 and flags else what or "before autopar was imported"
         rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-        text = f"autopar: rank {rank} (process {child.pid} on {socket.gethostname()}) {ended}, {where}.\n"
+        role = "a server, " if flags & SERVES else ""
+        text = f"autopar: rank {rank} ({role}process {child.pid} on {socket.gethostname()}) {ended}, {where}.\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
         time.sleep(FORWARD_S)

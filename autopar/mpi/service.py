@@ -13,13 +13,22 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from autopar.errors import AutoparError
-from autopar.mpi.world import world
+from autopar.mpi.world import World, job
 
 #: Takes a rank's message, and returns the replies that are due now, each with the rank that it is for.
 Handler = Callable[[Any], list[tuple[int, Any]]]
+
+
+class Opening(Protocol):
+    """Says what a dedicated server is to answer messages with. It is sent by pickle."""
+
+    def handler(self) -> Handler:
+        """Makes what answers them."""
+        ...
+
 
 #: Between two looks for messages: at least, at most, and as a part of the time since the last one, in seconds.
 _PAUSE_S, _LONGEST_S, _GROWTH = 50e-6, 2e-3, 0.15
@@ -31,12 +40,15 @@ class Service:
     """Messages of this rank, and those that it answers. Collective to make.
 
     Attributes:
-      rank, size: As of the communicator.
+      rank, size: Its number among all ranks of the job, and how many they are.
+      servers: How many of them, the last ones, are dedicated servers. These have no thread: their main thread `serve`s.
     """
 
-    def __init__(self, comm: Any) -> None:
-        """`comm`: None for a process that is alone."""
+    def __init__(self, here: World) -> None:
+        """`here`: the job."""
         self._handlers: list[Handler | None] = []
+        #: Those of a dedicated server, by number.
+        self._opened: dict[int, Handler] = {}
         self._released: Counter[int] = Counter()
         self._answering = threading.Lock()
         self._replies: queue.SimpleQueue[tuple[int, int, Any]] = queue.SimpleQueue()
@@ -44,16 +56,23 @@ class Service:
         self._outgoing: deque[tuple[int, Any]] = deque()
         self._woken, self._ends = threading.Event(), False
         self._failure: Exception | None = None
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.servers = here.rank, here.size, here.servers
         self._thread: threading.Thread | None = None
-        if comm is None:
+        self._comm: Any = None
+        if here.comm is None:
             return
         from mpi4py.util import pkl5
 
-        self._comm = pkl5.Intracomm(comm.Dup())
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._comm = pkl5.Intracomm(here.comm.Dup())
+        if here.is_server:
+            return
         self._thread = threading.Thread(target=self._serve, name="autopar service", daemon=True)
         self._thread.start()
+
+    @property
+    def first_server(self) -> int:
+        """Returns the rank of the first server: threads in workers are those of the first ranks."""
+        return self.size - self.servers if self.servers else 0
 
     def register(self, handler: Handler | None) -> int:
         """Have messages answered from now on, until all ranks `release` it. All register in the same order, and none
@@ -67,6 +86,10 @@ class Service:
         """
         self._handlers.append(handler)
         return len(self._handlers) - 1
+
+    def open(self, number: int, rank: int, opening: Opening) -> None:
+        """Have a dedicated server answer messages from now on, which it confirms by a reply."""
+        self._post(rank, (number, "open", opening))
 
     def release(self, number: int, farewells: Sequence[tuple[int, Any]] = ()) -> None:
         """Say that this rank asks no more, behind some messages that aren't answered, each with its rank. May come at
@@ -108,9 +131,13 @@ class Service:
         if self._thread is not None:
             self._thread.join()
 
+    def serve(self, is_over: Callable[[], bool]) -> None:
+        """Answer messages in this thread, until it `is_over` on all ranks. Collective, with their `stop`."""
+        self._exchange(is_over)
+
     def _answer(self, number: int, message: Any) -> None:
         with self._answering:
-            handler = self._handlers[number]
+            handler = self._opened[number] if number in self._opened else self._handlers[number]
             assert handler is not None, "only those who haven't released it ask"
             replies = handler(message)
             for rank, reply in replies:
@@ -125,13 +152,22 @@ class Service:
             self._replies.put((number, source, content))
         elif kind == "ask":
             self._answer(number, content)
+        elif kind == "open":
+            self._opened[number] = content.handler()
+            self._post(source, (number, "reply", None))
         else:
             self._released[number] += 1
-            if self._released[number] == self.size:
-                self._handlers[number] = None
+            if self._released[number] == self.size - self.servers:
+                self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        """Let go of what answers messages that nobody sends any more."""
+        self._opened.pop(number, None)
+        if number < len(self._handlers):
+            self._handlers[number] = None
 
     def _post(self, rank: int, message: Any) -> None:
-        if self._thread is None:
+        if self._comm is None:
             self._take(rank, *message)
             return
         self._outgoing.append((rank, message))
@@ -139,19 +175,19 @@ class Service:
 
     def _serve(self) -> None:
         try:
-            self._exchange()
+            self._exchange(lambda: self._ends)
         except Exception as error:
             self._failure = error
             raise  # which ends the job, named
 
-    def _exchange(self) -> None:
+    def _exchange(self, is_over: Callable[[], bool]) -> None:
         """Take and send messages until all ends."""
         from mpi4py import MPI
 
         status, sending, last, all_end = MPI.Status(), [], time.monotonic(), None
         while all_end is None or not all_end.Test():
             is_idle = True
-            if self._ends and all_end is None and not self._outgoing and not sending:
+            if all_end is None and not self._outgoing and not sending and is_over():
                 all_end = self._comm.Ibarrier()  # until all have received what was sent to them
             while self._outgoing:
                 rank, message = self._outgoing.popleft()
@@ -177,8 +213,8 @@ class Service:
 
 @functools.cache
 def service() -> Service:
-    """This process's service. Collective, the first time."""
-    return Service(world().comm)
+    """This process's service. Collective over the job, the first time."""
+    return Service(job())
 
 
 def stop_service() -> None:

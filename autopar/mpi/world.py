@@ -1,4 +1,7 @@
-"""`world`: this process's place among the processes that an MPI launcher started.
+"""`world` and `job`: this process's place among the processes that an MPI launcher started.
+
+The last ones of a job may be dedicated servers (`AUTOPAR_SERVERS`), which run nothing of the user's script: `job` has
+all processes, and `world` the workers alone, whose numbers are the same in both.
 
 MPI is started by the first call, and only under a launcher; by itself, a process is a world of one, and imports
 nothing. All of autopar's own messages travel on a communicator of their own, so that they can't meet the user's.
@@ -30,6 +33,9 @@ LAUNCHERS: tuple[tuple[str, str | None, str], ...] = (
 
 #: Set to "off": a process takes no notice of its launcher.
 OFF_VARIABLE = "AUTOPAR_MPI"
+
+#: How many of the ranks, the last ones, are dedicated servers; 0 or unset: none.
+SERVERS_VARIABLE = "AUTOPAR_SERVERS"
 
 #: The process id of the rank, for its children to see that they are none.
 RANK_PID_VARIABLE = "AUTOPAR_RANK_PID"
@@ -71,33 +77,72 @@ def is_off_or_child(environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a job.
+    """Some processes of a job.
 
     Attributes:
       rank: The number of this process, from 0.
       size: How many there are.
-      comm: An `mpi4py.MPI.Intracomm`, a duplicate of COMM_WORLD; None without a launcher.
+      comm: An `mpi4py.MPI.Intracomm` of their own; None without a launcher.
+      servers: How many of them, the last ones, are dedicated servers.
     """
 
     rank: int
     size: int
     comm: Any
+    servers: int = 0
+
+    @property
+    def workers(self) -> int:
+        """How many of them run the user's script."""
+        return self.size - self.servers
+
+    @property
+    def is_server(self) -> bool:
+        """Says whether this process is a dedicated server."""
+        return self.rank >= self.workers
 
 
 @functools.cache
 def world() -> World:
-    """The world of this process. Starts MPI under an MPI launcher (collectively: every rank must call it); without one
-    it is `World(0, 1, None)`, and mpi4py isn't imported.
+    """The workers of this process's job, which are all of its processes where there are no dedicated servers (which are
+    a world by themselves). Starts MPI under an MPI launcher (collectively: every rank must call it); without one it is
+    `World(0, 1, None)`, and mpi4py isn't imported.
 
     Raises:
-      LaunchError: mpi4py is missing, or belongs to another MPI than the launcher.
+      LaunchError: as of `job`.
+    """
+    here = job()
+    if not here.servers:
+        return here
+    comm = here.comm.Split(int(here.is_server), here.rank)
+    return World(comm.Get_rank(), comm.Get_size(), comm)
+
+
+@functools.cache
+def job() -> World:
+    """All processes of this process's job, dedicated servers among them. Collective as `world`.
+
+    Raises:
+      LaunchError: mpi4py is missing, or belongs to another MPI than the launcher; there are no more ranks than servers.
     """
     started = launched()
     mpi = None if started is None else _start_mpi(started)
     if mpi is None:
         return World(0, 1, None)
     comm = mpi.COMM_WORLD.Dup()
-    return World(comm.Get_rank(), comm.Get_size(), comm)
+    return World(comm.Get_rank(), comm.Get_size(), comm, _dedicated_servers(comm.Get_size()))
+
+
+def _dedicated_servers(size: int) -> int:
+    text = os.environ.get(SERVERS_VARIABLE, "") or "0"
+    if not text.isdecimal():
+        raise LaunchError(f"{SERVERS_VARIABLE}={text!r} is no number of servers")
+    if int(text) >= size:
+        raise LaunchError(
+            f"{SERVERS_VARIABLE}={text} of {size} ranks: the last ones are servers, and one at least must be left to "
+            "train"
+        )
+    return int(text)
 
 
 def _start_mpi(started: Launched) -> Any | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import AutoparError
+from autopar.mpi.service import Handler
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply
+from autopar.servers.spec import Spec
 
 Array = Any
 
@@ -58,6 +61,25 @@ class Center:
         self._done[worker] += 1
         self._events.extend((worker, message.step, version))
         return [(worker, Pulled(version, [np.asarray(x) for x in moves]))]
+
+
+@dataclass(frozen=True, slots=True)
+class CenterSpec(Spec):
+    """Says what a server begins with that keeps a centre.
+
+    Attributes:
+      leaves, alpha, workers: As of `Center`.
+    """
+
+    leaves: Mapping[int, Array]
+    alpha: float
+    workers: int
+
+    def handler(self) -> Handler:
+        return Center(self.leaves, self.alpha, self.workers).take
+
+    def portable(self) -> Spec:
+        return replace(self, leaves={k: np.asarray(x) for k, x in self.leaves.items()})
 
 
 @jax.jit

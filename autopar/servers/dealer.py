@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.interrupts import SIGNALS
+from autopar.mpi.service import Handler
+from autopar.servers.spec import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,21 @@ class Dealt:
 
     number: int | None
     signals: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DealerSpec(Spec):
+    """Says what a server begins with that deals minibatches.
+
+    Attributes:
+      count, workers: As of `Dealer`.
+    """
+
+    count: int | None
+    workers: int
+
+    def handler(self) -> Handler:
+        return Dealer(self.count, self.workers).take
 
 
 class Dealer:

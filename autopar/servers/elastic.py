@@ -10,7 +10,7 @@ import numpy as np
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.ir.balance import balanced
-from autopar.servers.center import Center
+from autopar.servers.center import CenterSpec
 from autopar.servers.link import Link
 from autopar.servers.messages import Exchange
 from autopar.servers.server import state_of
@@ -34,11 +34,8 @@ class CenterSession:
 
     def __init__(self, weights: Mapping[int, Array], alpha: float, clients: Clients, servers: int) -> None:
         self._parts = center_parts(weights, servers)
-        self._link = Link(
-            len(self._parts),
-            lambda n: Center({k: weights[k] for k in self._parts[n]}, alpha, clients.count).take,
-            clients,
-        )
+        specs = [CenterSpec({k: weights[k] for k in part}, alpha, clients.count) for part in self._parts]
+        self._link = Link(specs, clients)
         self.exchanges = 0
 
     def send(self, weights: Mapping[int, Array]) -> None:

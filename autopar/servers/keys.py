@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +11,58 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
+from autopar.mpi.service import Handler
+from autopar.servers.messages import OfProcess
+from autopar.servers.server import on_host
+from autopar.servers.spec import Spec
+
 Array = Any
 Key = Hashable
 #: What is pushed, the state and the old value -> the new value and state.
 Update = Callable[[Array, Any, Array], tuple[Array, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Says how a key's value is updated by what is pushed.
+
+    Attributes:
+      state: The optimizer's, at the beginning.
+      update: A compiled one.
+    """
+
+    state: Any
+    update: Update
+
+    def exported(self, value: Array) -> ExportedUpdate:
+        """Returns the update as another process can be sent it, for values, states and pushes like these."""
+        leaves, tree = jax.tree.flatten(self.state)
+
+        def update(pushed: Array, old: Array, *state: Array) -> list[Array]:
+            new, after = self.update(pushed, tree.unflatten(state), old)
+            return [new, *jax.tree.leaves(after)]
+
+        return ExportedUpdate(jax_compat.exported(update, [value, value, *map(jnp.asarray, leaves)]))
+
+    def portable(self, update: ExportedUpdate) -> Rule:
+        """Returns the rule as another process can be sent it."""
+        return Rule([on_host(jnp.asarray(x)) for x in jax.tree.leaves(self.state)], update)
+
+
+@dataclass(frozen=True)
+class ExportedUpdate:
+    """An update that has travelled; the state is a list of leaves. `program`: a `jax.export.Exported`."""
+
+    program: Any
+
+    def __call__(self, pushed: Array, state: Sequence[Array], value: Array) -> tuple[Array, list[Array]]:
+        new, *after = self._run(pushed, value, *state)
+        return new, after
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., list[Array]]:
+        return jax.jit(self.program.call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +82,45 @@ class PullKey:
     key: Key
 
 
+@dataclass(frozen=True, slots=True)
+class KeepKeys(OfProcess):
+    """Has a server keep some keys from now on. Answered.
+
+    Attributes:
+      worker: The process that sends it.
+      rules: How they are updated; without one a key's value becomes what is pushed.
+    """
+
+    worker: int
+    values: Mapping[Key, np.ndarray]
+    rules: Mapping[Key, Rule]
+
+
+@dataclass(frozen=True, slots=True)
+class SetRules(OfProcess):
+    """Has a server update its keys so from now on. Answered."""
+
+    worker: int
+    rules: Mapping[Key, Rule]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadKey(OfProcess):
+    """Asks for a key's value as it is now: answered by it."""
+
+    worker: int
+    key: Key
+
+
+Message = PushKey | PullKey | KeepKeys | SetRules | ReadKey
+
+
 @dataclass(slots=True)
 class _Kept:
-    """A key: its value, the optimizer's state, pushes of a round that aren't all there, and those who wait."""
+    """A key: its value, how it is updated, pushes of a round that aren't all there, and those who wait."""
 
     value: Array
+    rule: Rule | None
     state: Any
     pushed: dict[int, list[np.ndarray]] = field(default_factory=dict)
     rounds: int = 0
@@ -56,27 +139,20 @@ class KeyServer:
     def __init__(self, workers: int, *, synchronous: bool) -> None:
         self._workers, self.synchronous = workers, synchronous
         self._keys: dict[Key, _Kept] = {}
-        self._update: Update | None = None
-        self._initial: Callable[[Array], Any] = lambda _: ()
 
-    def init(self, key: Key, value: np.ndarray) -> None:
-        """Keep a key."""
-        array = jnp.asarray(value)
-        self._keys[key] = _Kept(array, self._initial(array))
-
-    def set_optimizer(self, initial: Callable[[Array], Any], update: Update) -> None:
-        """Update values so from now on, with new states."""
-        self._initial, self._update = initial, jax.jit(update)
-        for kept in self._keys.values():
-            kept.state = initial(kept.value)
-
-    @property
-    def updates(self) -> bool:
-        """Says whether there is an optimizer."""
-        return self._update is not None
-
-    def take(self, message: PushKey | PullKey) -> list[tuple[int, np.ndarray]]:
-        """Returns answers that are due now, each with the worker that it is for."""
+    def take(self, message: Message) -> list[tuple[int, Any]]:
+        """Returns answers that are due now, each with the worker (or process) that it is for."""
+        if isinstance(message, KeepKeys):
+            for key, value in message.values.items():
+                rule = message.rules.get(key)
+                self._keys[key] = _Kept(jnp.asarray(value), rule, rule and rule.state)
+            return [(message.worker, None)]
+        if isinstance(message, SetRules):
+            for key, rule in message.rules.items():
+                self._keys[key].rule, self._keys[key].state = rule, rule.state
+            return [(message.worker, None)]
+        if isinstance(message, ReadKey):
+            return [(message.worker, np.array(self._keys[message.key].value))]
         kept, worker = self._keys[message.key], message.worker
         if isinstance(message, PushKey):
             kept.sent[worker] = kept.sent.get(worker, 0) + 1
@@ -97,10 +173,25 @@ class KeyServer:
             for part in parts[1:]:
                 total = total + part
             kept.rounds += 1
-            if self._update is not None:
-                kept.value, kept.state = self._update(total, kept.state, kept.value)
+            if kept.rule is not None:
+                kept.value, kept.state = kept.rule.update(total, kept.state, kept.value)
             else:
                 kept.value = total
+
+
+@dataclass(frozen=True, slots=True)
+class KeySpec(Spec):
+    """Says what a server begins with that keeps keys.
+
+    Attributes:
+      workers, synchronous: As of `KeyServer`.
+    """
+
+    workers: int
+    synchronous: bool
+
+    def handler(self) -> Handler:
+        return KeyServer(self.workers, synchronous=self.synchronous).take
 
 
 def merged(values: Array | Sequence[Array]) -> np.ndarray:

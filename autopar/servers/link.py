@@ -1,18 +1,22 @@
-"""`Link`: a worker's way to the servers, each of them in one of the first processes."""
+"""`Link`: a worker's way to the servers: dedicated processes, or threads in the first ones of the workers."""
 
 from __future__ import annotations
 
 import pickle
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from autopar.backends.clients import Clients
+from autopar.errors import StepError
 from autopar.launch.group import everyone
 from autopar.launch.progress import PROGRESS
-from autopar.mpi.service import Handler, service
-from autopar.servers.messages import Kept, Read
+from autopar.mpi.service import service
+from autopar.servers.messages import Kept, OfProcess, Read
+from autopar.servers.spec import Opening, Spec, addressed
 
 
 class Link:
@@ -22,20 +26,30 @@ class Link:
     worker's messages go over the wires of all its machines (MXNET-MPI, section 4).
 
     Args:
-      servers: How many there are.
-      serve: Makes what takes messages in a process, of its number.
+      servers: What each of them begins with, the same in all processes.
       clients: The workers; messages name them by number.
       farewell: A message for all servers, once nobody has the link any more; None: there is none.
+
+    Attributes:
+      servers: Their numbers.
+      own: Those that this process speaks to for all workers: it opens them, and asks what they keep.
     """
 
-    def __init__(self, servers: int, serve: Callable[[int], Handler], clients: Clients, farewell: Any = None) -> None:
-        self._service, self._clients, self.servers = service(), clients, range(servers)
-        here = self._service.rank
+    def __init__(self, servers: Sequence[Spec], clients: Clients, farewell: Any = None) -> None:
+        self._service, self._clients, self.servers = service(), clients, range(len(servers))
+        here, processes = self._service.rank, everyone()
+        self.own = self.servers[here :: processes.size]
         #: Of each server the replies that are still to come.
         self._open: Counter[int] = Counter()
-        self._number = self._service.register(self._addressed(serve(here)) if here < servers else None)
-        everyone().gather(b"", "servers are there")
-        farewells = [(n, farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
+        speakers = [[clients.speaker(w, n) for w in range(clients.count)] for n in self.servers]
+        if self.is_dedicated:
+            self._number = self._service.register(None)
+            processes.together(StepError, lambda: self._open_own(servers, speakers), "servers begin")
+        else:
+            handler = addressed(servers[here].handler(), speakers[here]) if self.own else None
+            self._number = self._service.register(handler)
+        processes.gather(b"", "servers are there")
+        farewells = [(self._place(n), farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
         weakref.finalize(self, self._service.release, self._number, farewells).atexit = False
 
     @property
@@ -48,6 +62,11 @@ class Link:
         """N."""
         return self._clients.count
 
+    @property
+    def is_dedicated(self) -> bool:
+        """Says whether servers are processes of their own."""
+        return self._service.servers > 0
+
     def speaks_to(self, server: int) -> bool:
         """Says whether this process speaks for its worker to a server."""
         return self._clients.speaker(self.number, server) == self._service.rank
@@ -55,7 +74,7 @@ class Link:
     def tell(self, server: int, message: Any) -> None:
         """Send a message of the worker that isn't answered. Its arrays mustn't change any more."""
         if self.speaks_to(server):
-            self._service.send(self._number, server, message)
+            self._service.send(self._number, self._place(server), message)
 
     def request(self, server: int, message: Any) -> None:
         """Send a message of the worker that is answered."""
@@ -83,8 +102,7 @@ class Link:
     def read(self, server: int, leaf: int) -> Any:
         """Ask a server for a leaf as it is now; this process alone does."""
         self.drain()
-        self._request(server, Read(self._service.rank, (leaf,)))
-        return self._next(server).leaves[leaf]
+        return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
     def settled(self, own: Any, resumed: Any = None) -> tuple[list[Kept], Any]:
         """Ask for what each server keeps once all workers' messages are done, and what the first worker says.
@@ -101,33 +119,50 @@ class Link:
             self._next(n)
         with PROGRESS.during("waiting for the others' steps", "waits"):
             processes.gather(b"", "all messages are done")
-        mine = None
-        if here in self.servers:
-            self._request(here, Read(here))
-            mine = self._next(here)
+        mine = {n: self.command(n, Read(here)) for n in self.own}
         sent = pickle.dumps((mine, own if here == 0 else None))
         all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
         if resumed is not None:
             for n in self.servers:
                 self.tell(n, resumed)
-        return [kept for kept, _ in all_[: len(self.servers)]], all_[0][1]
+        kept = {n: each for some, _ in all_ for n, each in some.items()}
+        return [kept[n] for n in self.servers], all_[0][1]
+
+    def command(self, server: int, message: OfProcess) -> Any:
+        """Send a message of this process alone, and wait for its reply."""
+        self._request(server, message)
+        return self._next(server)
+
+    def _open_own(self, servers: Sequence[Spec], speakers: Sequence[Sequence[int]]) -> None:
+        """Have dedicated servers begin.
+
+        Raises:
+          StepError: what they are to run can't be sent to them.
+        """
+        wide = jax.config.read("jax_enable_x64")
+        for n in self.own:
+            try:
+                spec = servers[n].portable()
+            except Exception as error:
+                raise StepError(
+                    f"what server {n} is to run can't be sent to a dedicated one ({error}). Train without launch "
+                    "--servers, by servers in the workers"
+                ) from error
+            self._open[n] += 1
+            self._service.open(self._number, self._place(n), Opening(spec, speakers[n], wide))
+        for n in self.own:
+            self._next(n)
+
+    def _place(self, server: int) -> int:
+        """Returns the rank of a server."""
+        return self._service.first_server + server
 
     def _request(self, server: int, message: Any) -> None:
         self._open[server] += 1
-        self._service.send(self._number, server, message)
+        self._service.send(self._number, self._place(server), message)
 
     def _next(self, server: int) -> Any:
         with PROGRESS.during("waiting for servers", "pulls"):
-            reply = self._service.receive(self._number, server)
+            reply = self._service.receive(self._number, self._place(server))
         self._open[server] -= 1
         return reply
-
-    def _addressed(self, take: Handler) -> Handler:
-        """With replies to who speaks for a worker; what was read goes to the process that asked."""
-        here, speaker = self._service.rank, self._clients.speaker
-
-        def addressed(message: Any) -> list[tuple[int, Any]]:
-            replies = take(message)
-            return replies if isinstance(message, Read) else [(speaker(w, here), reply) for w, reply in replies]
-
-        return addressed

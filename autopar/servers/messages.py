@@ -62,12 +62,18 @@ class Return:
     worker: int
 
 
+class OfProcess:
+    """A message of a process for itself: its `worker` is the number of the process, which is answered."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A worker asks for what a server keeps: answered by `Kept`.
+class Read(OfProcess):
+    """Asks for what a server keeps: answered by `Kept`.
 
     Attributes:
-      worker: Which one asks.
+      worker: The process that asks.
       leaves: By number of the step's input; None: all, clocks and events too.
     """
 

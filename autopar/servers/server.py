@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.served import PullProgram, ServedPrograms, UpdateProgram, copied
+from autopar.backends.served import ExportedPrograms, PullProgram, ServedPrograms, UpdateProgram, copied
 from autopar.errors import AutoparError, StateError
+from autopar.mpi.service import Handler
 from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return
+from autopar.servers.spec import Spec
 from autopar.servers.timeline import CAME, LEFT, Standing
 
 Array = Any
@@ -119,6 +122,50 @@ class Server:
     def _pulled(self, pull: Pull) -> Pulled:
         self._given[pull.worker] = self._version
         return Pulled(self._version, [sendable(x) for x in self._pull(self._leaves, pull.ids)])
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec(Spec):
+    """Says what a server begins with that keeps a part of a state.
+
+    Attributes:
+      programs: What workers and servers run.
+      number: Which server it is.
+      leaves: The step's flat arguments; of these the state. It is copied.
+      workers, staleness: As of `Server`.
+    """
+
+    programs: ServedPrograms
+    number: int
+    leaves: Sequence[Array]
+    workers: int
+    staleness: int | None
+
+    def handler(self) -> Handler:
+        return served(self.programs, self.number, self.leaves, self.workers, self.staleness).take
+
+    def portable(self) -> Spec:
+        part = self.programs.step.servers[self.number]
+        return _PortableState(
+            self.programs.exported(self.number, self.leaves),
+            {k: on_host(self.programs.step.kept(k, self.leaves)) for k in part.leaves},
+            {k: on_host(self.leaves[k]) for k in part.clocks},
+            self.workers,
+            self.staleness,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PortableState(Spec):
+    programs: ExportedPrograms
+    leaves: Mapping[int, Array]
+    clocks: Mapping[int, Array]
+    workers: int
+    staleness: int | None
+
+    def handler(self) -> Handler:
+        leaves, clocks = ({k: copied(x) for k, x in some.items()} for some in (self.leaves, self.clocks))
+        return Server(leaves, clocks, *self.programs.programs(), self.workers, self.staleness).take
 
 
 def served(

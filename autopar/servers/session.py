@@ -1,4 +1,4 @@
-"""`Session`: a worker's training of a state that servers keep, one in each of the first processes."""
+"""`Session`: a worker's training of a state that servers keep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.launch.shutdown import at_leaving
 from autopar.launch.slowness import SLOWNESS
 from autopar.servers.link import Link
 from autopar.servers.messages import Kept, Leave, Pull, Push, Return
-from autopar.servers.server import on_host, sendable, served, state_of
+from autopar.servers.server import StateSpec, on_host, sendable, state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
@@ -58,8 +58,7 @@ class Session:
         self.clocks: Mapping[int, Array] = {k: copied(leaves[k]) for k in programs.step.clocks}
         self._step = programs.step
         self.link = Link(
-            len(programs.servers),
-            lambda n: served(programs, n, leaves, clients.count, staleness).take,
+            [StateSpec(programs, n, leaves, clients.count, staleness) for n in range(len(programs.servers))],
             clients,
             Leave(clients.own),
         )

@@ -15,7 +15,7 @@ from tests.support.mpi.jobs import WARNINGS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s: float = 120) -> str:
+def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s: float = 120, servers: int = 0) -> str:
     """What `count` ranks of `python -m module arguments` print; an AssertionError if they fail or aren't done in time.
 
     Args:
@@ -24,12 +24,13 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
       arguments: For it.
       output: A file for what is printed: mpiexec can't bear a pipe that closes.
       timeout_s: Seconds until they are killed.
+      servers: How many of them, the last ones, are dedicated servers.
     """
     beside = Path(sys.executable).with_name("mpiexec")
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert launcher, "no mpiexec: pip install mpich"
     command = [launcher, "-n", str(count), sys.executable, *WARNINGS, "-m", "mpi4py.run", "-m", module, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AUTOPAR_SERVERS": str(servers)}
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
@@ -46,7 +47,12 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
 
 
 def run_cases(
-    cases: Mapping[str, Sequence[str]], ranks: int, devices: int, folder: Path, timeout_s: float = 120
+    cases: Mapping[str, Sequence[str]],
+    ranks: int,
+    devices: int,
+    folder: Path,
+    timeout_s: float = 120,
+    servers: int = 0,
 ) -> None:
     """Run functions that are called `check_...` on every rank, in one job.
 
@@ -54,10 +60,11 @@ def run_cases(
       cases: A module of this folder, by its name -> those that are run, in order; all where none are named.
       ranks, devices: How many, and those of each rank.
       folder: For what is printed and kept.
-      timeout_s: As in `run_ranks`.
+      timeout_s, servers: As in `run_ranks`.
     """
     named = [":".join((f"tests.support.mpi.{module}", *names)) for module, names in cases.items()]
     arguments = [str(devices), str(folder), *named]
-    text = run_ranks(ranks, "tests.support.mpi.worker", *arguments, output=folder / "output", timeout_s=timeout_s)
+    output, module = folder / "output", "tests.support.mpi.worker"
+    text = run_ranks(ranks, module, *arguments, output=output, timeout_s=timeout_s, servers=servers)
     done = text.count("\ncheck_") + text.startswith("check_")
     assert done >= sum(max(len(names), 1) for names in cases.values()), text

@@ -20,6 +20,7 @@ def ranks(**changes: dict) -> list[Seen]:
 WAITS = {"kind": "waits", "what": "row exchange", "age_s": 11.0}
 PULLS = {"kind": "pulls", "what": "waiting for servers", "age_s": 11.0}
 STUCK = {"age_s": 11.0}
+SERVES = {"kind": "serves", "what": "serving", "step": -1, "age_s": 99.0}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,12 @@ STUCK = {"age_s": 11.0}
         # Ranks that wait for servers: one that has left still answers.
         (ranks(r1={"left": True, "step": 6}, r0={**PULLS, "age_s": 5.0}), None, ""),
         (ranks(r1={"left": True, "step": 6}, r0=PULLS, r2=STUCK, r3={"age_s": 1.0}), (2,), "rank 0 waits for it"),
+        # Dedicated servers:
+        (ranks(r1=STUCK, r2=STUCK, r3=SERVES), None, ""),
+        (ranks(r0=WAITS, r1=WAITS, r2=WAITS, r3=SERVES), (0, 1, 2), "All ranks wait for each other"),
+        (ranks(r0=PULLS, r1=PULLS, r2=PULLS, r3=STUCK), (3,), "ranks 0, 1, 2 wait for it"),
+        (ranks(r3={**SERVES, "silent_s": 11.0}), (3,), "rank 3 has given no sign of life"),
+        (ranks(r0=WAITS, r1={"left": True}, r2=WAITS, r3=SERVES), (1,), "ranks 0, 2 wait for it"),
     ],
 )
 def test_judge(seen: list[Seen], culprits: tuple[int, ...] | None, words: str) -> None:

@@ -61,6 +61,10 @@ def test_ranks_of_this_machine() -> None:
     assert line(launcher.Mpirun("/opt/x", "other"), launcher.plan_ranks(3, None, None)) == "/opt/x -n 3 RUN"
     with pytest.raises(LaunchError, match="neither mpich's nor Open MPI's"):
         line(launcher.Mpirun("/opt/x", "other"), ranks)
+    served = launcher.plan_ranks(4, None, None, servers=3)
+    assert line(HYDRA, served) == "/opt/bin/mpiexec -n 4 -env AUTOPAR_SERVERS 3 RUN"
+    with pytest.raises(LaunchError, match="--servers 4 of 4 processes"):
+        launcher.plan_ranks(4, None, None, servers=4)
 
 
 def test_ranks_kept_on_a_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ import optax
 import pytest
 
 from autopar import jax_compat
-from autopar.backends.served import ServedPrograms
+from autopar.backends.served import ServedPrograms, copied
 from autopar.errors import AutoparError, TimelineError
 from autopar.ir.program import Block
 from autopar.ir.served import ServedStep, ServerPart
@@ -69,6 +70,29 @@ def test_what_was_done_at_random_follows_from_its_timeline(staleness: int | None
     again = _job(None)
     same = again.run(timeline.steps, _leaves, as_recorded(timeline))
     assert jax.tree.all(jax.tree.map(np.array_equal, (done, _state(job)), (same, _state(again))))
+
+
+def test_programs_that_travelled_update_in_place_to_the_same_bits() -> None:
+    """As a dedicated server runs them; each leaf keeps its buffer."""
+    here, leaves = _programs(), _leaves(0, 0)
+    pulled = [program(leaves, ids) for program, ids in zip(_pulls(here, leaves), here.ids(leaves), strict=True)]
+    pushed, _, _ = here.work(pulled, leaves)
+    for n, part in enumerate(here.step.servers):
+        update = here.servers[n][1]
+        exported = pickle.loads(pickle.dumps(here.exported(n, leaves))).programs()[1]
+        clocks = [leaves[k] for k in part.clocks]
+        given = [copied(leaves[k]) for k in part.leaves]
+        buffers = [x.unsafe_buffer_pointer() for x in given]
+        made = exported(given, clocks, pushed[n])
+        theirs = update([copied(leaves[k]) for k in part.leaves], clocks, pushed[n])
+        assert jax.tree.all(jax.tree.map(np.array_equal, made, theirs))
+        assert [x.unsafe_buffer_pointer() for x in made[0]] == buffers
+        assert all(x.is_deleted() for x in given)
+
+
+def _pulls(programs: ServedPrograms, leaves: Sequence[Any]) -> list[Any]:
+    parts = zip(programs.step.servers, programs.servers, strict=True)
+    return [lambda all_, ids, p=part, run=pull: run([all_[k] for k in p.leaves], ids) for part, (pull, _) in parts]
 
 
 @pytest.mark.parametrize("staleness", [None, 0, 1, 3])
