@@ -282,3 +282,27 @@ def test_a_reshape_that_transposes() -> None:
     planned = autopar.parallelize(step, strategy="ps", donate=False)
     square = table(ROWS, ROWS)
     np.testing.assert_allclose(planned(square, IDS)[0], step(square, IDS)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_sum_over_all_gradients_of_rows_that_a_checkpoint_reads_again() -> None:
+    """In a loop that carries the table: what other rows are follows from zeros, and not from the table."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        def turn(_: Any, state: Any) -> Any:
+            t, kept = state
+
+            def loss(t: jax.Array) -> jax.Array:
+                rounded = t.astype(jnp.bfloat16).astype(jnp.float32)
+
+                @jax.checkpoint
+                def body(c: jax.Array, i: jax.Array) -> Any:
+                    return c + rounded[i].sum(), rounded[i] * jnp.tanh(c)
+
+                return jnp.mean(jax.lax.scan(body, jnp.float32(0), ids)[1] ** 2)
+
+            g = jax.grad(loss)(t)
+            return t - 0.1 * g, kept + g.sum(0)
+
+        return jax.lax.fori_loop(0, 2, turn, state), ids.sum()
+
+    agree(step, (table(), jnp.zeros(WIDTH)), IDS)

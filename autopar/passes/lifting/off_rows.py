@@ -77,12 +77,20 @@ class OffScope(Scope):
             if not any((r := lifting.row(v)) is not None and r.family == family for v in equation.outputs):
                 continue
             kept.append(equation)
-            push = lifting.facts.roles.get(equation) == "push"
-            inputs = equation.inputs[:1] if push else equation.inputs
-            needed.update(a for a in inputs if isinstance(a, Var))
+            needed.update(a for a in self._read(equation, family) if isinstance(a, Var))
         for equation in reversed(kept):
             self._off(equation, family)
         self.ran += reversed(kept)
+
+    def _read(self, equation: Equation, family: int) -> Sequence[Atom]:
+        """What the off-row form of an equation reads."""
+        if self.lifting.facts.roles.get(equation) == "push":
+            return equation.inputs[:1]
+        if not equation.bodies:
+            return equation.inputs
+        template = self.lifting.templates[equation, family]
+        rows = [what[0] for kind, *what in template.imports if kind in ("rows", "fetched")]
+        return [*(a for a, _ in (*template.carries, *template.sequences)), *rows]
 
     def _off(self, equation: Equation, family: int) -> None:
         if self.lifting.facts.roles.get(equation) == "push":
