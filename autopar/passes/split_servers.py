@@ -47,7 +47,8 @@ def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: As
     paths = [input_.path for input_ in program.inputs]
     lifted = {k for space in program.rows.spaces if bound.family(space.family) is not None for k in space.leaves}
     pulled = {v: k for part in served.servers for k, v in zip(part.leaves, part.pull.inputs, strict=False)}
-    looked_up = {pulled[e.inputs[0]] for part in served.servers for e in part.pull.equations if e.inputs[0] in pulled}
+    lookups = (e for part in served.servers for e in part.pull.equations if e.op == "ap.pull")
+    looked_up = {pulled[e.inputs[0]] for e in lookups if e.inputs[0] in pulled}
     along = [axis for k, axis in enumerate(bound.placements) if axis is not None and program.inputs[k].role == "batch"]
     sizes = [v.shape[a] for v, a in zip(program.block.inputs, bound.placements, strict=False) if a is not None]
     return ServedPlan(

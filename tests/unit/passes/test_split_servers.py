@@ -97,6 +97,8 @@ def step_of(tx: optax.GradientTransformation, kind: str) -> Callable[..., Any]:
         if kind == "twice":
             new = {**new, "table": new["table"].at[batch["ids"][:, 0]].multiply(0.5)}
         results = {"loss": loss}
+        if kind == "first rows":
+            results["rows"] = new["table"][:3] + 1
         if kind == "norms":
             rate = 1 / (state["step"] + 1.0)
             results |= {"gradient": optax.tree.norm(gradients), "rate": rate, "w": jnp.abs(trained["hidden"]).max()}
@@ -113,6 +115,7 @@ def _values(tree: Any) -> list[np.ndarray]:
 
 
 CASES = [(name, "plain") for name in OPTIMIZERS] + [("sgd", kind) for kind in KINDS[1:]]
+CASES += [("sgd", "first rows")]
 #: Losses in which examples meet others.
 CASES += [(name, kind) for name in ("sgd", "adagrad", "clip", "lamb") for kind in ("contrastive", "in order")]
 CASES += [("clip", kind) for kind in ("decay in the loss", "norms", "scaled loss", "batch norm")]
