@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from autopar.mpi.service import Service
+from autopar.mpi.world import World
 
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    made = Service(None)
+    made = Service(World(0, 1, None))
     yield made
     made.stop()
 

@@ -81,18 +81,20 @@ def test_programs_that_travelled_update_in_place_to_the_same_bits() -> None:
         update = here.servers[n][1]
         exported = pickle.loads(pickle.dumps(here.exported(n, leaves))).programs()[1]
         clocks = [leaves[k] for k in part.clocks]
-        given = [copied(leaves[k]) for k in part.leaves]
+        given = [copied(here.step.kept(k, leaves)) for k in part.leaves]
         buffers = [x.unsafe_buffer_pointer() for x in given]
         made = exported(given, clocks, pushed[n])
-        theirs = update([copied(leaves[k]) for k in part.leaves], clocks, pushed[n])
+        theirs = update([copied(here.step.kept(k, leaves)) for k in part.leaves], clocks, pushed[n])
         assert jax.tree.all(jax.tree.map(np.array_equal, made, theirs))
         assert [x.unsafe_buffer_pointer() for x in made[0]] == buffers
         assert all(x.is_deleted() for x in given)
 
 
 def _pulls(programs: ServedPrograms, leaves: Sequence[Any]) -> list[Any]:
-    parts = zip(programs.step.servers, programs.servers, strict=True)
-    return [lambda all_, ids, p=part, run=pull: run([all_[k] for k in p.leaves], ids) for part, (pull, _) in parts]
+    parts, kept = zip(programs.step.servers, programs.servers, strict=True), programs.step.kept
+    return [
+        lambda all_, ids, p=part, run=pull: run([kept(k, all_) for k in p.leaves], ids) for part, (pull, _) in parts
+    ]
 
 
 @pytest.mark.parametrize("staleness", [None, 0, 1, 3])
