@@ -98,7 +98,7 @@ def simulate(
       steps: With `sync=`, how many steps of each client are simulated, on average; some hundred by default.
 
     Returns:
-      A table of numbers of devices: `Simulation`; of a plan with `sync=` `SyncSimulation`.
+      `Simulation`, or `SyncSimulation` of a plan with `sync=`; either is a table by numbers of devices.
 
     Raises:
       ArgumentsError: no cluster is given; the plan is of one device, so that nobody knows what is shared; a number that
