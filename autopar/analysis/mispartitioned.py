@@ -34,8 +34,13 @@ def _has_windows(params: _Params, operands: Sequence[Any]) -> bool:
     return any(size > 1 for size in params["window_dimensions"])
 
 
-def _cuts(params: _Params, operands: Sequence[Any]) -> bool:
-    return any(low < 0 or high < 0 for low, high, _ in params["padding_config"])
+def _cuts_or_fills(params: _Params, operands: Sequence[Any]) -> bool:
+    """Whether a pad cuts something off, or has another value than a zero (gradients of slices have that one)."""
+    return any(low < 0 or high < 0 for low, high, _ in params["padding_config"]) or not _is_zero(operands[1])
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, Literal) and not np.asarray(value.value).tobytes().strip(b"\0")  # -0.0 is another one
 
 
 def _is_integer(params: _Params, operands: Sequence[Any]) -> bool:
@@ -76,8 +81,9 @@ MISPARTITIONED: Mapping[str, tuple[_Test, str]] = {
     # A start out of range isn't moved into it.
     "dynamic_slice": (_starts_anywhere(1), "a slice from a computed place"),
     "dynamic_update_slice": (_starts_anywhere(2), "an update at a computed place"),
-    # Wrong where one end is cut and the other one padded; an abort with an interior padding.
-    "pad": (_cuts, "a pad by less than nothing"),
+    # Wrong where one end is cut and the other one padded; an abort with an interior padding. Of two that pad one array
+    # alike, with different values, one is padded with the other's (0.10.2).
+    "pad": (_cuts_or_fills, "a pad by less than nothing, or with another value than zero,"),
     # Gradients of a maximum are wrong where windows overlap and reach into the padding; an abort where windows are
     # along a spread axis; an initial value is taken in once by each device.
     **dict.fromkeys(
@@ -151,8 +157,12 @@ def _found(op: str, params: _Params, operands: Sequence[Any]) -> str | None:
     if op in _MANUAL:
         return None
     equations = (e for jaxpr in _jaxprs(params) for e in jaxpr.eqns)
-    inner = (_found(e.primitive.name, e.params, [v.aval for v in e.invars]) for e in equations)
+    inner = (_found(e.primitive.name, e.params, [_operand(v) for v in e.invars]) for e in equations)
     return next((equation for equation in inner if equation is not None), None)
+
+
+def _operand(var: Any) -> Any:
+    return Literal(var.val, var.aval) if isinstance(var, jax_compat.JaxLiteral) else var.aval
 
 
 def _jaxprs(params: _Params) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Keep from XLA's partitioner what it gets wrong (`analysis.mispartitioned`).
 
 Some equations are written otherwise, so that XLA gets them right: a start is brought into its range first, a pad that
-cuts becomes a pad and a slice, a maximum is NaN if any element is, a cumulative reduction has an operand of its own, a
-scatter has as many updates as the devices divide.
+cuts becomes a pad and a slice, a maximum is NaN if any element is, a cumulative reduction and a pad have an operand of
+their own, a scatter has as many updates as the devices divide.
 Any other one is run by each device by itself. It becomes the body of an `ap.isolated` equation, on each device's shard
 of the operands: those along the examples, where the batch is known to lie so that shards stay shards (or partial sums,
 which are then added up); else each device has all of every operand, and all do the same. Either is right wherever XLA
@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from autopar import jax_compat
 from autopar.analysis.batch import BatchAxes, follow_batch
@@ -205,7 +205,10 @@ def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
     more = {axis: n for axis, n in more.items() if n and axis not in numbers.scatter_indices_batching_dims}
 
     def widened(widths: Mapping[int, int], **how: Any) -> Callable[[Any], Any]:
-        return lambda x: jnp.pad(x, [(0, widths.get(axis, 0)) for axis in range(x.ndim)], **how)
+        # Of an array of its own, as any pad (`_padded_and_cut`).
+        return lambda x: jnp.pad(
+            lax.optimization_barrier(x), [(0, widths.get(axis, 0)) for axis in range(x.ndim)], **how
+        )
 
     by_entry = {entries[axis]: n for axis, n in more.items()}
     idle = {"scatter-add": -0.0, "scatter-sub": 0.0, "scatter-mul": 1.0}.get(op)  # x + 0.0 is no -0.0
@@ -238,23 +241,25 @@ def _clamped(equation: Equation) -> Sequence[Equation]:
 
 
 def _padded_and_cut(equation: Equation) -> Sequence[Equation]:
-    """First what is added, then what is cut off."""
+    """First what is added, to an array that no other equation pads, then what is cut off."""
     config, (out,) = equation.params["padding_config"], equation.outputs
     added = tuple((max(low, 0), max(high, 0), interior) for low, high, interior in config)
     starts = tuple(max(-low, 0) for low, _, _ in config)
     shape = tuple(n + start + max(-high, 0) for n, start, (_, high, _) in zip(out.shape, starts, config, strict=True))
-    wide = Var(dataclasses.replace(out.type, shape=shape))
     limits = tuple(start + n for start, n in zip(starts, out.shape, strict=True))
-    params = {"start_indices": starts, "limit_indices": limits, "strides": None}
-    pad = dataclasses.replace(equation, outputs=(wide,), params={**equation.params, "padding_config": added})
-    return pad, dataclasses.replace(equation, op="slice", inputs=(wide,), params=params, primitive=jax_compat.slice_p)
+
+    def padded(x: Any, value: Any) -> Any:
+        wide = lax.pad(lax.optimization_barrier(x), value, added)
+        return wide if shape == out.shape else lax.slice(wide, starts, limits)
+
+    return expand(padded, equation, equation.inputs, out)
 
 
 def _accumulated_alone(equation: Equation) -> Sequence[Equation]:
     """The operand is one that no other equation has."""
 
     def accumulated(x: Any) -> Any:
-        return jax_compat.bind(equation.primitive, (jax.lax.optimization_barrier(x),), equation.params)[0]
+        return jax_compat.bind(equation.primitive, (lax.optimization_barrier(x),), equation.params)[0]
 
     return expand(accumulated, equation, equation.inputs, equation.outputs[0])
 
@@ -264,8 +269,8 @@ def _reduced_with_nan(equation: Equation) -> Sequence[Equation]:
 
     def reduced(x: Any) -> Any:
         (result,) = jax_compat.bind(equation.primitive, (x,), equation.params)
-        is_nan = jax.lax.reduce_or(jax.lax.ne(x, x), equation.params["axes"])
-        return jax.lax.select(is_nan, jax.lax.full_like(result, np.nan), result)
+        is_nan = lax.reduce_or(lax.ne(x, x), equation.params["axes"])
+        return lax.select(is_nan, lax.full_like(result, np.nan), result)
 
     return expand(reduced, equation, equation.inputs, equation.outputs[0])
 

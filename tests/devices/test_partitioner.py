@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import autopar
 from tests.support.explained import explained
@@ -32,9 +33,11 @@ def variants(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int | 
     return [*found, (None, None)] if len(shapes) > 1 else found
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_every_primitive(group: str) -> None:
-    """A guard where XLA gets nothing of a group wrong."""
+@pytest.mark.parametrize(
+    ("group", "groups"), [*((group, 1) for group in GROUPS), ("uneven", 2), long("slices", 2), long("indices", 2)]
+)
+def test_every_primitive(group: str, groups: int) -> None:
+    """A guard where XLA gets nothing of a group wrong. Of several groups of devices, examples are spread over one."""
     batch: dict[str, Any] = {}
     axes: dict[str, int | None] = {}
     calls: dict[str, tuple[Callable[..., Any], list[str]]] = {}
@@ -62,7 +65,8 @@ def test_every_primitive(group: str) -> None:
                     found[name] += jax.grad(loss, tuple(range(len(paths))))(*(batch[p] for p in paths))
         return found
 
-    planned = autopar.parallelize(evaluate, mesh=mesh_of(N), batch_axis=axes)
+    mesh = jax.make_mesh((N // groups, groups), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    planned = autopar.parallelize(evaluate, mesh=mesh, data_axis="data", batch_axis=axes)
     mine, theirs = planned(batch), jax.jit(evaluate)(batch)
     wrong = []
     for name, expected in theirs.items():

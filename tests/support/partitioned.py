@@ -68,6 +68,7 @@ GROUPS: Mapping[str, Mapping[str, Case]] = {
         "row": (lambda x: lax.dynamic_index_in_dim(x, start_of(x) + 5, 0), [(8, 4)]),
         "pad": (lambda x: jnp.pad(x, ((1, 2), (0, 3))), [(8, 4)]),
         "pad, inside": (lambda x: lax.pad(x, 0.0, ((0, 0, 1), (1, 2, 2))), [(8, 4)]),
+        "pad, with two values": (lambda x: jnp.pad(x, 1) + jnp.pad(x, 1, constant_values=5.0), [(8, 4)]),
         "pad, shifted": (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (-1, 1, 0))), [(8, 4)]),
         "pad, cut inside": (lambda x: lax.pad(x, 0.0, ((2, -1, 2), (-1, 3, 1))), [(8, 4)]),
     },
@@ -110,9 +111,22 @@ GROUPS: Mapping[str, Mapping[str, Case]] = {
             )
             for op in ("add", "multiply", "max", "min")
         },
+        **{
+            f"scatter, {op} at known places": (
+                lambda x, op=op: getattr(jnp.ones(8).at[jnp.arange(3) + 2], op)(x[:3], unique_indices=True),
+                [(4,)],
+            )
+            for op in ("add", "multiply", "max", "min")
+        },
+        "scatter, seven": (lambda x: jnp.ones(9).at[jnp.arange(7) + 1].add(x[:7]), [(8,)]),
+        "convolution with itself": (lambda x: jnp.convolve(x[:3], x[:3], "same"), [(4,)]),
         "scatter, rows": (lambda x, y: x.at[counted(y) + 2].add(y[:3], mode="clip"), [(8, 4), (8, 4)]),
         "scatter, elsewhere": (lambda x, y: x.at[counted(y) - 8].add(x[:3], mode="drop"), [(8,), (8,)]),
         "scatter, batched": (lambda x, y: jax.vmap(lambda x: x.at[counted(y)].add(x[:3]))(x), [(3, 4), (8,)]),
+        "scatters": (
+            lambda x, y: joined("add", jnp.ones(8), counted(y), x[:3]) * joined("mul", jnp.ones(8), counted(y), x[:3]),
+            [(4,), (8,)],
+        ),
         "segments": (lambda x, y: jax.ops.segment_max(x[:3], counted(y), 3), [(4,), (8,)]),
         "convolution": (lambda x, y: jnp.convolve(x[:3], x[counted(y)], "same"), [(4,), (8,)]),
         "convolution, counted": (lambda x, y: jnp.convolve(x[counted(y)], x[:3], "same"), [(4,), (8,)]),
