@@ -129,8 +129,7 @@ class Elastic:
       curvature: h, the largest eigenvalue of the loss's Hessian, for the same. Where both are given and alpha is above
         (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange contracts (Zhang et al., section 4.1, for
         workers in turn), a warning says so. "measure": eta h is measured before the first step, on its state and
-        minibatch, by power iteration on the step itself (64 products at most, each about as long as two plain steps
-        on one device).
+        minibatch, by power iteration on the step itself (64 Jacobian-vector products of it at most, on one device).
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which train one replica together ("mpi-ESGD").
       servers: How many keep the centre, the first ones of the processes, or of dedicated servers where the job has some

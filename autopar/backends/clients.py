@@ -102,7 +102,7 @@ class Clients:
 
     @functools.cached_property
     def _processes(self) -> list[list[int]]:
-        """Those of each client."""
+        """The numbers of each client's processes, ascending."""
         return [sorted({d.process_index for d in part.flat}) for part in self.grid]
 
     @functools.cached_property

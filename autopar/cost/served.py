@@ -9,6 +9,7 @@ one message after the other, too. Sources: MXNET-MPI, section 2.3 (a server's li
 
 from __future__ import annotations
 
+import abc
 import functools
 import heapq
 import itertools
@@ -191,7 +192,7 @@ class _Server:
         self._next()
 
 
-class _Training:
+class _Training(abc.ABC):
     """Lets workers train until there is enough of it."""
 
     def __init__(self, load: ClientLoad, served: Served) -> None:
@@ -211,7 +212,7 @@ class _Training:
         self._clock.run()
         return ClientRun(self.clients, self._until, self._period, [server.events for server in self.servers])
 
-    def applied(self, worker: int) -> None:
+    def applied(self, worker: int) -> None:  # noqa: B027, who doesn't wait doesn't care
         """Called when a server has applied what a worker sent."""
 
     def answer(self, server: _Server, worker: int, held: float) -> None:
@@ -219,13 +220,13 @@ class _Training:
         arrive = functools.partial(self._answered, worker, held)
         self._wires.send(server.load.device, self._served.devices[worker], server.load.pull_bytes, arrive)
 
+    @abc.abstractmethod
     def _begin(self, worker: int) -> None:
         """Let a worker begin its next step."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _received(self, worker: int) -> None:
         """Go on with a worker that has all replies."""
-        raise NotImplementedError
 
     def _answered(self, worker: int, held: float) -> None:
         self._open[worker], self._held[worker] = self._open[worker] - 1, held

@@ -20,7 +20,7 @@ def slope_of(
 
     With SGD x' = x - eta g(x), and so it is eta h, h being the largest eigenvalue of the loss's Hessian on this batch;
     with momentum, too, and with any other optimizer what a step does about the weights' distance from a minimum. It
-    takes Jacobian-vector products, each about as long as two plain steps.
+    takes 64 Jacobian-vector products at most, 128 if the eigenvalue that is largest in size is negative.
 
     Args:
       step: The plain step, on flat arrays.

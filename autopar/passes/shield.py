@@ -63,7 +63,7 @@ def shield_stages(staged: StagedStep) -> tuple[StagedStep, tuple[str, ...]]:
 
 
 def shield_worker(program: Program, bound: BoundPlan, devices: int) -> tuple[Block, tuple[str, ...]]:
-    """The same of the program of a worker of several devices, on which XLA divides its minibatch (`split_servers`)."""
+    """Shield the program of a worker of several devices, on which XLA divides its minibatch (`split_servers`)."""
     worker: Block = program.served.worker
     places = zip(program.block.inputs, bound.placements, strict=False)
     axes: BatchAxes = {v: axis for v, axis in places if axis is not None and v.shape[axis] % devices == 0}

@@ -36,7 +36,7 @@ def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[s
 
 
 def workload(plan: Plan) -> Workload:
-    """What each device does in a step of a plan.
+    """Returns what each device does in a step of a plan.
 
     Raises:
       ArgumentsError: the plan is of one device.
@@ -51,7 +51,7 @@ def workload(plan: Plan) -> Workload:
 
 
 def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
-    """What each device asks of a table of a plan of several devices.
+    """Returns what each device asks of a table of a plan of several devices.
 
     Args:
       table: One with `sizes`.

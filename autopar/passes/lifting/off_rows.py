@@ -83,7 +83,7 @@ class OffScope(Scope):
         self.ran += reversed(kept)
 
     def _read(self, equation: Equation, family: int) -> Sequence[Atom]:
-        """What the off-row form of an equation reads."""
+        """Returns what the off-row form of an equation reads."""
         if self.lifting.facts.roles.get(equation) == "push":
             return equation.inputs[:1]
         if not equation.bodies:
