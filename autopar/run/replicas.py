@@ -198,6 +198,8 @@ class ReplicaRunner:
         """The step's results, of flat arguments: its new state as replicas, and what this client's minibatch gave."""
         replicas = replicas_of(leaves)
         own = [self._own(leaf) for leaf in leaves]
+        for k in self._new_states:
+            own[k] = self._placed(own[k])
         if replicas is None:
             replicas = self._begun(own)
         elif replicas.mode != self.averaging.mode:
@@ -251,6 +253,11 @@ class ReplicaRunner:
             return leaf.own
         is_elsewhere = is_global(leaf) and not leaf.sharding.device_set <= set(self.clients.devices.mesh.devices.flat)
         return local(leaf) if is_elsewhere else leaf
+
+    def _placed(self, leaf: Any) -> Any:
+        """A leaf committed to the client's only device, as means are: else JAX compiles the step for each mixture."""
+        is_free = isinstance(leaf, jax.Array) and not leaf.committed and self.clients.devices.mesh.size == 1
+        return jax.device_put(leaf, self.clients.devices.mesh.devices.flat[0]) if is_free else leaf
 
     def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
         """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""

@@ -160,6 +160,17 @@ def check_means_and_outer_steps() -> None:
             near(autopar.average(state["params"]), jax.tree.map(lambda *xs: sum(xs) / RANKS, *theirs), 1e-6)
 
 
+def check_a_step_is_compiled_once() -> None:
+    """Not once more for a state of which means have made a part."""
+    tx, compiled = optax.adam(0.01), []
+    step = autopar.parallelize(step_of(tx), sync=Average(every=2), strategy="allreduce")
+    state = trained(step, make_state(tx), range(2))
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    trained(step, state, range(2, 6))
+    jax.monitoring.clear_event_listeners()
+    assert not [event for event in compiled if "backend_compile" in event]
+
+
 def check_replays_have_the_same_bits() -> None:
     for tx, sync in some(
         (optax.sgd(0.1), Average()),
