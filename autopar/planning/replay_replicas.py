@@ -104,7 +104,8 @@ def replay_replicas(
         if not leaves:
             leaves = [{k: copied(materialize(x)) for k, x in enumerate(first) if k in states} for first in step]
             shared = [averaging.begin(runner.clients, Weights(own)) for own in leaves]
-        calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(leaves, step, strict=True)]
+        placed = [{k: runner.placed(x) for k, x in own.items()} for own in leaves]
+        calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(placed, step, strict=True)]
         for call in calls:
             since = touched.after(since, call)
         # One after the other: collectives of two programs could wait for each other's threads.

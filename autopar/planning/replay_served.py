@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
+from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
 from autopar.planning.replay_elastic import replay_elastic
@@ -18,7 +18,6 @@ from autopar.planning.replay_replicas import calls_of_all, compared
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values
 from autopar.run.entry import Entry
-from autopar.run.runner import Runner
 from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.servers.job import Job, as_recorded
@@ -62,7 +61,8 @@ def replay_timeline(
 ) -> tuple[Any, list[list[Any]]]:
     """Compute in one process what workers and servers computed together, message by message as they came.
 
-    The programs are theirs. So on one kind of machine the numbers are theirs, to the bit.
+    The programs are theirs. So on one kind of machine the numbers are theirs, to the bit. Those of a worker of several
+    devices, if this process has them all; else one device does it, which rounds otherwise.
 
     Args:
       step: What `parallelize(..., sync=autopar.sync.Async(...))`, or `Elastic(...)`, returned, of a function
@@ -105,8 +105,10 @@ def replay_timeline(
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
-    run = replay_elastic if isinstance(options.sync, Elastic) else replay_served
-    leaves, done = run(entry, start, calls, timeline)
+    if isinstance(options.sync, Elastic):
+        leaves, done = replay_elastic(entry, start, calls, timeline)
+    else:
+        leaves, done = replay_served(entry, start, calls, timeline, _programs_here(entry, step.clients))
     made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
     return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
 
@@ -116,11 +118,11 @@ def replay_served(
     start: Sequence[Any],
     calls: Sequence[Sequence[Sequence[Any]]],
     timeline: Timeline,
-    programs: ServedPrograms | None = None,
+    programs: ServedPrograms,
 ) -> tuple[list[Any], list[list[list[Any]]]]:
     """Do what a timeline says. Arguments and results as of `replay_elastic`; results have None for the state.
 
-    `programs`: what workers and servers run; None: those for one device.
+    `programs`: what workers and servers run.
 
     Raises:
       ArgumentsError: too few calls.
@@ -133,7 +135,6 @@ def replay_served(
             f"timeline has steps {counts}"
         )
     program = entry.compiled.analysed
-    programs = ServedPrograms(entry.compiled.program, program) if programs is None else programs
     if len(programs.servers) != len(timeline.events):
         raise TimelineError(f"{program.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
     job = Job(programs, start, timeline.workers, None)
@@ -168,8 +169,10 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
         state = {k: found[out] for k, out in program.new_states.items()}
     done = timeline(state)
     now = average(found)
-    run = replay_elastic if isinstance(sync, Elastic) else functools.partial(replay_served, programs=_programs(runner))
-    made, results = run(entry, first, calls, done)
+    if isinstance(runner, ServedRunner):
+        made, results = replay_served(entry, first, calls, done, runner.programs)
+    else:
+        made, results = replay_elastic(entry, first, calls, done)
     *_, expected = results[clients.own]
     pairs = [[(expected[k], x)] for k, x in enumerate(found)]
     for k, out in program.new_states.items():  # replicas, if there are, and what servers keep
@@ -179,8 +182,12 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     return compared(clients, program, mine, steps, AGAINST)
 
 
-def _programs(runner: Runner) -> ServedPrograms | None:
-    return runner.programs if isinstance(runner, ServedRunner) else None
+def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
+    """What workers and servers run, on the devices of this process's worker, if no other process has some of them."""
+    compiled, devices = entry.compiled, None if clients is None else clients.devices
+    if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):
+        devices = None
+    return ServedPrograms(compiled.program, compiled.analysed, devices, compiled.bound.placements)
 
 
 def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
