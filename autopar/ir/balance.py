@@ -1,8 +1,13 @@
-"""`balanced`: things of some bytes, in parts of about as many."""
+"""`balanced` and `balanced_pieces`: things of some bytes, in parts of about as many."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+#: Things of this many bytes at least are cut, where a part would have this many times the mean of all, or more.
+LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -14,3 +19,31 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
         made[k].append(n)
         filled[k] += sizes[n]
     return [sorted(part) for part in made]
+
+
+def balanced_pieces(
+    things: Sequence[T], parts: int, size: Callable[[T], int], cut: Callable[[T], Sequence[T]]
+) -> list[list[T]]:
+    """Returns the things of each part that has any. While one part has much more than others, its largest things are
+    cut, and then those of others, between which its pieces would lie better.
+
+    Args:
+      things: Large and small ones.
+      parts: How many.
+      size: Tells a thing's bytes.
+      cut: Cuts a thing into pieces, which aren't cut again; none if it can't be cut.
+    """
+    made, may_cut = list(things), [True] * len(things)
+    while True:
+        sizes = [size(thing) for thing in made]
+        shares = balanced(sizes, parts)
+        fullest = max(shares, key=lambda share: sum(sizes[n] for n in share))
+        large = [n for n, size_ in enumerate(sizes) if may_cut[n] and size_ >= LEAST_CUT_BYTES]
+        if len(fullest) == 1 or not set(large).isdisjoint(fullest):
+            large = [n for n in large if n in fullest]
+        if not large or sum(sizes[n] for n in fullest) * parts <= UNEVEN * sum(sizes):
+            return [[made[n] for n in share] for share in shares if share]
+        n = max(large, key=lambda n: sizes[n])
+        pieces = cut(made[n]) or [made[n]]
+        made[n : n + 1] = pieces
+        may_cut[n : n + 1] = [False] * len(pieces)

@@ -24,6 +24,7 @@ class SyncPlan:
       servers: How many keep a centre, which weights are exchanged with; 0: there is none, and they are averaged.
       alpha: How far an exchange with it pulls.
       slope: eta h, where it was given.
+      server_bytes: Of the centre, on each server.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SyncPlan:
     servers: int = 0
     alpha: float = 0.0
     slope: float | None = None
+    server_bytes: tuple[int, ...] = ()
 
     @property
     def sent_bytes(self) -> float:

@@ -11,6 +11,7 @@ from autopar.analysis.weights import goes_on, weights
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.balance import balanced
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.center_shares import center_shares
 from autopar.ir.examples import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -68,6 +69,7 @@ def replicate(
     sizes = {k: block.inputs[k].type.nbytes for k in found}
     parts = balanced([sizes[k] for k in found], sync.fragments)
     fragments = [[found[n] for n in part] for part in parts]
+    shares = center_shares([*sizes.values()], servers) if by_servers else []
     rows = dict(_touched(program, bound, found, clients * sync.every)) if clients > 1 and not by_servers else {}
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
@@ -82,9 +84,10 @@ def replicate(
         mean_bytes=sum(rows[k] if k in rows else size for k, size in sizes.items()),
         by_rows=tuple(program.inputs[k].path for k in rows),
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
-        servers=min(servers, len(found)) if by_servers else 0,
+        servers=len(shares),
         alpha=sync.alpha if by_servers else 0.0,
         slope=sync.slope if by_servers else None,
+        server_bytes=tuple(sum(span.nbytes for span in share) for share in shares),
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
     check_replicas(earlier, program.name, earlier and earlier.sync, plan)

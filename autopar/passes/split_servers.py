@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autopar import jax_compat
 from autopar.errors import StrategyError
-from autopar.ir.balance import balanced
+from autopar.ir.balance import balanced_pieces
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.served import Piece, ServedStep, ServerPart
@@ -22,9 +22,6 @@ from autopar.ir.slicing import nearest_line, needed_equations
 from autopar.ir.sync_plan import ServedPlan, ServerPlan
 from autopar.passes.cut_leaves import cut_leaves, joined, sliced
 from autopar.sync import Async
-
-#: Leaves of this many bytes at least are cut, where a server would have this many times the mean of all, or more.
-LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
 
 
 def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
@@ -216,20 +213,16 @@ class _Cutter:
           whole: Leaves that workers pull whole.
           looked_up: Those of which they pull rows.
         """
-        groups, uncut = self._tied(of_update), set[tuple[int, ...]]()
-        while True:
-            sizes = [_bytes(self._kept[k] for k in group) for group in groups]
-            shares = balanced(sizes, self._count)
-            fullest = max(shares, key=lambda share: sum(sizes[n] for n in share))
-            large = [n for n in fullest if sizes[n] >= LEAST_CUT_BYTES and groups[n] not in uncut]
-            if not large or sum(sizes[n] for n in fullest) * self._count <= UNEVEN * sum(sizes):
-                numbers = ([k for n in share for k in groups[n]] for share in shares)
-                return [sorted(some) for some in numbers if some]
-            n = max(large, key=lambda n: sizes[n])
-            group, apart = groups[n], not any(self._kept[k] in looked_up for k in groups[n])
-            pieces = self._cut(group, of_update, pushed, whole) if apart else []
-            groups[n : n + 1] = pieces or [group]
-            uncut.update(groups[n : n + max(1, len(pieces))])
+
+        def cut(group: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
+            is_looked_up = any(self._kept[k] in looked_up for k in group)
+            return [] if is_looked_up else self._cut(group, of_update, pushed, whole)
+
+        def size(group: tuple[int, ...]) -> int:
+            return _bytes(self._kept[k] for k in group)
+
+        shares = balanced_pieces(self._tied(of_update), self._count, size, cut)
+        return [sorted(k for group in share for k in group) for share in shares]
 
     def _cut(
         self, group: tuple[int, ...], of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int]

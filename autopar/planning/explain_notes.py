@@ -143,6 +143,7 @@ def replica_notes(plan: Plan) -> Iterator[str]:
             f"towards each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, "
             "and receives as much."
         )
+        yield f"Servers keep {', '.join(map(format_bytes, sync.server_bytes))} of the centre."
         known = "it isn't known of which on weights may diverge: give Elastic(curvature=)"
         if sync.slope is not None:
             known = f"at eta h = {sync.slope:.3g} weights may diverge above {stable_alpha(1.0, sync.slope):.3g}"

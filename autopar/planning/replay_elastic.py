@@ -8,16 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar.backends.clients import mean_of
 from autopar.errors import TimelineError
 from autopar.run.elastic import pulled
 from autopar.run.entry import Entry
-from autopar.run.replicas import Averaging
+from autopar.run.replicas import Averaging, Weights
 from autopar.run.runner import Runner
 from autopar.servers.center import Center
-from autopar.servers.elastic import center_parts
+from autopar.servers.elastic import CenterParts
 from autopar.servers.messages import Exchange, Pulled
 from autopar.servers.timeline import Timeline
 from autopar.sync import Elastic
@@ -35,7 +34,7 @@ class _Worker:
       results: What its calls returned.
       exchanges: How many are done.
       sent: Whether the next step is beside one.
-      moves: What came of that, by number of the step's input.
+      moves: What came of that, by number of the server.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class _Worker:
         self.leaves = {k: copied(materialize(start[k])) for k in states}
         self.results: list[list[Any]] = []
         self.exchanges, self.sent = 0, False
-        self.moves: dict[int, Array] = {}
+        self.moves: dict[int, Sequence[Array]] = {}
 
     @property
     def _is_due(self) -> bool:
@@ -57,9 +56,9 @@ class _Worker:
             self._step({})
         self.sent = len(self.results) < len(self._calls)
 
-    def exchanged(self) -> None:
+    def exchanged(self, parts: CenterParts) -> None:
         """Do the step beside which an exchange was, and those up to the next one."""
-        self._step(self.moves)
+        self._step(parts.joined([self.moves[n] for n in range(parts.count)]))
         self.exchanges, self.moves = self.exchanges + 1, {}
         self.advance()
 
@@ -93,10 +92,11 @@ def replay_elastic(
     """
     sync, plan, program = entry.options.sync, entry.compiled.plan.sync, entry.compiled.analysed
     assert isinstance(sync, Elastic) and plan is not None, "there is a centre"
-    averaged = Averaging(sync, plan, program).weights
-    weights = {k: jnp.asarray(materialize(start[k])) for k in averaged}
-    parts = center_parts(weights, len(timeline.events))
-    centers = [Center({k: weights[k] for k in part}, sync.alpha, timeline.workers) for part in parts]
+    weights = {k: jnp.asarray(materialize(start[k])) for k in Averaging(sync, plan, program).weights}
+    parts = CenterParts(weights, len(timeline.events))
+    if parts.count != len(timeline.events):
+        raise TimelineError(f"{program.name} has {parts.count} servers at most, not {len(timeline.events)}")
+    centers = [Center(dict(enumerate(parts.of(n, weights))), sync.alpha, timeline.workers) for n in range(parts.count)]
     states = program.new_states
     workers = [_Worker(entry.own_runner, states, sync.interval, start, own) for own in calls]
     todo = [deque(events[:, :2].tolist()) for events in timeline.pushes]
@@ -104,15 +104,16 @@ def replay_elastic(
         worker.advance()
     while any(todo):
         before = sum(map(len, todo))
-        for part, center, events in zip(parts, centers, todo, strict=True):
-            while events and _can_come(workers[events[0][0]], events[0][1], part):
+        for n, (center, events) in enumerate(zip(centers, todo, strict=True)):
+            while events and _can_come(workers[events[0][0]], events[0][1], n):
                 number, step = events.popleft()
                 worker = workers[number]
-                ((_, reply),) = center.take(Exchange(number, step, [np.array(worker.leaves[k]) for k in part]))
+                values = [x.copy() for x in parts.of(n, Weights(worker.leaves))]
+                ((_, reply),) = center.take(Exchange(number, step, values))
                 assert isinstance(reply, Pulled), "nobody reads"
-                worker.moves |= zip(part, reply.values, strict=True)
-                if len(worker.moves) == len(averaged):
-                    worker.exchanged()
+                worker.moves[n] = reply.values
+                if len(worker.moves) == parts.count:
+                    worker.exchanged(parts)
         if sum(map(len, todo)) == before:
             raise TimelineError(f"none of {[events[0] for events in todo if events]} can have come next")
     if waiting := [k for k, worker in enumerate(workers) if worker.sent]:
@@ -121,11 +122,10 @@ def replay_elastic(
     for k in states:
         own = [jnp.asarray(materialize(worker.leaves[k])) for worker in workers]
         made[k] = _mean(own) if jnp.issubdtype(own[0].dtype, jnp.floating) else own[0]
-    for center in centers:
-        for k, x in center.leaves.items():
-            made[k] = x
+    for k, x in parts.joined([[*center.leaves.values()] for center in centers]).items():
+        made[k] = jnp.asarray(x)
     return made, [worker.results for worker in workers]
 
 
-def _can_come(worker: _Worker, step: int, part: Sequence[int]) -> bool:
-    return worker.sent and worker.exchanges == step and part[0] not in worker.moves
+def _can_come(worker: _Worker, step: int, server: int) -> bool:
+    return worker.sent and worker.exchanges == step and server not in worker.moves

@@ -16,7 +16,7 @@ from autopar.cost.collectives import all_reduce_s
 from autopar.cost.served import Served, ServerLoad, simulate_served
 from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
-from autopar.ir.balance import balanced
+from autopar.ir.center_shares import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
@@ -309,12 +309,12 @@ def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientL
 
 
 def _exchanging(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> Served:
-    """Says how workers exchange weights with a centre, which servers divide as `servers.elastic` does."""
+    """Says how workers exchange weights with a centre, of which servers keep what they would keep."""
     sizes = {leaf.path: leaf.nbytes for leaf in plan.dense} | {table.path: table_bytes(table) for table in plan.tables}
     weights = [sizes[path] for fragment in sync.fragments for path in fragment]
     processes, size, memory_s = load.count * plan.devices, sum(weights), 1 / cluster.device.memory_bytes_s
-    count = _servers(options, sync.servers, sync.clients, load.count, processes, len(weights))
-    parts = [sum(weights[k] for k in some) for some in balanced(weights, count) if some]
+    count = _servers(options, sync.servers, sync.clients, load.count, processes, processes)
+    parts = [sum(span.nbytes for span in share) for share in center_shares(weights, count)]
 
     def update_s(part: int) -> float:
         """Predicts what reads weights and centre, and writes centre and moves."""

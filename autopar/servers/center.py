@@ -24,7 +24,7 @@ class Center:
     what a worker loses the centre gains (Zhang et al., "Deep learning with elastic averaging SGD", 2015).
 
     Args:
-      leaves: The centre's, by number of the step's input; they are copied.
+      leaves: What it keeps of the centre, by any number; they are copied.
       alpha: How far an exchange pulls.
       workers: N.
     """
@@ -36,7 +36,7 @@ class Center:
 
     @property
     def leaves(self) -> dict[int, Array]:
-        """The centre now, by number of the step's input."""
+        """What it keeps of the centre now, by number."""
         return dict(zip(self._places, self._leaves, strict=True))
 
     def take(self, message: Exchange | Read) -> list[tuple[int, Reply]]:

@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
-from autopar.ir.balance import balanced
+from autopar.ir.center_shares import Span, center_shares
 from autopar.servers.center import CenterSpec
 from autopar.servers.link import Link
 from autopar.servers.messages import Exchange
-from autopar.servers.server import state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
+
+
+class CenterParts:
+    """Divides weights between servers, and puts together again what these have of them.
+
+    Args:
+      weights: By number of the step's input; their shapes and types count.
+      servers: How many keep them at most.
+
+    Attributes:
+      count: How many keep any.
+    """
+
+    def __init__(self, weights: Mapping[int, Array], servers: int) -> None:
+        self._numbers = list(weights)
+        self._like = [(x.shape, x.dtype) for x in weights.values()]
+        self._shares = center_shares([x.nbytes for x in weights.values()], servers)
+        self.count = len(self._shares)
+
+    def of(self, server: int, weights: Mapping[int, Array]) -> list[np.ndarray]:
+        """Returns a server's part of some weights, flat, without a copy where that is possible."""
+        return [self._flat(span, weights) for span in self._shares[server]]
+
+    def joined(self, parts: Sequence[Sequence[Array]]) -> dict[int, np.ndarray]:
+        """Returns arrays by number of the step's input, of each server's part."""
+        pieces: list[list[tuple[int, Array]]] = [[] for _ in self._numbers]
+        for share, values in zip(self._shares, parts, strict=True):
+            for span, value in zip(share, values, strict=True):
+                pieces[span.weight].append((span.start, np.asarray(value)))
+        made = {}
+        for k, (shape, _), some in zip(self._numbers, self._like, pieces, strict=True):
+            flat = [value for _, value in sorted(some, key=lambda piece: piece[0])]
+            made[k] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(shape)
+        return made
+
+    def _flat(self, span: Span, weights: Mapping[int, Array]) -> np.ndarray:
+        _, dtype = self._like[span.weight]
+        flat = np.asarray(weights[self._numbers[span.weight]]).reshape(-1)
+        return flat[span.start // dtype.itemsize : span.stop // dtype.itemsize]
 
 
 class CenterSession:
@@ -33,37 +71,28 @@ class CenterSession:
     """
 
     def __init__(self, weights: Mapping[int, Array], alpha: float, clients: Clients, servers: int) -> None:
-        self._parts = center_parts(weights, servers)
-        specs = [CenterSpec({k: weights[k] for k in part}, alpha, clients.count) for part in self._parts]
-        self._link = Link(specs, clients)
+        self._parts = CenterParts(weights, servers)
+        parts = [self._parts.of(n, weights) for n in range(self._parts.count)]
+        self._link = Link([CenterSpec(dict(enumerate(part)), alpha, clients.count) for part in parts], clients)
         self.exchanges = 0
 
     def send(self, weights: Mapping[int, Array]) -> None:
         """Begin an exchange. Copies are sent: the step may update the weights in place meanwhile."""
         self._link.drain()
-        for n, part in enumerate(self._parts):
-            values = [np.array(local(weights[k])) for k in part]
+        whole = {k: local(x) for k, x in weights.items()}  # by all of the worker's processes
+        for n in filter(self._link.speaks_to, self._link.servers):
+            values = [x.copy() for x in self._parts.of(n, whole)]
             self._link.request(n, Exchange(self._link.number, self.exchanges, values))
         self.exchanges += 1
 
     def receive(self) -> dict[int, Array]:
-        """Returns how far the weights move by the exchange that was begun last."""
-        moves: dict[int, Array] = {}
-        for part, reply in zip(self._parts, self._link.receive(), strict=True):
-            moves |= zip(part, reply.values, strict=True)
-        return moves
+        """Returns how far the weights move by the exchange that was begun last, by number of the step's input."""
+        return self._parts.joined([reply.values for reply in self._link.receive()])
 
     def settled(self) -> dict[int, Array]:
         """The centre behind all exchanges. Collective."""
-        return state_of({}, self._link.settled(None)[0])
+        return self._parts.joined([[*kept.leaves.values()] for kept in self._link.settled(None)[0]])
 
     def timeline(self) -> Timeline:
         """Returns all exchanges, in their order on each server. Collective."""
         return Timeline(self._link.workers, None, [kept.events for kept in self._link.settled(None)[0]])
-
-
-def center_parts(weights: Mapping[int, Array], servers: int) -> list[list[int]]:
-    """Returns the weights of each server that has any, balanced by bytes."""
-    numbers = list(weights)
-    parts = balanced([weights[k].nbytes for k in numbers], servers)
-    return [[numbers[n] for n in part] for part in parts if part]

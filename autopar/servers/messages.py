@@ -40,7 +40,7 @@ class Exchange:
 
     Attributes:
       worker, step: Whose, and which exchange of its, from 0.
-      values: By number of the step's input, of what the server keeps.
+      values: As the server keeps them.
     """
 
     worker: int

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -114,38 +113,6 @@ def check_rows_alone_travel() -> None:
     emb = next(server for server in plan.servers if "params/emb" in server.leaves)
     assert emb.leaves == ("opt/0/sum_of_squares/emb", "params/emb")
     assert emb.pull_bytes + emb.push_bytes < emb.leaf_bytes / 3
-
-
-def check_large_leaves_are_kept_by_all() -> None:
-    """And each process of a worker speaks to some of the servers."""
-
-    def start() -> Any:
-        params = {"w": jnp.ones((256, 96)) / 9, "b": jnp.zeros(96)}
-        return {"params": params, "opt": CLIPPED.init(params)}
-
-    def step_fn(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((batch["x"] @ p["w"] + p["b"]) ** 2))(state["params"])
-        updates, opt = CLIPPED.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
-
-    def examples(client: int, number: int) -> Any:
-        return {"x": np.random.default_rng(100 * client + number).normal(size=(8, 256)).astype(np.float32)}
-
-    for clients in sorted({RANKS, max(1, RANKS // 2)}):
-        own = RANK * clients // RANKS
-        step = autopar.parallelize(step_fn, sync=Async(clients=clients))
-        assert autopar.verify(step, start(), examples(own, 0), steps=3).ok
-        state = start()
-        for k in range(5):
-            state, _ = step(state, examples(own, k))
-            assert np.asarray(state["params"]["w"]).shape == (256, 96)
-        sizes = [server.leaf_bytes for server in step.plan.served.servers]
-        assert len(sizes) == RANKS and max(sizes) < 1.1 * sum(sizes) / RANKS, sizes
-        assert RANKS == 1 or all("params/w[" in str(server.leaves) for server in step.plan.served.servers)
-        made, timeline = autopar.average(state), autopar.timeline(state)
-        batches = [[examples(w, k) for k in range(5)] for w in range(clients)]
-        alike_ = same if clients == RANKS else near  # several devices of a worker add up in another order
-        alike_(made, autopar.replay_timeline(step, start(), batches, timeline)[0])
 
 
 def check_a_worker_with_fewer_steps_holds_up_nobody() -> None:

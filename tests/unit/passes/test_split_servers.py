@@ -16,8 +16,8 @@ import autopar
 from autopar import compile as passes
 from autopar import jax_compat
 from autopar.backends.served import one_worker
+from autopar.ir import balance
 from autopar.ir.served import ServedStep
-from autopar.passes import split_servers
 from tests.support.served import compiled
 
 ROWS, WIDTH, EXAMPLES, SERVERS, STEPS = 500, 4, 6, 3, 4
@@ -131,8 +131,8 @@ IN_PIECES |= {
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_one_worker_does_the_step(name: str, kind: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if cut:
-        monkeypatch.setattr(split_servers, "LEAST_CUT_BYTES", 0)
-        monkeypatch.setattr(split_servers, "UNEVEN", 0)  # all that can be
+        monkeypatch.setattr(balance, "LEAST_CUT_BYTES", 0)
+        monkeypatch.setattr(balance, "UNEVEN", 0)  # all that can be
     with jax_compat.enable_x64():
         step = step_of(OPTIMIZERS[name], kind)
         theirs = start(OPTIMIZERS[name])
