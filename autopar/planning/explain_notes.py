@@ -15,6 +15,7 @@ from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.folding import fold_paths
+from autopar.planning.workload import table_bytes
 from autopar.run.entry import Entry
 from autopar.sync import stable_alpha
 
@@ -144,6 +145,9 @@ def replica_notes(plan: Plan) -> Iterator[str]:
             "and receives as much."
         )
         yield f"Servers keep {', '.join(map(format_bytes, sync.server_bytes))} of the centre."
+        tables = {table.path: table_bytes(table) for table in plan.tables if table.path in sync.fragments[0]}
+        if tables:
+            yield f"Tables are exchanged whole, {format_bytes(sum(tables.values()))}: {', '.join(tables)}."
         known = "it isn't known of which on weights may diverge: give Elastic(curvature=)"
         if sync.slope is not None:
             known = f"at eta h = {sync.slope:.3g} weights may diverge above {stable_alpha(1.0, sync.slope):.3g}"

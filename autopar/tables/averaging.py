@@ -38,6 +38,8 @@ def average(state: T) -> T:
     replicas = replicas_of(leaves)
     if replicas is None:
         return materialize(state)
+    # Before any mean: while a client's devices wait in one, a server in its process couldn't compute an exchange.
+    center = {} if replicas.center is None else replicas.center.settled()
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
     mine = {k: materialize(settled(leaves[k])) for k in places}
     data = {k: jax.random.key_data(x) if jax_compat.is_key(x.dtype) else jnp.asarray(x) for k, x in mine.items()}
@@ -45,9 +47,7 @@ def average(state: T) -> T:
     others = [k for k in places if k not in floats]
     made = dict(zip(floats, replicas.clients.mean([data[k] for k in floats]), strict=True))
     made |= dict(zip(others, replicas.clients.first([data[k] for k in others]), strict=True))
-    if replicas.center is not None:
-        center = replicas.center.settled()
-        made |= {k: jnp.asarray(center[leaves[k].place]) for k in places if leaves[k].place in center}
+    made |= {k: jnp.asarray(center[leaves[k].place]) for k in places if leaves[k].place in center}
     for k in others:
         if jax_compat.is_key(mine[k].dtype):
             made[k] = jax.random.wrap_key_data(made[k], impl=jax.random.key_impl(mine[k]))

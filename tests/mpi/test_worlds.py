@@ -68,7 +68,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "shard_cases": {(2, 2): (), (3, 1): ()},
     "replica_cases": {(2, 1): ()},
     "served_cases": {(2, 1): ()},
-    "piece_cases": {(2, 1): ()},
+    "piece_cases": {(2, 1): (), (2, 2): ("check_large_weights_of_a_centre_are_kept_by_all",)},
     "kvstore_cases": {(2, 1): ()},
 }
 #: The rest of the product.
@@ -114,7 +114,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "replica_cases": {(2, 2): (), (4, 1): ()},
     "kvstore_cases": {(3, 1): (), (4, 1): ()},
     "served_cases": {(2, 2): ("check_workers_of_several_processes",), (3, 1): (), (4, 1): ()},
-    "piece_cases": {(2, 2): (), (3, 1): (), (4, 1): ()},
+    "piece_cases": {(2, 2): ("check_large_leaves_are_kept_by_all",), (3, 1): (), (4, 1): ()},
 }
 
 

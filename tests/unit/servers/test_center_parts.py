@@ -17,7 +17,7 @@ from autopar.ir.center_shares import center_shares
 from autopar.planning import simulate_clients
 from autopar.servers.elastic import CenterParts
 from autopar.sync import Elastic
-from tests.unit.planning.test_simulate_clients import CHALK
+from tests.unit.planning.test_simulate_clients import CHALK, by_rows
 
 #: Of a matrix that has nearly all bytes, whose pieces aren't of as many elements each.
 SERVERS, SHAPE = 3, (130, 131)
@@ -137,3 +137,9 @@ def test_what_is_simulated_and_explained_is_what_servers_keep(monkeypatch: pytes
     assert [server.pull_bytes for server in seen[0].servers] == filled
     assert max(filled) < 1.1 * sum(sizes) / SERVERS
     assert "Servers keep 67.0 KiB of the centre" in " ".join(str(autopar.explain(step, start(), BATCHES[0][0])).split())
+
+
+def test_tables_are_said_to_be_exchanged_whole() -> None:
+    planned = autopar.parallelize(by_rows, sync=Elastic(0.2))
+    told = str(autopar.explain(planned, {"emb": jnp.ones((100_000, 16)), "w": jnp.eye(16)}, jnp.arange(100)))
+    assert "Tables are exchanged whole, 6.1 MiB: emb." in " ".join(told.split())
