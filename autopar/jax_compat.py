@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from jax import export as _export
+from jax._src import cache_key as _cache_key
+from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
@@ -149,6 +151,30 @@ def exported(function: Callable[..., Any], like: Sequence[Any]) -> _export.Expor
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
     made = _export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(*types)
     return dataclasses.replace(made, _get_vjp=None)
+
+
+def share_compilations() -> None:
+    """Let processes of this machine have one compilation of a program: JAX's persistent cache, as its keys are on GPUs.
+
+    JAX lets the first process alone write to it, for the sake of slow filesystems, and on CPUs a key has the numbers of
+    a process's own devices, so that each rank compiles what the others have compiled. For the tests' ranks.
+    """
+    hash_options, write = _cache_key._hash_serialized_compile_options, _compiler._cache_write
+
+    def hash_without_numbers(hash_: Any, options: Any, **_: Any) -> Any:
+        return hash_options(hash_, options, strip_device_assignment=True)
+
+    def written(*args: Any) -> None:
+        state = _distributed.global_state
+        own, state.process_id = state.process_id, 0
+        try:
+            write(*args)
+        finally:
+            state.process_id = own
+
+    _cache_key._hash_serialized_compile_options = hash_without_numbers
+    _cache_key._hash_accelerator_config = _cache_key._hash_devices
+    _compiler._cache_write = written
 
 
 def is_key(dtype: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What each server keeps of a centre: weights, and pieces of large ones (`autopar.sync.Elastic`)."""
+"""`center_shares`: what each server keeps of a centre, weights and pieces of large ones (`autopar.sync.Elastic`)."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
 
 
 def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
-    """What workers and servers run, on the devices of this process's worker, if no other process has some of them."""
+    """Returns what workers and servers run, on the devices of this process's worker if no other process has some."""
     compiled, devices = entry.compiled, None if clients is None else clients.devices
     if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):
         devices = None

@@ -260,11 +260,9 @@ class ReplicaRunner:
         devices = self.clients.devices.mesh.devices.flat
         if not isinstance(leaf, jax.Array) or (leaf.committed and leaf.sharding.device_set == set(devices)):
             return leaf
-        return (
-            jax.device_put(leaf, devices[0])
-            if len(devices) == 1
-            else place_array(leaf, self.clients.devices.sharding(None))
-        )
+        if len(devices) == 1:
+            return jax.device_put(leaf, devices[0])
+        return place_array(leaf, self.clients.devices.sharding(None))
 
     def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
         """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""

@@ -36,7 +36,7 @@ class Center:
 
     @property
     def leaves(self) -> dict[int, Array]:
-        """What it keeps of the centre now, by number."""
+        """Returns what it keeps of the centre now, by number."""
         return dict(zip(self._places, self._leaves, strict=True))
 
     def take(self, message: Exchange | Read) -> list[tuple[int, Reply]]:

@@ -12,13 +12,11 @@ import time
 
 import jax
 
-from tests.support.mpi.compiled import share_compilations
-
 
 def main(devices: str, folder: str, *modules: str) -> None:
     jax.config.update("jax_num_cpu_devices", int(devices))
-    share_compilations()
     importlib.import_module("autopar")  # connects the ranks
+    importlib.import_module("autopar.jax_compat").share_compilations()
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{jax.process_index()}"  # each rank as on a machine of its own
     wide = jax.config.read("jax_enable_x64")
     for module, *names in (each.split(":") for each in modules):

@@ -16,7 +16,7 @@ import autopar
 from autopar.analysis.work import count_work
 from autopar.cost import Device, Link
 from autopar.cost.exchange import HOSTED, host_terms
-from autopar.cost.planned_rates import planned_host_rates, planned_stage_rates
+from autopar.cost.planned_rates import planned_host_rates
 from autopar.cost.rates import FREE, NO_TIME, Curve, HostRates, RowRate
 from autopar.cost.simulate import (
     TableLoad,
@@ -376,39 +376,3 @@ def test_tables_on_devices_beside_tables_on_hosts() -> None:
     assert reduced == pytest.approx(2 * 3 / 4 * 50_000 * 64, rel=0.01)
     names = [t.name for t in made.parts["tables"]]
     assert "copy rows to the device" in names and "pick rows" in names
-
-
-def _layers(params: Any, x: Any) -> Any:
-    def loss(p: Any) -> Any:
-        y = x
-        for w in p:
-            y = jnp.tanh(y @ w)
-        return jnp.mean(y**2)
-
-    value, g = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, g), value
-
-
-def test_stages_on_more_devices() -> None:
-    """Copies of the pipeline: the same microbatches, and sums of gradients once a step."""
-    width, examples = 512, 1 << 14
-    params = [jax.ShapeDtypeStruct((width, width), "float32")] * 8
-    x = jax.ShapeDtypeStruct((examples, width), "float32")
-    cluster = CLUSTER.of(2, 4)
-    open_ = autopar.Pipeline(stages="auto", schedule="auto", microbatches="auto")
-    made = autopar.plan(autopar.parallelize(_layers, pipeline=open_), params, x, cluster=cluster)
-    assert made.pipeline is not None and made.pipeline.devices == 8
-    found = autopar.simulate(made, devices=(8, 16, 64))
-    one, two, eight = found.times
-    assert one.parts["dense gradients"][0].seconds == 0 < two.parts["dense gradients"][0].seconds
-    assert one.parts["model"] == two.parts["model"] == eight.parts["model"]
-    gradient = max(stage.gradient_bytes for stage in made.pipeline.stages)
-    assert eight.parts["dense gradients"][0].sent == pytest.approx(2 * 7 / 8 * gradient, rel=1e-3)
-    flops = 6 * 8 * examples * width * width - 2 * examples * width * width
-    rates = planned_stage_rates(cluster)
-    assert flops / 8 * rates.flop_s < one.parts["model"][0].seconds < 4 * flops / 8 * rates.flop_s
-    assert 1 < found.speedups[1] < 2 < found.speedups[2] < 8
-    with pytest.raises(autopar.ArgumentsError, match="has stages on 8 devices; give multiples"):
-        autopar.simulate(made, devices=(8, 12))
-    tiny = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=1e6))
-    assert not autopar.simulate(made, cluster=tiny, devices=8).times[0].fits
