@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError, AutoparError
@@ -137,9 +138,14 @@ class Clients:
         """The bits that any client has set. Collective."""
         return self._joined(bits, _union)
 
-    def first(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The first client's arrays. Collective."""
-        return self._joined(arrays, _first_of)
+    def first(self, arrays: Sequence[Any]) -> list[jax.Array]:
+        """The first client's arrays, random keys among them. Collective."""
+        keys = {n: x for n, x in enumerate(arrays) if jax_compat.is_key(getattr(x, "dtype", None))}
+        data = [jax.random.key_data(x) if n in keys else jnp.asarray(x) for n, x in enumerate(arrays)]
+        made = self._joined(data, _first_of)
+        for n, key in keys.items():
+            made[n] = jax.random.wrap_key_data(made[n], impl=jax.random.key_impl(key))
+        return made
 
     def stacked(self, arrays: Sequence[Any], about: str) -> list[np.ndarray]:
         """[C, ...]: all clients' arrays, of which a process has a client's whole, in host memory. Collective."""
@@ -162,9 +168,13 @@ class Clients:
         return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
 
     def placed(self, array: jax.Array) -> jax.Array:
-        """An array on all devices of the client."""
-        if array.sharding.device_set == set(self.devices.mesh.devices.flat):
+        """Returns an array that is committed to all devices of the client, where a step leaves its results: with each
+        mixture of these and of others, JAX would compile a step once more, and XLA might round otherwise."""
+        devices = self.devices.mesh.devices.flat
+        if array.committed and array.sharding.device_set == set(devices):
             return array
+        if len(devices) == 1:
+            return jax.device_put(array, devices[0])
         return place_array(array, self.devices.sharding(None))
 
     def _across(self, array: jax.Array, spec: P) -> jax.Array:

@@ -102,10 +102,10 @@ def replay_replicas(
     since = touched.none(averaging.weights)
     for step in minibatches:
         if not leaves:
-            leaves = [{k: copied(materialize(x)) for k, x in enumerate(first) if k in states} for first in step]
+            made = [{k: copied(materialize(x)) for k, x in enumerate(first) if k in states} for first in step]
+            leaves = [{k: runner.clients.placed(x) for k, x in own.items()} for own in made]
             shared = [averaging.begin(runner.clients, Weights(own)) for own in leaves]
-        placed = [{k: runner.placed(x) for k, x in own.items()} for own in leaves]
-        calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(placed, step, strict=True)]
+        calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(leaves, step, strict=True)]
         for call in calls:
             since = touched.after(since, call)
         # One after the other: collectives of two programs could wait for each other's threads.

@@ -9,7 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from autopar import jax_compat
+from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
@@ -126,13 +129,15 @@ class Planner:
         program = Program(block, inputs, outputs, self.name)
         if self.processes is not None:
             check_same_call(self.processes, program, self.choices, leaves)
+        example = leaves
         if self.clients is not None and self.clients.processes.several and is_first:
             shared = [x if input_.role == "state" else None for input_, x in zip(inputs, leaves, strict=True)]
             check_same_call(self.clients.processes, program, self.choices, shared)
+            example = self._of_first_client(inputs, leaves, self.clients)
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
         options = self._options_of(inputs, leaves)
-        compiled = self._compile(program, options, leaves)
+        compiled = self._compile(program, options, example)
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
@@ -142,7 +147,7 @@ class Planner:
                 check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
             inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
             program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
-            compiled = self._compile(program, options, leaves).with_reason(move.paths, move.reason)
+            compiled = self._compile(program, options, example).with_reason(move.paths, move.reason)
         if self.in_stages is not None and self._exceeds_memory(compiled):
             planned, note = self._staged(self.in_stages(), compiled, call, leaves, number)
             if planned is not None:
@@ -151,6 +156,16 @@ class Planner:
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
+
+    @staticmethod
+    def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Any], clients: Clients) -> Sequence[Any]:
+        """The call as the first client makes it: what is measured of its minibatch all plan by, and so run one program.
+        Collective, if these are arrays."""
+        batch = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
+        if any(isinstance(leaves[k], jax.ShapeDtypeStruct) for k in batch):
+            return leaves
+        theirs = dict(zip(batch, clients.first([local(leaves[k]) for k in batch]), strict=True))
+        return [theirs.get(k, x) for k, x in enumerate(leaves)]
 
     def _check_job(self, leaves: Sequence[Any]) -> None:
         """Check that the processes of this job see each other, by MPI where the step needs it."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import is_global, local, place_array
+from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError, StepError
 from autopar.ir.program import Program
@@ -199,7 +199,7 @@ class ReplicaRunner:
         replicas = replicas_of(leaves)
         own = [self._own(leaf) for leaf in leaves]
         for k in self._new_states:
-            own[k] = self.placed(own[k])
+            own[k] = self.clients.placed(own[k]) if isinstance(own[k], jax.Array) else own[k]
         if replicas is None:
             replicas = self._begun(own)
         elif replicas.mode != self.averaging.mode:
@@ -253,16 +253,6 @@ class ReplicaRunner:
             return leaf.own
         is_elsewhere = is_global(leaf) and not leaf.sharding.device_set <= set(self.clients.devices.mesh.devices.flat)
         return local(leaf) if is_elsewhere else leaf
-
-    def placed(self, leaf: Any) -> Any:
-        """Returns a leaf of the state on the client's devices, where its step leaves it: with each mixture of these and
-        of means, JAX would compile the step once more, and XLA might round otherwise."""
-        devices = self.clients.devices.mesh.devices.flat
-        if not isinstance(leaf, jax.Array) or (leaf.committed and leaf.sharding.device_set == set(devices)):
-            return leaf
-        if len(devices) == 1:
-            return jax.device_put(leaf, devices[0])
-        return place_array(leaf, self.clients.devices.sharding(None))
 
     def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
         """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""

@@ -221,17 +221,11 @@ class ParallelStep:
         return entry
 
     def _of_all_clients(self, entry: Entry) -> Entry:
-        """The plan as all clients have it: each measured its own minibatch, and may have found otherwise which tables
-        to send by rows. They agree on that at the first call; other shapes come to each client at a time of its own."""
-        if self.clients is None or entry.compiled.plan.served is not None:
+        """The plan as all clients have it. Other shapes than the first call's come to each client at a time of its own,
+        are measured on its own minibatch, and so might be found otherwise as to which tables are sent by rows."""
+        sync, known = entry.compiled.plan.sync, next((e.compiled.plan.sync for e in self._entries.values()), None)
+        if sync is None or known is None:
             return entry
-        sync = entry.compiled.plan.sync
-        assert sync is not None, "clients have replicas"
-        known = next((e.compiled.plan.sync for e in self._entries.values()), None)
-        if known is None:
-            all_ = self.clients.processes.values(list(sync.by_rows), f"which rows {self.name} sends")
-            by_rows = tuple(path for path in sync.by_rows if all(path in theirs for theirs in all_))
-            known = dataclasses.replace(sync, by_rows=by_rows)
         bound = entry.compiled.bound.noting(sync=dataclasses.replace(known, examples=sync.examples))
         return dataclasses.replace(entry, compiled=dataclasses.replace(entry.compiled, bound=bound))
 

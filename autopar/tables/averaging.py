@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from autopar import jax_compat
 from autopar.servers.session import Session
 from autopar.tables.kinds import materialize
 from autopar.tables.replica import Replica, replicas_of, settled
@@ -42,15 +41,11 @@ def average(state: T) -> T:
     center = {} if replicas.center is None else replicas.center.settled()
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
     mine = {k: materialize(settled(leaves[k])) for k in places}
-    data = {k: jax.random.key_data(x) if jax_compat.is_key(x.dtype) else jnp.asarray(x) for k, x in mine.items()}
-    floats = [k for k in places if jnp.issubdtype(data[k].dtype, jnp.floating)]
+    floats = [k for k in places if jnp.issubdtype(mine[k].dtype, jnp.floating)]
     others = [k for k in places if k not in floats]
-    made = dict(zip(floats, replicas.clients.mean([data[k] for k in floats]), strict=True))
-    made |= dict(zip(others, replicas.clients.first([data[k] for k in others]), strict=True))
+    made = dict(zip(floats, replicas.clients.mean([jnp.asarray(mine[k]) for k in floats]), strict=True))
+    made |= dict(zip(others, replicas.clients.first([mine[k] for k in others]), strict=True))
     made |= {k: jnp.asarray(center[leaves[k].place]) for k in places if leaves[k].place in center}
-    for k in others:
-        if jax_compat.is_key(mine[k].dtype):
-            made[k] = jax.random.wrap_key_data(made[k], impl=jax.random.key_impl(mine[k]))
     return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])
 
 
