@@ -171,6 +171,14 @@ def check_a_step_is_compiled_once() -> None:
     assert not [event for event in compiled if "backend_compile" in event]
 
 
+def check_all_plan_by_one_minibatch() -> None:
+    """The first client's, whatever the others' need; on clients of several devices this gives capacities."""
+    tx = optax.adagrad(0.1)
+    step = autopar.parallelize(step_of(tx), sync=Average(every=3), strategy="ps")
+    bound = step.entry(make_state(tx), minibatch(RANK, 0)).compiled.bound
+    assert alike([str(family.bounds) for family in bound.families])
+
+
 def check_replays_have_the_same_bits() -> None:
     for tx, sync in some(
         (optax.sgd(0.1), Average()),
