@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -224,6 +225,13 @@ def rounds_by_shape() -> bool:
     a share of an initializer isn't the initializer's share. Measured: 0.12 does it, 0.10 doesn't.
     """
     return jax.__version_info__ >= (0, 11) and jax.default_backend() == "cpu"
+
+
+def repeats_bits() -> bool:
+    """Whether a program gives the same bits each time it runs: on GPUs scatters add by atomics, in any order, unless
+    XLA is told otherwise."""
+    told = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+    return told or jax.default_backend() not in ("gpu", "cuda", "rocm")
 
 
 def holds_floats(wide: Any, narrow: Any) -> bool:

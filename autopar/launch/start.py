@@ -12,6 +12,7 @@ import functools
 import os
 import platform
 import socket
+from pathlib import Path
 
 import jax
 
@@ -139,15 +140,36 @@ def _start_jax(here: World) -> None:
 
 
 def _local_devices(here: World) -> list[int] | None:
-    """The accelerators of this rank among its host's, by number: one each where several ranks share a host. None
-    for all of them, and where the environment says which."""
+    """The accelerators of this rank among its host's, by number: one each where several ranks share a host, in turn
+    where there are fewer of them than ranks. None for all of them, and where the environment says which."""
     from mpi4py import MPI
 
     local = here.comm.Split_type(MPI.COMM_TYPE_SHARED)
     rank, size = local.Get_rank(), local.Get_size()
     local.Free()
+    gpus = nvidia_gpus()
     said = any(name in os.environ for name in DEVICE_VARIABLES)
-    return None if size == 1 or said else [rank]
+    if size == 1 or said:
+        return None
+    if rank == 0 and 0 < gpus < size:
+        report_fault(
+            f"warning: {size} ranks share {gpus} GPU{'s'[: gpus - 1]} on {socket.gethostname()}. Servers of parameters "
+            "and MPI's reductions work so; collectives of JAX (means, data parallelism on devices) hang or fail, for "
+            f"NCCL wants a GPU for each rank: start {gpus} on a machine"
+        )
+    return [rank % (gpus or size)]
+
+
+def nvidia_gpus(devices: Path = Path("/dev")) -> int:
+    """The number of NVIDIA's GPUs that CUDA sees, without starting it. 0: none, or it can't be known.
+
+    Args:
+      devices: Where the driver has a file for each.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip()])
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
 
 
 def _check_host_name(here: World, coordinator: str) -> None:

@@ -17,8 +17,8 @@ from autopar import jax_compat
 from autopar.backends.clients import Clients, mean_of
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Program
-from autopar.planning.verification import LeafCheck, Verification
-from autopar.planning.verify_replay import compared_values
+from autopar.planning.verification import Verification
+from autopar.planning.verify_replay import compared_values, replayed
 from autopar.run.entry import Entry, replica_runner
 from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.run.step import ParallelStep
@@ -132,7 +132,7 @@ def replay_replicas(
 
 
 def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compare a run of all clients with its replay: they must be equal bit for bit. Collective.
+    """Compare a run of all clients with its replay, by `replayed`. Collective.
 
     Args:
       entry: The step at these shapes.
@@ -170,11 +170,11 @@ def calls_of_all(clients: Clients, program: Program, first: Sequence[Any]) -> li
 
 
 def compared(clients: Clients, program: Program, mine: Sequence[Any], steps: int, against: str) -> Verification:
-    """What all clients found of each output, `compared_values`: they must be equal bit for bit. Collective."""
+    """Returns the comparison of what all clients found of each output, `compared_values`. Collective."""
     all_ = clients.processes.values(mine, "comparing replicas with their replay")
     checks = []
     for k, output in enumerate(program.outputs):
         path = program.inputs[output.state].path if output.state is not None else output.path
         size, error = (max(values) for values in zip(*(each[k] for each in all_), strict=True))
-        checks.append(LeafCheck(path, size, error, 0.0, error == 0))
+        checks.append(replayed(path, size, error))
     return Verification(tuple(checks), steps, against)

@@ -145,7 +145,7 @@ def replay_served(
 
 
 def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compare what workers and servers do with the replay of their timeline: equal bit for bit. Collective.
+    """Compare what workers and servers do with the replay of their timeline, by `replayed`. Collective.
 
     Elastic exchanges are verified by one in each step, at least in two: whatever the interval, they are the same.
 
