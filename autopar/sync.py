@@ -6,14 +6,85 @@ processes, or groups of them, which then train one replica together, as by data 
 
 from __future__ import annotations
 
+import abc
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from autopar.errors import ArgumentsError, StabilityWarning, warn
 
 
+class Replicated(abc.ABC):
+    """A way by which each client has weights of its own, which it exchanges with others."""
+
+    clients: int | None
+    #: As of `Average`: all weights are exchanged at once, and waited for.
+    outer: Any = None
+    fragments: int = 1
+    delay: int = 0
+    #: With whom: all other clients, servers that keep a centre, or neighbours in a ring.
+    partners: Literal["all", "center", "ring"] = "all"
+    #: Whether no client waits for another one.
+    is_asynchronous: bool = False
+    #: As of `Hybrid`.
+    learning_rate: float | None = None
+    curvature: float | Literal["measure"] | None = None
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def period(self) -> int:
+        """Steps from one exchange to the next."""
+        return 1
+
+    @property
+    def slope(self) -> float | None:
+        """eta h, where both are given."""
+        if self.learning_rate is None or not isinstance(self.curvature, int | float):
+            return None
+        return self.learning_rate * self.curvature
+
+    def check_stable(self, slope: float) -> None:
+        """Warn if training may diverge. `slope`: eta h."""
+        most = stable_slope(self.delay)
+        if slope >= most:
+            warn(
+                f"{type(self).__name__}(): eta h is {slope:.3g} (learning rate times curvature), and clients' weights "
+                f"come together below {most:.3g} only: above that they diverge. Give a smaller learning rate",
+                StabilityWarning,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bounded(Replicated):
+    """A way that is known to be stable up to some rate only.
+
+    Attributes:
+      learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
+      curvature: h, the largest eigenvalue of the loss's Hessian, for the same. "measure": eta h is measured before the
+        first step, on its state and minibatch, by power iteration on the step itself (64 Jacobian-vector products of it
+        at most, on one device).
+    """
+
+    learning_rate: float | None = None
+    curvature: float | Literal["measure"] | None = None
+
+    def __post_init__(self) -> None:
+        way = type(self).__name__
+        for name in ("learning_rate", "curvature"):
+            value = getattr(self, name)
+            if value is None or (name == "curvature" and value == "measure"):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+                measured = ', or "measure"' * (name == "curvature")
+                raise ArgumentsError(f"{way}({name}={value!r}): give a number above 0{measured}, or leave it out")
+
+
 @dataclass(frozen=True)
-class Average:
+class Average(Replicated):
     """Each client takes some steps by itself; then its weights become the mean of all clients'.
 
     With `every=1` that is SYNC of "Improving the Efficiency of ... ASR" (section 2), and, where the optimizer is SGD,
@@ -61,8 +132,11 @@ class Average:
         check_clients(self.clients)
 
     @property
+    def period(self) -> int:
+        return self.every
+
+    @property
     def name(self) -> str:
-        """What it is called."""
         if self.outer is not None:
             return "streaming DiLoCo" if self.fragments > 1 or self.delay else "DiLoCo"
         return "averaging in every step" if self.every == 1 else "local SGD"
@@ -94,6 +168,8 @@ class Async:
     clients: int | None = None
     servers: int | None = None
 
+    is_asynchronous = True
+
     def __post_init__(self) -> None:
         check_clients(self.clients)
         check_clients(self.servers, "servers")
@@ -113,7 +189,7 @@ class Async:
 
 
 @dataclass(frozen=True)
-class Elastic:
+class Elastic(_Bounded):
     """Each worker trains weights of its own, and now and then an exchange pulls them and a centre towards each other
     (EASGD, Zhang et al., 2015; MXNET-MPI, section 5).
 
@@ -125,15 +201,14 @@ class Elastic:
     Attributes:
       alpha: How far, above 0 and below 1.
       interval: Steps from one exchange of a worker to its next.
-      learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
-      curvature: h, the largest eigenvalue of the loss's Hessian, for the same. Where both are given and alpha is above
-        (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange contracts (Zhang et al., section 4.1, for
-        workers in turn), a warning says so. "measure": eta h is measured before the first step, on its state and
-        minibatch, by power iteration on the step itself (64 Jacobian-vector products of it at most, on one device).
       clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
         another, which train one replica together ("mpi-ESGD").
       servers: How many keep the centre, the first ones of the processes, or of dedicated servers where the job has some
         (`launch --servers`); None: all.
+      learning_rate, curvature: eta and h, if training is to be known to be stable, h being the largest eigenvalue of
+        the loss's Hessian. Where alpha is above (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange
+        contracts (Zhang et al., section 4.1, for workers in turn), a warning says so. `curvature="measure"`: eta h is
+        measured before the first step, by power iteration on the step itself.
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -141,10 +216,11 @@ class Elastic:
 
     alpha: float
     interval: int = 64
-    learning_rate: float | None = None
-    curvature: float | Literal["measure"] | None = None
     clients: int | None = None
     servers: int | None = None
+
+    partners = "center"
+    is_asynchronous = True
 
     def __post_init__(self) -> None:
         check_clients(self.clients)
@@ -154,51 +230,73 @@ class Elastic:
                 f"Elastic(alpha={self.alpha!r}): give a number above 0 and below 1, such as 0.9 / workers"
             )
         _check_whole("Elastic(interval=%r)", self.interval, 1)
-        for name in ("learning_rate", "curvature"):
-            value = getattr(self, name)
-            if value is None or (name == "curvature" and value == "measure"):
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-                measured = ', or "measure"' * (name == "curvature")
-                raise ArgumentsError(f"Elastic({name}={value!r}): give a number above 0{measured}, or leave it out")
-
-    #: As of `Average`: all weights are exchanged at once.
-    outer = None
-    fragments = 1
-    delay = 0
+        super().__post_init__()
 
     @property
-    def every(self) -> int:
-        """Steps from one exchange to the next."""
+    def period(self) -> int:
         return self.interval
 
     @property
-    def slope(self) -> float | None:
-        """eta h, where both are given."""
-        if self.learning_rate is None or not isinstance(self.curvature, int | float):
-            return None
-        return self.learning_rate * self.curvature
+    def name(self) -> str:
+        return "elastic averaging"
+
+    def check_stable(self, slope: float) -> None:
+        most = stable_alpha(1.0, slope)
+        if self.alpha > most:
+            remedy = (
+                "Give a smaller learning rate" if most <= 0 else f"Give an alpha up to {most:.3g}, or train at less"
+            )
+            warn(
+                f"Elastic(alpha={self.alpha:.3g}): with eta h = {slope:.3g} (learning rate times curvature) an "
+                f"exchange and a step contract up to (4 - 2 eta h) / (4 - eta h) = {most:.3g}; above that weights may "
+                f"diverge. {remedy}",
+                StabilityWarning,
+            )
+
+
+@dataclass(frozen=True)
+class Hybrid(_Bounded):
+    """The mean of all clients' weights is taken beside the gradient (HYBRID; Zhang et al., "Distributed deep learning
+    strategies for automatic speech recognition", section 3.2).
+
+    Behind a step a client has the mean of what all had before it, and what its own step has changed:
+    x_i' = mean_j x_j - eta g_i(x_i) with SGD. So a mean takes no time of its own where computing takes longer, and each
+    gradient is of weights that are off those which it is applied to by as much as clients are apart. With SGD on a
+    quadratic of curvature h that shrinks by eta h a step: eta h must be below 1, where SYNC has 2.
+
+    Attributes:
+      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
+      learning_rate, curvature: eta and h, if training is to be known to be stable (as of `Elastic`).
+
+    Raises:
+      ArgumentsError: a number that makes no sense.
+    """
+
+    clients: int | None = None
+
+    delay = 1
+
+    def __post_init__(self) -> None:
+        check_clients(self.clients)
+        super().__post_init__()
 
     @property
     def name(self) -> str:
-        """What it is called."""
-        return "elastic averaging"
+        return "averaging beside the gradient"
 
 
 #: A way of training by replicas.
-Sync = Average | Async | Elastic
+Sync = Replicated | Async
 
 
-def check_stable(alpha: float, slope: float) -> None:
-    """Warn of an alpha by which training may diverge. `slope`: eta h."""
-    most = stable_alpha(1.0, slope)
-    if alpha > most:
-        remedy = "Give a smaller learning rate" if most <= 0 else f"Give an alpha up to {most:.3g}, or train at less"
-        warn(
-            f"Elastic(alpha={alpha:.3g}): with eta h = {slope:.3g} (learning rate times curvature) an exchange and a "
-            f"step contract up to (4 - 2 eta h) / (4 - eta h) = {most:.3g}; above that weights may diverge. {remedy}",
-            StabilityWarning,
-        )
+def stable_slope(delay: int) -> float:
+    """The eta h up to which gradients that are some steps late make a quadratic of one parameter converge:
+    2 sin(pi / (4D + 2)), the root of z^(D+1) - z^D + eta h that leaves the unit circle first.
+
+    Args:
+      delay: D, in steps. 0: 2, as of SGD; 1: 1.
+    """
+    return 2 * math.sin(math.pi / (4 * delay + 2))
 
 
 def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, synchronous: bool = False) -> float:

@@ -29,7 +29,7 @@ from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.world import SERVERS_VARIABLE, World, job, world
-from autopar.sync import Average, Elastic, Sync, check_stable
+from autopar.sync import Average, Replicated, Sync
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
@@ -223,8 +223,8 @@ def clients_of(
             f"sync={type(sync).__name__}(...): tables on hosts are one for all ranks that train one state together. "
             + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Average) else _SERVERS)
         )
-    if isinstance(sync, Elastic) and sync.slope is not None:
-        check_stable(sync.alpha, sync.slope)
+    if isinstance(sync, Replicated) and sync.slope is not None:
+        sync.check_stable(sync.slope)
     return Clients.of(devices, sync.clients)
 
 

@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.strategy import Emit, Sparse, Strategy
-from autopar.sync import Async, Elastic, Sync
+from autopar.sync import Async, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Options:
     plan: Plan | None = None
 
     @property
-    def has_servers(self) -> bool:
-        """Whether servers keep the state, or a centre of its weights."""
-        return isinstance(self.sync, Async | Elastic)
+    def is_asynchronous(self) -> bool:
+        """Whether no client or worker waits for another one."""
+        return self.sync is not None and self.sync.is_asynchronous
 
     @property
     def is_served(self) -> bool:

@@ -18,13 +18,13 @@ from autopar.ir.program import Program
 from autopar.ir.rowspace import Row, Same
 from autopar.ir.sync_plan import SyncPlan
 from autopar.passes.analyze_batch import analyze_batch
-from autopar.sync import Average, Elastic
+from autopar.sync import Elastic, Replicated
 
 
 def replicate(
     program: Program,
     bound: BoundPlan,
-    sync: Average | Elastic,
+    sync: Replicated,
     clients: int,
     batch_axis: BatchAxis,
     earlier: Plan | None = None,
@@ -70,13 +70,13 @@ def replicate(
     parts = balanced([sizes[k] for k in found], sync.fragments)
     fragments = [[found[n] for n in part] for part in parts]
     shares = center_shares([*sizes.values()], servers) if by_servers else []
-    rows = dict(_touched(program, bound, found, clients * sync.every)) if clients > 1 and not by_servers else {}
+    rows = dict(_touched(program, bound, found, clients * sync.period)) if clients > 1 and not by_servers else {}
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
     plan = SyncPlan(
         name=sync.name,
         clients=clients,
-        every=sync.every,
+        every=sync.period,
         delay=sync.delay,
         outer=sync.outer is not None,
         fragments=tuple(tuple(program.inputs[k].path for k in fragment) for fragment in fragments),

@@ -13,7 +13,7 @@ from autopar.backends.clients import mean_of
 from autopar.errors import TimelineError
 from autopar.run.elastic import pulled
 from autopar.run.entry import Entry
-from autopar.run.replicas import Averaging, Weights
+from autopar.run.replicas import Weights, fragments_of
 from autopar.run.runner import Runner
 from autopar.servers.center import Center
 from autopar.servers.elastic import CenterParts
@@ -92,7 +92,7 @@ def replay_elastic(
     """
     sync, plan, program = entry.options.sync, entry.compiled.plan.sync, entry.compiled.analysed
     assert isinstance(sync, Elastic) and plan is not None, "there is a centre"
-    weights = {k: jnp.asarray(materialize(start[k])) for k in Averaging(sync, plan, program).weights}
+    weights = {k: jnp.asarray(materialize(start[k])) for some in fragments_of(plan, program) for k in some}
     parts = CenterParts(weights, len(timeline.events))
     if parts.count != len(timeline.events):
         raise TimelineError(f"{program.name} has {parts.count} servers at most, not {len(timeline.events)}")

@@ -20,7 +20,8 @@ from autopar.ir.program import Program
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values, replayed
 from autopar.run.entry import Entry, replica_runner
-from autopar.run.replicas import ReplicaRunner, Weights
+from autopar.run.means import MeansRunner
+from autopar.run.replicas import Weights
 from autopar.run.step import ParallelStep
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
@@ -59,7 +60,7 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
       >>> [float(w[0]) for w, _ in last]
       [0.42..., 0.42...]
     """
-    if isinstance(step, ParallelStep) and step.options.has_servers:
+    if isinstance(step, ParallelStep) and step.options.is_asynchronous:
         raise ArgumentsError(
             "replay is for sync=Average(...): with servers it takes a timeline, autopar.replay_timeline"
         )
@@ -81,12 +82,13 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
             yield [step.leaves((state, batch), {}) for batch in batches]
 
     runner = replica_runner(entry, step.clients)
+    assert isinstance(runner, MeansRunner), "clients have means"
     for results in replay_replicas(entry.compiled.analysed, runner, calls()):
         yield [entry.out_tree.unflatten(own) for own in results]
 
 
 def replay_replicas(
-    program: Program, runner: ReplicaRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
+    program: Program, runner: MeansRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
 ) -> Iterator[list[list[Any]]]:
     """Yields each client's flat results of each step.
 
@@ -112,6 +114,9 @@ def replay_replicas(
         results = [jax.block_until_ready(jax.tree.leaves(runner.inner(call))) for call in calls]
         shared = [dataclasses.replace(each, steps=each.steps + 1) for each in shared]
         weights = [Weights({k: own[states[k]] for k in averaging.weights}) for own in results]
+        pairs = [averaging.arrived(*pair) for pair in zip(shared, weights, strict=True)]
+        shared = [each for each, _ in pairs]
+        weights = [own.but(new) for (_, new), own in zip(pairs, weights, strict=True)]
         sent = [averaging.sent(*pair) for pair in zip(shared, weights, strict=True)]
         rows = {k: touched.rows(k, since[k].bits) for k in sent[0] if k in touched}
         since |= touched.none(sent[0])
@@ -125,7 +130,7 @@ def replay_replicas(
                     mean = _mean([touched.picked(k, each[k], some) for each in sent])
                     means[k] = touched.put(k, sent[c][k], some, mean, in_place=False)
             shared[c], new = averaging.merged(shared[c], weights[c], means)
-            for k, array in new.items():
+            for k, array in {**pairs[c][1], **new}.items():
                 own[states[k]] = array
             leaves[c] = {k: own[out] for k, out in states.items()}
         yield results
@@ -140,7 +145,7 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
       steps: How many calls.
     """
     program, runner = entry.compiled.analysed, entry.runner
-    assert isinstance(runner, ReplicaRunner), "clients have replicas"
+    assert isinstance(runner, MeansRunner), "clients have means"
     clients, first = runner.clients, average(list(leaves))
     calls = calls_of_all(clients, program, first)
     *_, last = replay_replicas(program, runner, [calls] * steps)

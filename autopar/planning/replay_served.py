@@ -91,7 +91,7 @@ def replay_timeline(
       >>> float(w[0])
       0.4
     """
-    if not isinstance(step, ParallelStep) or not step.options.has_servers:
+    if not isinstance(step, ParallelStep) or not step.options.is_asynchronous:
         raise ArgumentsError("replay_timeline takes a step with sync=autopar.sync.Async(...) or Elastic(...)")
     if len(minibatches) != timeline.workers:
         raise ArgumentsError(

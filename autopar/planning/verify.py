@@ -78,7 +78,7 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         _check_pure(pure, entry, arrays, named)
         with noticing(step.name, "verifying, by the plain step and one in float64"):
             staged, leaves = entry.compiled.program.staged, pure.leaves(arrays, named)
-            if entry.options.has_servers:
+            if entry.options.is_asynchronous:
                 compared = _compare_served(entry, leaves, steps)
             elif entry.clients is not None:
                 compared = compare_replicas(entry, leaves, steps)

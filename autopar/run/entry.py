@@ -34,13 +34,14 @@ from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
 from autopar.run.elastic import ElasticRunner
 from autopar.run.hosts import HostRunner
+from autopar.run.means import MeansRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
-from autopar.run.replicas import Averaging, ReplicaRunner
+from autopar.run.replicas import ReplicaRunner
 from autopar.run.runner import Runner
 from autopar.run.served import ServedRunner
 from autopar.run.touched_rows import TouchedRows
-from autopar.sync import Async, Average, Elastic
+from autopar.sync import Async, Elastic, Replicated
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -227,11 +228,10 @@ class Entry:
 def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
     """Makes what calls a client's step, by its own runner, and averages behind it."""
     compiled, sync, plan = entry.compiled, entry.options.sync, entry.compiled.plan.sync
-    assert isinstance(sync, Average | Elastic) and plan is not None, "clients have replicas"
-    averaging = Averaging(sync, plan, compiled.analysed)
+    assert isinstance(sync, Replicated) and plan is not None, "clients have replicas"
     touched = TouchedRows(compiled, plan)
-    given = entry.own_runner, averaging, touched, clients, compiled.analysed, entry.out_tree
-    return ElasticRunner(*given, plain=entry.plain) if isinstance(sync, Elastic) else ReplicaRunner(*given)
+    given = entry.own_runner, sync, plan, touched, clients, compiled.analysed, entry.out_tree, entry.plain
+    return ElasticRunner(*given) if isinstance(sync, Elastic) else MeansRunner(*given)
 
 
 def _weak(value: Any) -> Any:

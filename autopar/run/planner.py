@@ -172,7 +172,7 @@ class Planner:
         check_connected(self.name)
         if self.options.hosts or any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
-        if self.options.has_servers:
+        if self.options.is_asynchronous:
             check_ranks(self.name, "servers", "let clients average, sync=autopar.sync.Average(every=...)")
             if not self.donate:
                 raise ArgumentsError(

@@ -89,7 +89,7 @@ class ParallelStep:
     @property
     def takes_turns(self) -> bool:
         """Whether clients have minibatches in turn, as many each; else whoever is free has the next (`shard`)."""
-        return not self.options.has_servers
+        return not self.options.is_asynchronous
 
     @property
     def donate(self) -> bool:

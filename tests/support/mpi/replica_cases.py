@@ -23,7 +23,7 @@ from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.launch.group import everyone
 from autopar.measure import calibrate
-from autopar.sync import Average
+from autopar.sync import Average, Hybrid
 from tests.support.rates import RATES
 
 calibrate.calibrate_rates = lambda devices, plan, advance: RATES
@@ -101,8 +101,17 @@ def expected(
     anchor = dict(states[0]["params"])
     opt = [outer.init({name: anchor[name] for name in names}) for names in order] if outer else []
     late: list[tuple[int, str, Any, list[Any]]] = []
+
+    def merge(k: int) -> None:
+        for due, name, new, sent in late:
+            if due == k:
+                for state, old in zip(states, sent, strict=True):
+                    state["params"][name] = new + (state["params"][name] - old)
+        late[:] = [way for way in late if way[0] > k]
+
     for k in range(STEPS):
         states = [step(state, minibatch(c, k))[0] for c, state in enumerate(states)]
+        merge(k)
         for n, names in enumerate(order):
             if (k + 1 - n * every // len(order)) % every:
                 continue
@@ -114,11 +123,7 @@ def expected(
                 mean = {name: anchor[name] + updates[name] for name in names}
                 anchor |= mean
             late += [(k + delay, name, mean[name], now[name]) for name in names]
-        for due, name, new, sent in list(late):
-            if due == k:
-                for state, old in zip(states, sent, strict=True):
-                    state["params"][name] = new + (state["params"][name] - old)
-        late = [way for way in late if way[0] > k]
+        merge(k)
     return [state["params"] for state in states]
 
 
@@ -136,7 +141,8 @@ def check_every_step_by_sgd_is_data_parallelism() -> None:
 
 @jax_compat.enable_x64()
 def check_means_and_outer_steps() -> None:
-    """Local SGD, DiLoCo and its streaming form, with slots, deferred rows among them, that stay each client's own."""
+    """Local SGD, DiLoCo and its streaming form, and means beside the gradient; with slots, deferred rows among them,
+    that stay each client's own."""
     adam = optax.adam(1e-2)
     fragments = (("emb",), ("w",), ("b",))  # by their bytes
     for tx, sync, order in some(
@@ -145,6 +151,8 @@ def check_means_and_outer_steps() -> None:
         (adam, Average(every=4, outer=OUTER), None),
         (optax.sgd(0.1), Average(every=6, outer=OUTER, fragments=3), fragments),
         (optax.sgd(0.1), Average(every=6, fragments=3, delay=2), fragments),
+        (optax.sgd(0.1), Hybrid(), None),
+        (adam, Hybrid(), None),
         (adam, Average(every=6, outer=OUTER, fragments=3, delay=1), fragments),
     ):
         step = autopar.parallelize(step_of(tx), sync=sync)
@@ -153,7 +161,7 @@ def check_means_and_outer_steps() -> None:
         assert order is None or step.plan.sync.fragments == tuple(
             tuple(f"params/{name}" for name in names) for names in order
         )
-        theirs = expected(tx, sync.every, sync.outer, order or (("b", "emb", "w"),), sync.delay)
+        theirs = expected(tx, sync.period, sync.outer, order or (("b", "emb", "w"),), sync.delay)
         assert state["params"]["w"].dtype == np.float64
         near(state["params"], theirs[RANK], 1e-6)
         if not sync.delay:  # else a mean is on its way, which counts as merged
@@ -184,6 +192,7 @@ def check_replays_have_the_same_bits() -> None:
         (optax.sgd(0.1), Average()),
         (optax.adamw(1e-2), Average(every=2, outer=OUTER)),
         (optax.adagrad(0.1), Average(every=4, outer=OUTER, fragments=2, delay=1)),
+        (optax.adagrad(0.1), Hybrid()),
     ):
         step = autopar.parallelize(step_of(tx), sync=sync)
         assert autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=9).ok
@@ -232,6 +241,7 @@ def check_touched_rows_are_sent() -> None:
 
     for tx, sync, lifted in some(
         (optax.adagrad(0.1), Average(every=4, outer=OUTER, fragments=2, delay=1), True),
+        (optax.adagrad(0.1), Hybrid(), True),
         (optax.adamw(1e-2), Average(every=3), False),
         (optax.adagrad(0.1), Average(every=3), True),
     ):

@@ -17,7 +17,7 @@ from autopar.errors import ArgumentsError, AutoparError, StabilityWarning
 from autopar.measure.curvature import slope_of
 from autopar.servers.center import Center
 from autopar.servers.messages import Exchange, Pulled, Read
-from autopar.sync import Elastic, check_stable, stable_alpha
+from autopar.sync import Elastic, stable_alpha
 
 
 def exchange(center: Center, worker: int, step: int, x: float) -> float:
@@ -96,11 +96,11 @@ def test_alpha_is_stable_up_to_what_is_said(slope: float, clients: int) -> None:
 
 
 def test_a_warning_has_the_numbers() -> None:
-    check_stable(0.6, 1.0)
+    Elastic(0.6).check_stable(1.0)
     with pytest.warns(StabilityWarning, match=r"eta h = 1 .* = 0\.667"):
-        check_stable(0.7, 1.0)
+        Elastic(0.7).check_stable(1.0)
     with pytest.warns(StabilityWarning, match="smaller learning rate"):
-        check_stable(0.1, 2.2)
+        Elastic(0.1).check_stable(2.2)
     assert Elastic(0.6, learning_rate=0.5, curvature=2.0).slope == 1.0 and Elastic(0.6, curvature=2.0).slope is None
 
 

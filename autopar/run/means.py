@@ -1,0 +1,182 @@
+"""`MeansRunner`: means of replicas' weights behind a client's steps (`autopar.sync.Average`, `Hybrid`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.clients import Clients
+from autopar.errors import CheckpointError
+from autopar.ir.program import Program
+from autopar.ir.sync_plan import SyncPlan
+from autopar.run.replicas import ReplicaRunner, Weights, fragments_of
+from autopar.sync import Replicated
+from autopar.tables.kinds import copied
+from autopar.tables.replica import OnItsWay, Replica, Replicas, moved
+
+Array = Any
+
+
+#: What names of touched rows begin with in a checkpoint.
+_TOUCHED = "touched/"
+
+
+class Averaging:
+    """Says what happens to a client's weights behind each of its steps.
+
+    Clients call it together, each with its own weights; `planning.replay_replicas` calls it for all of them in one
+    process, one after the other. It is then the same programs, to the bit.
+
+    Args:
+      sync: The way that the user chose.
+      plan: What was decided of it.
+      fragments: Of each fragment the inputs that are its weights.
+      mode: What other steps must have in common with this one to go on with its replicas.
+    """
+
+    def __init__(self, sync: Replicated, plan: SyncPlan, fragments: Sequence[Sequence[int]], mode: str) -> None:
+        self._sync, self._plan, self._fragments, self._mode = sync, plan, fragments, mode
+        #: All inputs that are averaged.
+        self.weights = [k for fragment in fragments for k in fragment]
+        self._outer = None if sync.outer is None else jax.jit(self._updated)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether nobody reads what was sent, once there is a mean of it."""
+        return self._outer is None and not self._plan.delay
+
+    def begin(self, clients: Clients, weights: Mapping[int, Array]) -> Replicas:
+        """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
+        if self._sync.outer is None:
+            return Replicas(clients, self._mode)
+        anchors = {k: copied(clients.placed(weights[k])) for k in self.weights}
+        outer = {n: self._sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self._fragments)}
+        return Replicas(clients, self._mode, anchors=anchors, outer=outer)
+
+    def resumed(self, clients: Clients, shared: Mapping[str, Array]) -> Replicas:
+        """Returns what replicas share, of what a checkpoint has of that (`Replicas.shared`).
+
+        Raises:
+          CheckpointError: it was saved by another way.
+        """
+        arrays = {k: jnp.asarray(shared[name]) for k in self.weights if (name := f"anchors/{k}") in shared}
+        known = len(arrays) == (0 if self._outer is None else len(self.weights))
+        begun = self.begin(clients, arrays) if known else Replicas(clients, self._mode)
+        begun = dataclasses.replace(begun, steps=int(shared["steps"]))
+        if not known or [*begun.shared] != [*shared]:
+            raise CheckpointError(
+                "the replicas were saved by a step with another outer optimizer or other fragments: restore them by a "
+                "step with the same sync=, or leave step= out to have their mean"
+            )
+        outer = {
+            n: jax.tree.unflatten(
+                jax.tree.structure(state),
+                [clients.placed(jnp.asarray(shared[f"outer/{n}/{i}"])) for i in range(len(jax.tree.leaves(state)))],
+            )
+            for n, state in begun.outer.items()
+        }
+        return dataclasses.replace(begun, outer=outer)
+
+    def arrived(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
+        """Returns what replicas share once means that are due are merged, and the weights that this made."""
+        due = {n: way for n, way in replicas.pending.items() if way.due <= replicas.steps}
+        new = {k: moved(weights[k], way.sent[k], way.new[k]) for n, way in due.items() for k in self._fragments[n]}
+        pending = {n: way for n, way in replicas.pending.items() if n not in due}
+        return dataclasses.replace(replicas, pending=pending), new
+
+    def sent(self, replicas: Replicas, weights: Mapping[int, Array]) -> dict[int, Array]:
+        """Returns what a client sends behind its step: weights of the fragments whose turn it is, or how far they went
+        from where all were."""
+        due = [k for n in self._plan.due(replicas.steps) for k in self._fragments[n]]
+        if self._sync.outer is None:
+            return {k: weights[k] for k in due}
+        return dict(zip(due, _differences([replicas.anchors[k] for k in due], [weights[k] for k in due]), strict=True))
+
+    def merged(
+        self, replicas: Replicas, weights: Mapping[int, Array], means: Mapping[int, Array]
+    ) -> tuple[Replicas, dict[int, Array]]:
+        """Returns what replicas share from now on, and the weights that became others. `means`: of what was sent."""
+        anchors, outer, pending = dict(replicas.anchors), dict(replicas.outer), dict(replicas.pending)
+        new: dict[int, Array] = {}
+        for n in self._plan.due(replicas.steps):
+            some = self._fragments[n]
+            made = _picked(means, some)
+            if self._outer is not None:
+                made, outer[n] = self._outer(made, outer[n], _picked(anchors, some))
+                anchors |= made
+            if self._plan.delay:
+                # What one client alone has "on its way" is its own weights, which the next step updates in place.
+                new_ones = made if self._outer is not None else _picked(made, some, copied)
+                pending[n] = OnItsWay(replicas.steps + self._plan.delay, _picked(weights, some, copied), new_ones)
+            else:
+                new |= _picked(made, some, copied) if self._outer is not None else made
+        return dataclasses.replace(replicas, anchors=anchors, outer=outer, pending=pending), new
+
+    def _updated(self, gradients: Mapping[int, Array], state: Any, weights: Mapping[int, Array]) -> Any:
+        assert self._sync.outer is not None, "there is an outer optimizer"
+        updates, state = self._sync.outer.update(gradients, state, weights)
+        return jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates), state
+
+
+def _picked(arrays: Mapping[int, Array], some: Sequence[int], of: Callable[[Array], Array] = lambda x: x) -> Any:
+    return {k: of(arrays[k]) for k in some}
+
+
+@jax.jit
+def _differences(anchors: Sequence[Array], weights: Sequence[Array]) -> Sequence[Array]:
+    return [a - w for a, w in zip(anchors, weights, strict=True)]
+
+
+class MeansRunner(ReplicaRunner):
+    """Calls a client's own step, and averages replicas where the plan says so."""
+
+    def __init__(self, inner: Any, sync: Replicated, plan: SyncPlan, *others: Any) -> None:
+        """As of `ReplicaRunner`."""
+        super().__init__(inner, sync, plan, *others)
+        program: Program = others[2]
+        self.averaging = Averaging(sync, plan, fragments_of(plan, program), self.mode)
+
+    def resumed(self, saved: Mapping[str, Array]) -> Replicas:
+        bits = {name: saved[name] for name in saved if name.startswith(_TOUCHED)}
+        shared = {name: saved[name] for name in saved if name not in bits}
+        touched = {
+            k: self.touched.of_bits(k, x)
+            for name, x in bits.items()
+            if (k := int(name[len(_TOUCHED) :])) in self.touched
+        }
+        return dataclasses.replace(self.averaging.resumed(self.clients, shared), touched=touched)
+
+    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+        replicas = self.averaging.begin(self.clients, weights)
+        return dataclasses.replace(replicas, touched=self.touched.none(self.weights))
+
+    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+        kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
+        return dataclasses.replace(replicas, touched=self.touched.after(kept, own))
+
+    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
+        weights = Weights({k: results[self._new_states[k]] for k in self.weights})
+        replicas, arrived = self.averaging.arrived(replicas, weights)
+        now = weights.but(arrived)
+        sent = self.averaging.sent(replicas, now)
+        replicas, means = self._means(replicas, sent)
+        replicas, new = self.averaging.merged(replicas, now, means)
+        return replicas, arrived | new
+
+    def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
+        """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""
+        tables = [k for k in sent if k in self.touched]
+        bits = [jnp.asarray(replicas.touched[k].bits) for k in tables]
+        unions = zip(tables, self.clients.union(bits), strict=True)
+        rows = {k: some for k, union in unions if (some := self.touched.rows(k, np.asarray(union))) is not None}
+        parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in sent.items()]
+        means = dict(zip(sent, self.clients.mean(parts), strict=True))
+        for k, some in rows.items():
+            means[k] = self.touched.put(k, sent[k], some, means[k], in_place=self.averaging.in_place)
+        return dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)}), means
