@@ -70,7 +70,8 @@ def replicate(
     parts = balanced([sizes[k] for k in found], sync.fragments)
     fragments = [[found[n] for n in part] for part in parts]
     shares = center_shares([*sizes.values()], servers) if by_servers else []
-    rows = dict(_touched(program, bound, found, clients * sync.period)) if clients > 1 and not by_servers else {}
+    by_rows = clients > 1 and not sync.is_asynchronous
+    rows = dict(_touched(program, bound, found, clients * sync.period)) if by_rows else {}
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
     plan = SyncPlan(
@@ -88,6 +89,8 @@ def replicate(
         alpha=sync.alpha if by_servers else 0.0,
         slope=sync.slope if by_servers else None,
         server_bytes=tuple(sum(span.nbytes for span in share) for share in shares),
+        way=sync.call,
+        partners=sync.partners,
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
     check_replicas(earlier, program.name, earlier and earlier.sync, plan)
