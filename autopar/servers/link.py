@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from autopar import jax_compat
 from autopar.backends.clients import Clients
 from autopar.errors import StepError
 from autopar.launch.group import everyone
@@ -58,7 +57,7 @@ class Link:
             self._number = self._service.register(None)
             processes.together(StepError, lambda: self._open_own(servers, speakers), "servers begin")
         else:
-            handlers = [addressed(servers[n].handler(), speakers[n]) for n in self.own]
+            handlers = [addressed(servers[n].handler(), speakers[n], wide=jax_compat.uses_x64()) for n in self.own]
             self._number = self._service.register(handlers[0] if handlers else None)
         processes.gather(b"", "servers are there")
         farewells = [(self._place(n), farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
@@ -154,7 +153,7 @@ class Link:
         Raises:
           StepError: what they are to run can't be sent to them.
         """
-        wide = jax.config.read("jax_enable_x64")
+        wide = jax_compat.uses_x64()
         for n in self.own:
             try:
                 spec = servers[n].portable()

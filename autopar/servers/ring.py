@@ -112,7 +112,7 @@ class RingSession:
         if self._own is None:
             return {}
         kept = self._link.command(self._own, Read(jax.process_index()))
-        return dict(zip(self._places, kept.leaves.values(), strict=True))
+        return {k: jnp.asarray(x) for k, x in zip(self._places, kept.leaves.values(), strict=True)}
 
     def timeline(self) -> Timeline:
         """Returns what was done with the weights of each passive client, in order. Collective."""
