@@ -27,6 +27,9 @@ class SyncPlan:
       server_bytes: Of the centre, on each server.
       way: How the user writes it.
       partners: With whom clients exchange weights, as `sync.Replicated` has it.
+      nonlinear: Of means in every step, what of the update isn't linear in gradients, with its place; "": nothing is,
+        or it isn't known.
+      averages_gradients: Whether they are known to be what averaging gradients is.
     """
 
     name: str
@@ -46,6 +49,8 @@ class SyncPlan:
     server_bytes: tuple[int, ...] = ()
     way: str = "Average()"
     partners: str = "all"
+    nonlinear: str = ""
+    averages_gradients: bool = False
 
     @property
     def sent_bytes(self) -> float:
