@@ -9,8 +9,8 @@ the bytes that a process sends in a step.
 With `--sync` each rank trains a replica of its own instead, on texts of its own, its tables on its device: "average"
 takes the mean of the weights after every step, "local" after every 30, and "diloco" has an outer optimizer move what
 all have by it. "elastic" pulls weights and a centre towards each other every 30 steps, and by "async" all train one
-state, which servers in the ranks keep, without waiting for each other. "hybrid" takes means beside the steps, "dpsgd" and
-"adpsgd" of two neighbours in a ring at a time, at once or whenever that suits.
+state, which servers in the ranks keep, without waiting for each other. "hybrid" takes means beside the steps, and
+"dpsgd" and "adpsgd" of two neighbours in a ring at a time, at once or whenever that suits.
 """
 
 from __future__ import annotations
