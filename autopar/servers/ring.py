@@ -85,11 +85,13 @@ class RingSession:
         self._link = Link(
             [NeighborSpec(here, clients.count)] * len(passives), clients, places=[clients.leader(c) for c in passives]
         )
-        self._turn = 0
+        #: The exchange under way, or the last one, and steps that are done.
+        self._turn, self._steps = -1, 0
 
     def before(self, weights: Mapping[int, Array]) -> None:
         """Begin an exchange, if this client is active, beside a step that begins with some weights."""
-        self._link.drain()
+        self._link.drain()  # of a step that was cut short, whose exchange is done all the same
+        self._turn += 1
         if self._own is None:
             message = Exchange(self._link.number, self._ring.number(self._turn), self._sent(weights))
             self._link.request(self._partner, message)
@@ -100,9 +102,9 @@ class RingSession:
             reply = self._link.answer(self._partner)
             made = pulled(weights, dict(zip(self._places, reply.values, strict=True)))
         else:
-            reply = self._link.ask(self._own, Stepped(self._link.number, self._turn, self._sent(weights)))
+            reply = self._link.ask(self._own, Stepped(self._link.number, self._steps, self._sent(weights)))
             made = {k: jnp.asarray(x) for k, x in zip(self._places, reply.values, strict=True)}
-        self._turn += 1
+        self._steps += 1
         return made
 
     def settled(self) -> dict[int, Array]:
