@@ -32,11 +32,11 @@ class Replicated(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What it is called."""
+        """Returns what it is called."""
 
     @property
     def call(self) -> str:
-        """How a user writes it."""
+        """Returns how a user writes it."""
         return f"{type(self).__name__}()"
 
     @property
@@ -51,7 +51,7 @@ class Replicated(abc.ABC):
 
     @property
     def period(self) -> int:
-        """Steps from one exchange to the next."""
+        """Returns the steps from one exchange to the next."""
         return 1
 
     @property
@@ -104,8 +104,9 @@ class _Bounded(Replicated):
 class Average(Replicated):
     """Each client takes some steps by itself; then its weights become the mean of all clients'.
 
-    With `every=1` that is SYNC of "Improving the Efficiency of ... ASR" (section 2), and, where the optimizer is SGD,
-    data parallelism; with more steps local SGD (Stich, 2019). With `outer=` it is DiLoCo (Douillard et al., 2023,
+    With `every=1` that is SYNC of Zhang et al., "Distributed deep learning strategies for automatic speech recognition"
+    (section 3.2), and, where the update is linear in gradients (SGD, momentum), data parallelism; with more steps local
+    SGD (Stich, 2019). With `outer=` it is DiLoCo (Douillard et al., 2023,
     algorithm 1): the mean of what clients changed is a gradient, by which an optimizer moves the weights that all had
     before. Optimizer slots, statistics, counts and random keys stay each client's own.
 

@@ -11,7 +11,7 @@ from autopar.analysis.local import keeps_partial
 from autopar.ir.program import Atom, Equation, Program, Var
 
 
-def gradient_equations(program: Program) -> set[Equation]:
+def backward_pass(program: Program) -> set[Equation]:
     """Returns the equations of JAX's backward pass, and those that these follow from. None if there is no such pass."""
     found: set[Equation] = set()
     read: set[Atom] = set()

@@ -30,7 +30,7 @@ from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.world import SERVERS_VARIABLE, World, job, world
-from autopar.sync import Average, Replicated, Sync
+from autopar.sync import Replicated, Sync
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
@@ -228,17 +228,26 @@ def clients_of(
     if asks_for_hosts(strategy):
         raise ArgumentsError(
             f"sync={type(sync).__name__}(...): tables on hosts are one for all ranks that train one state together. "
-            + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Average) else _SERVERS)
+            + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Replicated) else _SERVERS)
         )
     if isinstance(sync, Replicated) and sync.slope is not None:
         sync.check_stable(sync.slope)
     clients = Clients.of(devices, sync.clients)
-    if isinstance(sync, Replicated) and sync.is_ring and clients.count > 1 and clients.count % 2:
-        raise ArgumentsError(
-            f"sync={sync.call}: {clients.count} clients make an odd ring, in which two adjacent ones would ask each "
-            "other, or one would have no partner. Give clients= an even number, or train on one process less"
-        )
+    check_ring(sync, clients.count)
     return clients
+
+
+def check_ring(sync: Sync | None, clients: int) -> None:
+    """Check that so many clients make a ring, if they are to.
+
+    Raises:
+      ArgumentsError: they don't.
+    """
+    if isinstance(sync, Replicated) and sync.is_ring and clients > 1 and clients % 2:
+        raise ArgumentsError(
+            f"sync={sync.call}: {clients} clients make an odd ring: two adjacent ones would ask each other, or "
+            "one would have no partner. Give clients= an even number, or train on one process less"
+        )
 
 
 def servers_of(sync: Sync | None, processes: int) -> int:
@@ -313,12 +322,18 @@ def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Any, Any]]:
 def _program(
     mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], count: int, turn: int | None
 ) -> Callable[..., Sequence[Array]]:
-    """A program that joins all clients' arrays, each client a C-th of the elements of every dtype; or those of the
-    partners of a turn."""
+    """A program that joins all clients' arrays, each client a C-th of the elements of every dtype; or, `turn` being
+    given, each client its own and its partner's."""
 
-    def pairs(*arrays: Array) -> Sequence[Array]:
-        partners = [(c, Ring(count).neighbor(c, turn or 0)) for c in range(count)]
-        return [join([x, jax.lax.ppermute(x, _AXIS, partners)]) for x in arrays]
+    def joined_by_all(flat: Array) -> Array:
+        each = -(-flat.size // count)
+        parts = jnp.pad(flat, (0, count * each - flat.size)).reshape(count, each)
+        received = jax.lax.all_to_all(parts, _AXIS, 0, 0)
+        return jax.lax.all_gather(join([received[c] for c in range(count)]), _AXIS, tiled=True)
+
+    def joined_by_two(flat: Array, turn: int) -> Array:
+        partners = [(c, Ring(count).neighbor(c, turn)) for c in range(count)]
+        return join([flat, jax.lax.ppermute(flat, _AXIS, partners)])
 
     def run(*arrays: Array) -> Sequence[Array]:
         by_dtype: dict[Any, list[int]] = {}
@@ -327,15 +342,10 @@ def _program(
         joined: list[Array] = [None] * len(arrays)
         for some in by_dtype.values():
             flat = jnp.concatenate([arrays[k].reshape(-1) for k in some])
-            each = -(-flat.size // count)
-            parts = jnp.pad(flat, (0, count * each - flat.size)).reshape(count, each)
-            received = jax.lax.all_to_all(parts, _AXIS, 0, 0)
-            own = join([received[c] for c in range(count)])
-            whole, start = jax.lax.all_gather(own, _AXIS, tiled=True), 0
+            whole, start = joined_by_all(flat) if turn is None else joined_by_two(flat, turn), 0
             for k in some:
                 joined[k] = whole[start : start + arrays[k].size].reshape(arrays[k].shape)
                 start += arrays[k].size
         return joined
 
-    run = run if turn is None else pairs
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False))

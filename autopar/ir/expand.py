@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autopar.ir.program import Atom, Block, Equation, Var
-from autopar.ir.slicing import clone
+from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.trace import block_of
 
 
@@ -41,4 +41,6 @@ def expand(
 @functools.lru_cache(maxsize=256)
 def _traced(fun: Callable[..., Any], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
     """A function's equations. `x64`: JAX's option, by which they differ."""
-    return block_of(jax.make_jaxpr(fun)(*shapes))
+    return eliminate_dead(block_of(jax.make_jaxpr(fun)(*shapes)))[
+        0
+    ]  # a scatter of no updates leaves ids that none reads

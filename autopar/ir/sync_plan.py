@@ -56,8 +56,10 @@ class SyncPlan:
     def sent_bytes(self) -> float:
         """Bytes that a client sends in a step, on average: 2(C-1)/C of the weights, every k steps. An upper bound where
         touched rows are sent, of which steps have some in common. To a centre or a neighbour all of them."""
+        if self.servers:
+            return self.mean_bytes / self.every
         if self.partners != "all":
-            return self.mean_bytes / self.every * (self.clients > 1 or self.partners == "center")
+            return self.mean_bytes * (self.clients > 1)
         return 2 * (self.clients - 1) / self.clients * self.mean_bytes / self.every
 
     def __str__(self) -> str:

@@ -140,8 +140,11 @@ def _start_jax(here: World) -> None:
 
 
 def _local_devices(here: World) -> list[int] | None:
-    """The accelerators of this rank among its host's, by number: one each where several ranks share a host, in turn
-    where there are fewer of them than ranks. None for all of them, and where the environment says which."""
+    """Returns the accelerators of this rank among its host's, by number.
+
+    Ranks that share a host have one each, in turn where there are fewer. None for all of them, and where the
+    environment says which.
+    """
     from mpi4py import MPI
 
     local = here.comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -153,15 +156,15 @@ def _local_devices(here: World) -> list[int] | None:
         return None
     if rank == 0 and 0 < gpus < size:
         report_fault(
-            f"warning: {size} ranks share {gpus} GPU{'s'[: gpus - 1]} on {socket.gethostname()}. Servers of parameters "
-            "and MPI's reductions work so; collectives of JAX (means, data parallelism on devices) hang or fail, for "
+            f"warning: {size} ranks on {gpus} GPU{'s' * (gpus > 1)} on {socket.gethostname()}. Servers of parameters "
+            "and MPI's reductions work so; collectives of JAX (means, data parallelism on devices) hang or fail: "
             f"NCCL wants a GPU for each rank: start {gpus} on a machine"
         )
     return [rank % (gpus or size)]
 
 
 def nvidia_gpus(devices: Path = Path("/dev")) -> int:
-    """The number of NVIDIA's GPUs that CUDA sees, without starting it. 0: none, or it can't be known.
+    """Returns the number of NVIDIA's GPUs that CUDA sees, without starting it. 0: none, or it can't be known.
 
     Args:
       devices: Where the driver has a file for each.

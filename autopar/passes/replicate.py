@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.analysis.linear_update import first_nonlinear, gradient_equations
+from autopar.analysis.linear_update import backward_pass, first_nonlinear
 from autopar.analysis.weights import goes_on, weights
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.balance import balanced
@@ -74,7 +74,7 @@ def replicate(
     by_rows = clients > 1 and not sync.is_asynchronous
     rows = dict(_touched(program, bound, found, clients * sync.period)) if by_rows else {}
     is_in_every_step = (sync.partners, sync.period, sync.delay, sync.outer) == ("all", 1, 0, None)
-    gradients = gradient_equations(program) if is_in_every_step else set()
+    gradients = backward_pass(program) if is_in_every_step else set()
     broken = first_nonlinear(program, gradients, found) if gradients else None
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from autopar.backends.clients import mean_of
 from autopar.errors import TimelineError
+from autopar.planning.replayed_client import ReplayedClient, with_means
 from autopar.run.entry import Entry
 from autopar.run.replicas import Weights, fragments_of
 from autopar.run.runner import Runner
@@ -19,56 +18,41 @@ from autopar.servers.elastic import CenterParts, pulled
 from autopar.servers.messages import Exchange, Pulled
 from autopar.servers.timeline import Timeline
 from autopar.sync import Elastic
-from autopar.tables.kinds import copied, materialize
+from autopar.tables.kinds import materialize
 
 Array = Any
-_mean = jax.jit(mean_of)
 
 
-class _Worker:
+class _Worker(ReplayedClient):
     """A worker's steps up to its next exchange.
 
     Attributes:
-      leaves: Its state, by number of the step's input.
-      results: What its calls returned.
       exchanges: How many are done.
       sent: Whether the next step is beside one.
       moves: What came of that, by number of the server.
     """
 
     def __init__(
-        self, runner: Runner, states: Mapping[int, int], every: int, start: Sequence[Any], calls: Sequence[Any]
+        self, runner: Runner, states: Mapping[int, int], start: Sequence[Any], calls: Sequence[Any], every: int
     ) -> None:
-        self._runner, self._states, self._every, self._calls = runner, states, every, calls
-        self.leaves = {k: copied(materialize(start[k])) for k in states}
-        self.results: list[list[Any]] = []
+        super().__init__(runner, states, start, calls)
+        self._every = every
         self.exchanges, self.sent = 0, False
         self.moves: dict[int, Sequence[Array]] = {}
 
-    @property
-    def _is_due(self) -> bool:
-        return len(self.results) > 0 and len(self.results) % self._every == 0
-
     def advance(self) -> None:
         """Do steps until one is to be exchanged, or all are done."""
-        while len(self.results) < len(self._calls) and not self._is_due:
-            self._step({})
-        self.sent = len(self.results) < len(self._calls)
+        while not self.is_done and not (self.turn and self.turn % self._every == 0):
+            self.end(self.computed(), {})
+        self.sent = not self.is_done
 
     def exchanged(self, parts: CenterParts) -> None:
         """Do the step beside which an exchange was, and those up to the next one."""
-        self._step(parts.joined([self.moves[n] for n in range(parts.count)]))
+        moves, results = parts.joined([self.moves[n] for n in range(parts.count)]), self.computed()
+        weights = {k: jnp.asarray(materialize(results[self._states[k]])) for k in moves}
+        self.end(results, pulled(weights, moves))
         self.exchanges, self.moves = self.exchanges + 1, {}
         self.advance()
-
-    def _step(self, moves: Mapping[int, Array]) -> None:
-        call = [self.leaves.get(k, x) for k, x in enumerate(self._calls[len(self.results)])]
-        results = jax.block_until_ready(jax.tree.leaves(self._runner(call)))
-        weights = {k: jnp.asarray(materialize(results[self._states[k]])) for k in moves}
-        for k, array in pulled(weights, moves).items():
-            results[self._states[k]] = array
-        self.leaves = {k: results[out] for k, out in self._states.items()}
-        self.results.append(results)
 
 
 def replay_elastic(
@@ -95,8 +79,7 @@ def replay_elastic(
     if parts.count != len(timeline.events):
         raise TimelineError(f"{program.name} has {parts.count} servers at most, not {len(timeline.events)}")
     centers = [Center(dict(enumerate(parts.of(n, weights))), sync.alpha, timeline.workers) for n in range(parts.count)]
-    states = program.new_states
-    workers = [_Worker(entry.own_runner, states, sync.interval, start, own) for own in calls]
+    workers = [_Worker(entry.own_runner, program.new_states, start, own, sync.interval) for own in calls]
     todo = [deque(events[:, :2].tolist()) for events in timeline.pushes]
     for worker in workers:
         worker.advance()
@@ -116,10 +99,7 @@ def replay_elastic(
             raise TimelineError(f"none of {[events[0] for events in todo if events]} can have come next")
     if waiting := [k for k, worker in enumerate(workers) if worker.sent]:
         raise TimelineError(f"workers {waiting} have more minibatches than the timeline has exchanges for")
-    made = list(start)
-    for k in states:
-        own = [jnp.asarray(materialize(worker.leaves[k])) for worker in workers]
-        made[k] = _mean(own) if jnp.issubdtype(own[0].dtype, jnp.floating) else own[0]
+    made = with_means(start, workers)
     for k, x in parts.joined([[*center.leaves.values()] for center in centers]).items():
         made[k] = jnp.asarray(x)
     return made, [worker.results for worker in workers]

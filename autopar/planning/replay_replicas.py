@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.backends.clients import Clients, mean_of
+from autopar.backends.clients import Clients, check_ring, mean_of
 from autopar.errors import ArgumentsError
 from autopar.ir.program import Program
 from autopar.planning.verification import Verification
@@ -60,9 +60,10 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
       >>> [float(w[0]) for w, _ in last]
       [0.42..., 0.42...]
     """
-    if isinstance(step, ParallelStep) and step.options.is_asynchronous:
+    if isinstance(step, ParallelStep) and step.options.sync is not None and step.options.sync.is_asynchronous:
         raise ArgumentsError(
-            "replay is for sync=Average(...): with servers it takes a timeline, autopar.replay_timeline"
+            "replay is for clients that average all at once, sync=Average(...): what others do depends on who comes "
+            "when, and is replayed of a timeline, autopar.replay_timeline"
         )
     if not isinstance(step, ParallelStep) or step.clients is None:
         raise ArgumentsError("replay takes a step whose clients train replicas, parallelize(step, sync=...)")
@@ -72,6 +73,7 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
         return
     if not isinstance(first, Sequence) or not first:
         raise ArgumentsError("replay takes for each step a list of minibatches, one for each client")
+    check_ring(step.options.sync, len(first))
     options = dataclasses.replace(step.options, clients=len(first))
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first[0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.servers.job import Job, as_recorded
 from autopar.servers.timeline import Timeline
-from autopar.sync import Async, Elastic, Replicated
+from autopar.sync import Async, Elastic, Replicated, Sync
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, replicas_of
@@ -94,7 +94,8 @@ def replay_timeline(
       >>> float(w[0])
       0.4
     """
-    if not isinstance(step, ParallelStep) or not step.options.is_asynchronous:
+    sync = step.options.sync if isinstance(step, ParallelStep) else None
+    if sync is None or not sync.is_asynchronous:
         raise ArgumentsError(
             "replay_timeline takes a step whose clients wait for nobody, sync=autopar.sync.Async(...), Elastic(...) or "
             "ADPSGD()"
@@ -111,10 +112,10 @@ def replay_timeline(
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
-    if isinstance(options.sync, Async):
+    if isinstance(sync, Async):
         leaves, done = replay_served(entry, start, calls, timeline, _programs_here(entry, step.clients))
     else:
-        leaves, done = _replay(options.sync)(entry, start, calls, timeline)
+        leaves, done = _replay(sync)(entry, start, calls, timeline)
     made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
     return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
 
@@ -188,7 +189,7 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     return compared(clients, program, mine, steps, AGAINST)
 
 
-def _replay(sync: Any) -> Any:
+def _replay(sync: Sync | None) -> Callable[..., tuple[list[Any], list[list[list[Any]]]]]:
     """Returns what replays a way of replicas that wait for nobody."""
     return replay_elastic if isinstance(sync, Elastic) else replay_ring
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.local import OncePerRow, Spread
+from autopar.backends import across
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
@@ -54,13 +55,13 @@ class HostRunner:
         }
         self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
         self._new = {out: k for k, out in self._program.new_states.items()}
-        #: Outputs that are tables as they were before the step.
+        #: Outputs that are tables as they were before the step, or examples as they were given.
         self._old = {
-            out: self._program.block.inputs.index(atom)
+            out: k
             for out, atom in enumerate(self._program.block.outputs)
-            if out not in self._new
-            and atom in self._program.block.inputs
-            and self._program.block.inputs.index(atom) in self._tables
+            for k, input_ in enumerate(self._program.block.inputs)
+            if atom is input_ and out not in self._new
+            if k in self._tables or (k not in self._states and bound.placements[k] is not None)
         }
         count, there = bound.devices, [f for f in bound.families if f.on_hosts]
         limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
@@ -116,13 +117,12 @@ class HostRunner:
         logs = self._logs(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         inputs += [x for log in logs for x in (log.stamps, *log.entries)]
-        before = {out: _read(tables[k]) for out, k in self._old.items()}
+        before = {out: _read(tables[k] if k in tables else leaves[k]) for out, k in self._old.items()}
         step = RunningStep({})
         try:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
-            results = [before.get(out, value) for out, value in enumerate(results)]
-            returned = [self._result(out, value) for out, value in enumerate(results)]
+            returned = [before[out] if out in before else self._result(out, x) for out, x in enumerate(results)]
         except BaseException:
             if step.has_written:  # else the tables are as they were
                 self._hand_on(leaves, tables)
@@ -233,7 +233,7 @@ class HostRunner:
         for k, (axis, layout) in self._tables.items():
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
-                leaf = np.asarray(leaf) if is_table(leaf) else leaf
+                leaf = np.asarray(leaf) if is_table(leaf) else across.local(leaf)
                 path = self._program.inputs[k].path
                 storages[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
                 continue
@@ -325,13 +325,10 @@ class HostRunner:
             return value
         if isinstance(value, HostRows):
             return _read(value)
-        if isinstance(value, np.ndarray):
-            return jax.numpy.asarray(value)
-        local = self._local
-        state, ranks = local.outputs[out], self._ranks
+        state, ranks = self._local.outputs[out], self._ranks
         if isinstance(state, Spread) and not (state.owner or ranks.is_global) and ranks.exchange.size > 1:
             return self._joined(value, state.axis)
-        return self._ranks.own(value)
+        return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 
     def _joined(self, part: Any, along: int) -> jax.Array:
         """A global array of the ranks' parts."""
@@ -342,9 +339,11 @@ class HostRunner:
         return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 
 
-def _read(storage: HostRows) -> jax.Array:
-    """A table as an ordinary array. Collective."""
-    return HostTable(storage).materialize()
+def _read(value: Any) -> jax.Array:
+    """A table (then this is collective) or a given leaf as an array of its own."""
+    if isinstance(value, HostRows):
+        return HostTable(value).materialize()
+    return value.materialize() if is_table(value) else value if isinstance(value, jax.Array) else jax.numpy.array(value)
 
 
 def _has_dynamic_ids(space: Any) -> bool:

@@ -1,8 +1,9 @@
-"""`MeansRunner`: means of replicas' weights behind a client's steps (`autopar.sync.Average`, `Hybrid`)."""
+"""`MeansRunner`: means of replicas' weights behind a client's steps (`autopar.sync.Average`, `Hybrid`, `DPSGD`)."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,9 @@ import numpy as np
 
 from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError
-from autopar.ir.program import Program
 from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import SyncPlan
-from autopar.run.replicas import ReplicaRunner, Weights, fragments_of
+from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.sync import Replicated
 from autopar.tables.kinds import copied
 from autopar.tables.replica import OnItsWay, Replica, Replicas, moved
@@ -150,11 +150,10 @@ def _differences(anchors: Sequence[Array], weights: Sequence[Array]) -> Sequence
 class MeansRunner(ReplicaRunner):
     """Calls a client's own step, and averages replicas where the plan says so."""
 
-    def __init__(self, inner: Any, sync: Replicated, plan: SyncPlan, *others: Any) -> None:
-        """As of `ReplicaRunner`."""
-        super().__init__(inner, sync, plan, *others)
-        program: Program = others[2]
-        self.averaging = Averaging(sync, plan, fragments_of(plan, program), self.mode)
+    @functools.cached_property
+    def averaging(self) -> Averaging:
+        """Says what happens to weights behind a step."""
+        return Averaging(self._sync, self._plan, self._fragments, self.mode)
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
         bits = {name: saved[name] for name in saved if name.startswith(_TOUCHED)}
@@ -185,7 +184,7 @@ class MeansRunner(ReplicaRunner):
         return replicas, arrived | new
 
     def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
-        """What replicas share, and the mean of what clients send: of some tables the rows that any of them touched."""
+        """Returns what replicas share, and the mean of what clients send: of some tables the rows that any touched."""
         tables = [k for k in sent if k in self.touched]
         bits = [jnp.asarray(replicas.touched[k].bits) for k in tables]
         unions = zip(tables, self.clients.union(bits), strict=True)

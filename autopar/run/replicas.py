@@ -62,8 +62,9 @@ class ReplicaRunner(abc.ABC):
         self._sync, self._plan, self._plain = sync, plan, plain
         self._new_states, self._out_tree = program.new_states, out_tree
         self._name, self._paths = program.name, [input_.path for input_ in program.inputs]
+        self._fragments = fragments_of(plan, program)
         #: Inputs that are exchanged.
-        self.weights = [k for fragment in fragments_of(plan, program) for k in fragment]
+        self.weights = [k for fragment in self._fragments for k in fragment]
 
     @property
     def mode(self) -> str:
@@ -84,11 +85,11 @@ class ReplicaRunner(abc.ABC):
 
     @abc.abstractmethod
     def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
-        """What replicas share once a step is about to begin. `leaves`: its flat arguments, `own`: as it gets them."""
+        """Returns what replicas share before a step. `leaves`: its flat arguments, `own`: as it gets them."""
 
     @abc.abstractmethod
     def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
-        """What replicas share behind a step, and the weights that aren't those that it returned."""
+        """Returns what replicas share behind a step, and the weights that aren't those that it returned."""
 
     def lower(self) -> Any:
         """A mean over clients is a program of its own."""
@@ -155,7 +156,7 @@ class Weights(Mapping[int, Array]):
         self._leaves = leaves
 
     def but(self, new: Mapping[int, Array]) -> Weights:
-        """The same with some others in their place."""
+        """Returns the same with some others in their place."""
         return Weights({**self._leaves, **new})
 
     def __getitem__(self, k: int) -> Array:

@@ -103,8 +103,8 @@ class CenterSession:
 
     def settled(self) -> dict[int, Array]:
         """The centre behind all exchanges. Collective."""
-        return self._parts.joined([[*kept.leaves.values()] for kept in self._link.settled(None)[0]])
+        return self._parts.joined([[*kept.leaves.values()] for kept in self._link.settled()[0]])
 
     def timeline(self) -> Timeline:
         """Returns all exchanges, in their order on each server. Collective."""
-        return Timeline(self._link.workers, None, [kept.events for kept in self._link.settled(None)[0]])
+        return Timeline(self._link.workers, None, [kept.events for kept in self._link.settled(leaves=())[0]])

@@ -114,17 +114,20 @@ class Link:
         self.drain()
         return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
-    def settled(self, own: Any, resumed: Any = None) -> tuple[list[Kept], Any]:
+    def settled(
+        self, own: Any = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
+    ) -> tuple[list[Kept], Any]:
         """Ask for what each server keeps once all workers' messages are done, and what the first worker says.
         Collective.
 
         Args:
           own: What this worker says.
           resumed: A message that each worker tells servers then; None: it tells them nothing.
+          leaves: As of `Read`.
         """
         self.finish()
         here, processes = self._service.rank, everyone()
-        mine = {n: self.command(n, Read(here)) for n in self.own}
+        mine = {n: self.command(n, Read(here, leaves)) for n in self.own}
         sent = pickle.dumps((mine, own if here == 0 else None))
         all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
         if resumed is not None:

@@ -81,7 +81,7 @@ class RingSession:
         self._ring, self._places = Ring(clients.count), list(weights)
         passives = self._ring.passives
         self._own = passives.index(clients.own) if clients.own in passives else None
-        here = dict(enumerate(self._sent(weights)))
+        here = dict(enumerate(self._sent(weights)))  # of which a passive client's processes make use
         self._link = Link(
             [NeighborSpec(here, clients.count)] * len(passives), clients, places=[clients.leader(c) for c in passives]
         )
@@ -118,7 +118,8 @@ class RingSession:
 
     def timeline(self) -> Timeline:
         """Returns what was done with the weights of each passive client, in order. Collective."""
-        return Timeline(self._link.workers, None, [kept.events for kept in self._link.settled(None)[0]], ring=True)
+        kept, _ = self._link.settled(leaves=())
+        return Timeline(self._link.workers, None, [each.events for each in kept], ring=True)
 
     @property
     def _partner(self) -> int:

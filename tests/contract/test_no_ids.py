@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import autopar
 from tests.support.no_ids import SHAPES, difference
 
+PLACES = pytest.mark.parametrize("options", [{}, {"strategy": ("ps", "hosts")}], ids=["one device", "hosts"])
 
-@pytest.mark.parametrize("options", [{}, {"strategy": ("ps", "hosts")}], ids=["one device", "hosts"])
+
+@PLACES
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_ids(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     assert difference(shape, **options) < 1e-6
+
+
+@PLACES
+def test_products_of_no_rows_with_some(options: dict[str, Any]) -> None:
+    def step(table: jax.Array, batch: dict[str, Any]) -> Any:
+        def loss_of(table: jax.Array) -> jax.Array:
+            none, some = table[batch["none"]], table[batch["some"]]
+            return jnp.sum(jax.nn.logsumexp(none @ some.T, axis=1)) + jnp.mean(some**2)
+
+        loss, grads = jax.value_and_grad(loss_of)(table)
+        return table - 0.1 * grads, loss
+
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(40, 3)), jnp.float32)
+    batch = {"none": np.zeros(0, np.int32), "some": np.array([1, 2, 1, 39], np.int32)}
+    new, loss = autopar.parallelize(step, donate=False, **options)(table, batch)
+    wanted, wanted_loss = jax.jit(step)(table, batch)
+    np.testing.assert_allclose(np.asarray(autopar.materialize(new)), wanted, rtol=1e-6)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)

@@ -40,6 +40,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (2, 1): (
             "check_deferred",
             "check_results",
+            "check_examples_that_are_handed_back",
             "check_init",
             "check_nonfinite",
             "check_growth",

@@ -23,7 +23,7 @@ from autopar.servers.dealer import Dealer
 from autopar.servers.keys import KeyServer
 from autopar.servers.server import Server
 from autopar.sync import Async, Average, Elastic
-from tests.support.mpi.replica_cases import RANK, RANKS, alike, make_state, minibatch, same, step_of, trained
+from tests.support.mpi.replica_task import RANK, RANKS, alike, make_state, minibatch, same, step_of, trained
 from tests.support.mpi.served_cases import replayed
 
 SERVERS = int(os.environ["AUTOPAR_SERVERS"])

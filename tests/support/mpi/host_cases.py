@@ -184,6 +184,26 @@ def check_results() -> None:
     assert isinstance(ordinary.params["emb"]["embedding"], jax.Array)
 
 
+def check_examples_that_are_handed_back() -> None:
+    """A leaf of the batch that a step returns as it was given it: every rank has all of it, and may give it again."""
+
+    def step(table: jax.Array, rest: Any, batch: Any) -> Any:
+        grads = jax.grad(lambda t: jnp.mean(t[batch["ids"]] ** 2))(table)
+        return table - 0.1 * grads, rest, (batch["ids"], batch["ids"] * 2)
+
+    planned = autopar.parallelize(step, strategy=HOSTS, donate=False)
+    table, slots = jnp.arange(40.0 * 3).reshape(40, 3), np.arange(40.0 * 3, dtype=np.float32).reshape(40, 3)
+    batch = {"ids": np.arange(24, dtype=np.int32) % 7}
+    new, rest, (ids, doubled) = planned(table, {"slots": slots}, batch)
+    np.testing.assert_array_equal(rest["slots"], slots)
+    np.testing.assert_array_equal(ids, batch["ids"])
+    assert doubled.shape == (24,)
+    new, rest, _ = planned(new, rest, batch)
+    np.testing.assert_array_equal(rest["slots"], slots)
+    wanted, *_ = jax.jit(step)(jax.jit(step)(table, rest, batch)[0], rest, batch)
+    np.testing.assert_allclose(np.asarray(new), wanted, rtol=1e-6)
+
+
 def check_init() -> None:
     """Bit for bit what jax.jit makes, in shards."""
 

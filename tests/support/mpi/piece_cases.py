@@ -16,7 +16,7 @@ from autopar.backends.across import local
 from autopar.launch.group import everyone
 from autopar.mpi.world import job
 from autopar.sync import Async, Elastic
-from tests.support.mpi.replica_cases import FOLDER, RANK, RANKS, near, same
+from tests.support.mpi.replica_task import FOLDER, RANK, RANKS, near, same
 from tests.support.mpi.served_cases import CLIPPED
 
 

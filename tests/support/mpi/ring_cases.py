@@ -18,7 +18,7 @@ from autopar.launch.group import everyone
 from autopar.servers.messages import Exchange
 from autopar.servers.ring import Neighbor, NeighborSpec
 from autopar.sync import ADPSGD, DPSGD
-from tests.support.mpi.replica_cases import (
+from tests.support.mpi.replica_task import (
     FOLDER,
     RANK,
     RANKS,

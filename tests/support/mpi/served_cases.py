@@ -21,7 +21,7 @@ from autopar.launch.group import everyone
 from autopar.servers.elastic import CenterSession
 from autopar.servers.messages import Push
 from autopar.sync import Async, Elastic
-from tests.support.mpi.replica_cases import (
+from tests.support.mpi.replica_task import (
     FOLDER,
     RANK,
     RANKS,
