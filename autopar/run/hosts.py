@@ -67,7 +67,8 @@ class HostRunner:
         #: Two rows at least: a reshape would not tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
         for space in self._program.rows.spaces:
-            if space.family in least and (space.depends_on or not _has_dynamic_ids(space)):
+            is_known = space.is_pulled or not _has_dynamic_ids(space)  # whichever batch comes
+            if space.family in least and (space.depends_on or is_known):
                 least[space.family] = limits[space.family]
         self._buckets = ShapeBuckets(least, limits)
         self._log_specs = [HostUpdateLogSpec(e, self._ranks.host) for e in flushes(compiled.program.block)]

@@ -113,7 +113,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
             )
         where = str(space.refusal.source) if space.refusal.source else source
         return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
-    if choices.options.sparse == "off":
+    if choices.options.sparse == "off" and not space.is_pulled:
         return dense("sparse='off'")
     ids: RowIds = program.ids[space.family]
     shown = f"{ids.count} ids a step against {space.extent} rows"
@@ -227,6 +227,7 @@ def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
             axis=space.row_axes[table],
             slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
             ids=ids,
+            pulled=space.is_pulled,
             **fields,
         )
         for table in space.tables
