@@ -231,7 +231,9 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
 def _split_stages(program: Program, bound: BoundPlan, request: Request) -> Result:
     if not bound.on_hosts:
         return program, bound, "one program"
-    stages = split_stages(program, bound.devices, {f.family for f in bound.families if f.on_hosts})
+    hosted = [f for f in bound.families if f.on_hosts]
+    owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
+    stages = split_stages(program, {f.family for f in hosted}, owners=owners)
     bound = bound.noting(stages=tuple(map(str, stages.items)))
     return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
 
