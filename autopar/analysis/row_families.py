@@ -90,6 +90,8 @@ class Families:
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
         """Whether there is an update to save, or the rows are spread and would be brought together."""
         block, new = self.program.block, self.program.new_states
+        if any(block.inputs[k] in self.program.pulled for k in leaves):
+            return True
         updated = any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
         return updated or any(self.program.inputs[k].layout is not None for k in leaves)
 

@@ -41,6 +41,7 @@ class TablePlan:
       refused: Whether it can't be lifted at all.
       capacity, tight: By "ps", the rows that a device asks another one for at most; whether that was measured.
       cyclic: Whether rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+      pulled: Whether it is a dense leaf on hosts, of which every step takes all rows.
       log_steps: Steps that untouched rows wait for at most; 0 where no step moves them.
       alpha: Rows that a step touches; None where nothing is known of them.
       growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
@@ -68,6 +69,7 @@ class TablePlan:
     tight: bool = False
     cyclic: bool = field(default=False, metadata={"formerly": "dealt"})
     log_steps: int = field(default=0, metadata={"formerly": "journal"})
+    pulled: bool = False
     alpha: Alpha | None = None
     growth: Growth | None = None
     sizes: Sizes | None = None
