@@ -178,7 +178,8 @@ class Families:
         if isinstance(other, Row):
             owners = self._members().get(self.flow.find(other.family), [])
             names = ", ".join(self.program.inputs[k].path for k in owners[:2])
-            return Refusal(f"{path} is made anew from all rows of {names}", source)
+            what = f"is made anew from all rows of {names}" if names else "isn't computed from what it was"
+            return Refusal(f"{path} {what}", source)
         return self._product(space) or Refusal(
             f"the step returns {path} as something that is not computed row by row", source
         )

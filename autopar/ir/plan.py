@@ -236,16 +236,8 @@ class Plan:
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (
-            self.devices,
-            self.microbatches,
-            self.strategy,
-            limits,
-            _stages_of(self),
-            _tensor_of(self),
-            self.sync,
-            self.served,
-        )
+        ways = (_stages_of(self), _tensor_of(self), self.sync, self.served)
+        about = (self.devices, self.microbatches, self.strategy, limits, *ways)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -380,7 +372,7 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
     measured = "measured" if entry.tight else "a bound"
     seconds = entry.seconds.get(entry.taken)
     return {
-        "kind": "table",
+        "kind": "dense, pulled whole" if entry.pulled else "table",
         **shape,
         "axis of rows": str(entry.axis),
         "slots": ", ".join(entry.slots) or "none",

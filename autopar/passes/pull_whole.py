@@ -25,7 +25,6 @@ from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.errors import StrategyError
 from autopar.ir.expand import expand
-from autopar.ir.paths import matches
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.strategy import Strategy, asked_of
@@ -35,80 +34,79 @@ _ENOUGH_ROWS = 64
 
 
 def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
-    """The program with lookups and pushes of all rows of the dense leaves that a strategy has on hosts.
+    """Insert lookups and pushes of all rows of the dense leaves that a strategy has on hosts.
 
     Args:
       program: A classified program.
-      strategy: The user's. A pattern means dense leaves if it matches no table.
+      strategy: The user's. A pattern means dense leaves if no table is there by it.
 
     Raises:
       StrategyError: a leaf is named that can't be there.
     """
-    wanted = _wanted(program, strategy)
     inputs = program.block.inputs
-    pulled: dict[int, int] = {}
-    names: list[str] = []
     tables = {k for k, _ in program.tables}
-    for k in wanted:
+    pulled: dict[int, int] = {}
+    parameters: list[int] = []
+    for k, is_named in _wanted(program, strategy).items():
         if k in pulled:  # a slot of another one
             continue
-        layout = program.inputs[k].layout
-        axis = _row_axis(inputs[k].shape) if layout is None else layout[1]
-        update = _Update.of(program, k, axis)
-        if tables.isdisjoint(update.leaves):  # else it is a slot of a table
-            program = update.rewritten()
-            pulled |= dict.fromkeys(sorted(update.leaves), axis)
-            names.append(program.inputs[k].path)
-    if not names:
+        reason, path, layout = _refusal(inputs[k]), program.inputs[k].path, program.inputs[k].layout
+        if reason is None:
+            axis = _row_axis(inputs[k].shape) if layout is None else layout[1]
+            update = _Update.of(program, k, axis)
+            if not tables.isdisjoint(update.leaves):  # it is a slot of a table
+                continue
+            changed = update.rewritten()
+            if changed is not None:
+                program = changed
+                pulled |= dict.fromkeys(sorted(update.leaves), axis)
+                parameters.append(min(update.leaves, key=lambda k: (len(program.inputs[k].path), k)))
+                continue
+            reason = "the step reads nothing of it but for its own new value, so that there is nothing to pull"
+        if is_named and layout is None:
+            raise StrategyError(f"strategy: {path} can't be on hosts: {reason}. Leave it to 'auto'")
+    if not pulled:
         return program, ""
-    looked_up = tuple((k, pulled[k]) for k in wanted if program.inputs[k].path in names)
-    candidates = tuple((k, axis) for k, axis in program.candidates if k not in pulled)
+    candidates = {**dict(program.candidates), **pulled}
     program = dataclasses.replace(
         program,
-        tables=tuple(sorted((*program.tables, *looked_up))),
-        candidates=tuple(sorted((*candidates, *pulled.items()))),
+        tables=tuple(sorted((*program.tables, *((k, pulled[k]) for k in parameters)))),
+        candidates=tuple(sorted(candidates.items())),
         pulled=program.pulled | {inputs[k] for k in pulled},
     )
-    return program, f"; dense, and pulled from hosts: {', '.join(names)}"
+    return program, f"; dense, and pulled from hosts: {', '.join(program.inputs[k].path for k in parameters)}"
 
 
-def _wanted(program: Program, strategy: Strategy) -> Sequence[int]:
-    """The leaves that a strategy has on hosts although they aren't looked up by rows."""
+def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
+    """Finds the leaves that a strategy has on hosts although they aren't looked up by rows: leaf -> whether by name."""
     if not isinstance(strategy, Mapping):
-        return ()
+        return {}
     tables = {program.inputs[k].path for k, _ in program.tables}
+    of_tables = {"*", "**", None, *(asked_of(strategy, path).pattern for path in tables)}
     read = {a for e in program.block.equations for a in e.inputs}
-    wanted = []
-    for k, input_ in enumerate(program.inputs):
-        if input_.role not in ("state", "table") or input_.path in tables or program.block.inputs[k] not in read:
+    wanted: dict[int, bool] = {}
+    for k, (leaf, input_) in enumerate(zip(program.block.inputs, program.inputs, strict=True)):
+        asked = asked_of(strategy, input_.path)
+        if input_.role not in ("state", "table") or input_.path in tables or asked.where != "hosts":
             continue
-        _, where, pattern = asked_of(strategy, input_.path)
-        if where != "hosts" or pattern in ("*", "**", None):
-            continue
-        is_named = pattern == input_.path
-        if not is_named and any(matches(pattern, path) for path in tables):
-            continue
-        reason = _refusal(program.block.inputs[k])
-        if reason is None:
-            wanted.append(k)
-        elif is_named and input_.layout is None:
-            raise StrategyError(
-                f"strategy: {input_.path} can't be on hosts: it {reason}, and hosts keep floating-point parameters by "
-                "their rows. Leave it to 'auto'"
-            )
+        is_named = asked.pattern == input_.path
+        if leaf in read and (is_named or asked.pattern not in of_tables):
+            wanted[k] = is_named
     return wanted
 
 
 def _refusal(leaf: Var) -> str | None:
-    """Why a leaf can't be kept on hosts by its rows; None if it can."""
+    """Says why a leaf can't be kept on hosts by its rows; None if it can."""
     if not isinstance(leaf.type, ArrayType) or not jax_compat.is_float(leaf.dtype):
-        return f"is {leaf.type}"
-    return None if max(leaf.shape, default=1) > 1 else "has a single element"
+        return f"it is {leaf.type}, and hosts keep floating-point parameters"
+    return None if max(leaf.shape, default=1) > 1 else "it has a single element, and hosts keep rows"
 
 
 def _row_axis(shape: Sequence[int]) -> int:
-    """The axis whose places are rows: the first one with enough of them, or the longest. The same for any number of
-    ranks, so that a checkpoint fits all."""
+    """Returns the axis whose places are rows: the first one with enough of them, or the longest.
+
+    It is the same for any number of ranks, so that a checkpoint fits all.
+    """
     longest = max(range(len(shape)), key=lambda d: (shape[d], -d))
     return next((d for d, size in enumerate(shape) if size >= _ENOUGH_ROWS), longest)
 
@@ -122,6 +120,8 @@ class _AllRows:
 
     def __call__(self, array: Any, numbers: Any) -> Any:
         window = tuple(d for d in range(array.ndim) if d != self.axis)
+        if array.dtype == bool:  # a mask, which isn't added to anything
+            return self(array.astype(jnp.uint8), numbers) != 0
         if self.is_push:
             places = jax.lax.ScatterDimensionNumbers(window, (self.axis,), (self.axis,))
             return jax.lax.scatter_add(jnp.zeros(array.shape, array.dtype), numbers, array, places)
@@ -132,7 +132,7 @@ class _AllRows:
 
 @dataclass(eq=False)
 class _Update:
-    """What of a step belongs to the owners of a leaf's rows.
+    """Finds what of a step belongs to the owners of a leaf's rows.
 
     Attributes:
       program: The program.
@@ -158,7 +158,7 @@ class _Update:
 
     @staticmethod
     def of(program: Program, leaf: int, axis: int) -> _Update:
-        """The update of a leaf."""
+        """Follows the update of a leaf."""
         update = _Update(program, {leaf}, axis, program.block.inputs[leaf].shape)
         for equation in program.block.equations:
             update.made.update(dict.fromkeys(equation.outputs, equation))
@@ -180,7 +180,7 @@ class _Update:
         return is_plain and self._is_alike(equation.outputs[0]) and all(operands)
 
     def _is_scalar(self, atom: Atom) -> bool:
-        """Whether it is a scalar, or one everywhere, which owners make themselves."""
+        """Says whether it is a scalar, or one everywhere, which owners make themselves."""
         return atom.shape == () or atom in self.scalars
 
     def _find_leaves(self) -> None:
@@ -199,7 +199,7 @@ class _Update:
             self.leaves |= {k for k, (values, _) in updates.items() if not values.isdisjoint(self.of_rows)}
 
     def _origins(self, states: Mapping[Var, int]) -> dict[Atom, frozenset[Atom]]:
-        """Value of the leaf's shape -> what it is made of element by element: leaves, and values that aren't made so.
+        """Maps each value of the leaf's shape to what it is made of element by element: leaves, and values that aren't.
 
         What is made of two such values and no leaf counts as one itself: one is pushed in place of two.
         """
@@ -215,7 +215,7 @@ class _Update:
         return origins
 
     def _made_of(self, root: Atom, origins: Mapping[Atom, frozenset[Atom]]) -> tuple[set[Atom], set[Atom]]:
-        """What a leaf's new value is made of element by element, and what that reads besides."""
+        """Finds what a leaf's new value is made of element by element, and what that reads besides."""
         values: set[Atom] = set()
         sources: set[Atom] = set()
         waiting = [root]
@@ -253,23 +253,26 @@ class _Update:
                 self.of_rows.add(out)
 
     def _is_of_rows(self, equation: Equation) -> bool:
-        """Whether owners compute it: a value of rows, or a reduction over all of them."""
+        """Says whether owners compute it: a value of rows, or a reduction over all of them."""
         is_reduction = equation.op in REDUCTION_PRIMITIVES and self.axis in equation.params["axes"]
         return is_reduction or any(v in self.of_rows for v in equation.outputs)
 
-    def rewritten(self) -> Program:
-        """The program with lookups and pushes."""
+    def rewritten(self) -> Program | None:
+        """Makes the program with lookups and pushes; None where nothing is pulled."""
         block = self.program.block
         last = block.equations[-1]
         count = self.shape[self.axis]
         equations = expand(lambda: jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0), last, ())
         numbers = equations[-1].outputs[0]
         moved: dict[tuple[Atom, bool], Atom] = {}
+        pushed: set[Var] = set()
 
         def all_rows(atom: Atom, like: Equation, *, is_push: bool) -> Atom:
             if (atom, is_push) not in moved:
-                equations.extend(expand(_AllRows(self.axis, is_push), like, (atom, numbers), again=True))
-                moved[atom, is_push] = equations[-1].outputs[0]
+                made = expand(_AllRows(self.axis, is_push), like, (atom, numbers), again=True)
+                equations.extend(made)
+                moved[atom, is_push] = made[-1].outputs[0]
+                pushed.update(v for e in made if is_push and e.op == "scatter-add" for v in e.outputs)
             return moved[atom, is_push]
 
         def seen(atom: Atom, like: Equation, *, by_owners: bool) -> Atom:
@@ -286,13 +289,14 @@ class _Update:
         for atom, output in zip(block.outputs, self.program.outputs, strict=True):
             is_input = isinstance(atom, Var) and atom in block.inputs
             outputs.append(atom if is_input else seen(atom, last, by_owners=output.state in self.leaves))
-        pushed = {a for (_, is_push), a in moved.items() if is_push and isinstance(a, Var)}
-        made = Block(block.inputs, tuple(equations), tuple(outputs))
-        return dataclasses.replace(self.program, block=made, pulled=self.program.pulled | pushed)
+        if all(is_push for _, is_push in moved):
+            return None
+        changed = Block(block.inputs, tuple(equations), tuple(outputs))
+        return dataclasses.replace(self.program, block=changed, pulled=self.program.pulled | pushed)
 
 
 def _narrows(equation: Equation) -> bool:
-    """Whether it converts to fewer bytes."""
+    """Says whether it converts to fewer bytes."""
     return (
         equation.op == "convert_element_type" and equation.outputs[0].dtype.itemsize < equation.inputs[0].dtype.itemsize
     )
