@@ -182,6 +182,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
         return _Wanted(methods, {}, {}, hosts, kept)
     tables = {k for k, _ in program.tables}
     pulled = {k for k, leaf in enumerate(program.block.inputs) if leaf in program.pulled}
+    there = {k for k in states if program.inputs[k].layout is not None}
     for pattern, input_ in strategy.items():
         method, where = split_method(input_)
         matched = [k for k, path in states.items() if matches(pattern, path)]
@@ -190,7 +191,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             rest = [path for k, path in states.items() if k not in tables]
             others = f"; others: {', '.join(rest[:8])}{', ...' if len(rest) > 8 else ''}" if rest else ""
             raise StrategyError(f"strategy: {pattern!r} matches no parameter. Looked up by rows: {shown}{others}")
-        if where == "hosts" and not (tables | pulled).intersection(matched):
+        if where == "hosts" and not (tables | pulled | there).intersection(matched):
             raise StrategyError(
                 f"strategy: {pattern!r} matches no parameter that can be on hosts: neither a table (looked up by rows: "
                 f"{shown}) nor, by its path or a pattern other than '*' and '**', a dense floating-point one that the "

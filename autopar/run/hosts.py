@@ -53,6 +53,8 @@ class HostRunner:
             if space.family in hosted
             for leaf, axis in zip(space.leaves, space.axes, strict=True)
         }
+        read = {*self._program.block.outputs, *(a for e in self._program.block.equations for a in e.inputs)}
+        self._unread = {k for k, leaf in enumerate(self._program.block.inputs) if leaf not in read}
         self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
         self._new = {out: k for k, out in self._program.new_states.items()}
         #: Outputs that are tables as they were before the step.
@@ -278,6 +280,8 @@ class HostRunner:
         """An argument as the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
+            if k in self._unread:  # a slot that an evaluation is given with its parameter
+                return leaf
             leaf = leaf.materialize()
         if not isinstance(type_, ArrayType):
             return leaf
