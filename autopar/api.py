@@ -135,7 +135,7 @@ def parallelize(
         (`Pipeline`). Which weights a stage has is found; new states lie where their stages are. All tables are dense.
       sync: Train a replica on every client, a process or some of them, on minibatches of its own:
         `autopar.sync.Average(...)`. Or train one state that servers keep, each process by itself,
-        `autopar.sync.Async(...)`. Other functions by design; docs/replicas.md.
+        `autopar.sync.Async(...)`. Other functions by design, and there are more; docs/replicas.md.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.

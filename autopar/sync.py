@@ -22,10 +22,9 @@ class Replicated(abc.ABC):
     outer: Any = None
     fragments: int = 1
     delay: int = 0
-    #: With whom: all other clients, servers that keep a centre, or neighbours in a ring.
-    partners: Literal["all", "center", "ring"] = "all"
-    #: Whether no client waits for another one.
-    is_asynchronous: bool = False
+    #: With whom: all other clients at once, a neighbour in a ring at once, servers that keep a centre, or neighbours in
+    #: a ring whenever that suits.
+    partners: Literal["all", "pairs", "center", "neighbors"] = "all"
     #: As of `Hybrid`.
     learning_rate: float | None = None
     curvature: float | Literal["measure"] | None = None
@@ -34,6 +33,21 @@ class Replicated(abc.ABC):
     @abc.abstractmethod
     def name(self) -> str:
         """What it is called."""
+
+    @property
+    def call(self) -> str:
+        """How a user writes it."""
+        return f"{type(self).__name__}()"
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether no client waits for another one."""
+        return self.partners in ("center", "neighbors")
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether clients exchange weights with neighbours alone."""
+        return self.partners in ("pairs", "neighbors")
 
     @property
     def period(self) -> int:
@@ -63,16 +77,19 @@ class _Bounded(Replicated):
     """A way that is known to be stable up to some rate only.
 
     Attributes:
+      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
       learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
       curvature: h, the largest eigenvalue of the loss's Hessian, for the same. "measure": eta h is measured before the
         first step, on its state and minibatch, by power iteration on the step itself (64 Jacobian-vector products of it
         at most, on one device).
     """
 
+    clients: int | None = None
     learning_rate: float | None = None
     curvature: float | Literal["measure"] | None = None
 
     def __post_init__(self) -> None:
+        check_clients(self.clients)
         way = type(self).__name__
         for name in ("learning_rate", "curvature"):
             value = getattr(self, name)
@@ -130,6 +147,13 @@ class Average(Replicated):
                 "nesterov=True)"
             )
         check_clients(self.clients)
+
+    @property
+    def call(self) -> str:
+        said = {"every": self.every, "fragments": self.fragments}
+        options = [f"{name}={value}" for name, value in said.items() if value > 1]
+        options += ["outer"] * (self.outer is not None) + [f"delay={self.delay}"] * (self.delay > 0)
+        return f"Average({', '.join(options)})"
 
     @property
     def period(self) -> int:
@@ -216,14 +240,11 @@ class Elastic(_Bounded):
 
     alpha: float
     interval: int = 64
-    clients: int | None = None
     servers: int | None = None
 
     partners = "center"
-    is_asynchronous = True
 
     def __post_init__(self) -> None:
-        check_clients(self.clients)
         check_clients(self.servers, "servers")
         if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < 1:
             raise ArgumentsError(
@@ -231,6 +252,10 @@ class Elastic(_Bounded):
             )
         _check_whole("Elastic(interval=%r)", self.interval, 1)
         super().__post_init__()
+
+    @property
+    def call(self) -> str:
+        return f"Elastic(interval={self.interval})"
 
     @property
     def period(self) -> int:
@@ -272,17 +297,63 @@ class Hybrid(_Bounded):
       ArgumentsError: a number that makes no sense.
     """
 
-    clients: int | None = None
-
     delay = 1
-
-    def __post_init__(self) -> None:
-        check_clients(self.clients)
-        super().__post_init__()
 
     @property
     def name(self) -> str:
         return "averaging beside the gradient"
+
+
+@dataclass(frozen=True)
+class DPSGD(_Bounded):
+    """Behind each step a client's weights become the mean of its own and a neighbour's, left and right in turn, in a
+    ring (decentralised parallel SGD; Zhang et al., "Distributed deep learning strategies for automatic speech
+    recognition", equation 4; Lian et al., 2017).
+
+    All clients have a partner in every step, so their number is even. They wait for their partners alone, and send each
+    other all weights once, where a mean over all costs up to twice that.
+
+    Attributes:
+      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
+      learning_rate, curvature: eta and h, if training is to be known to be stable (as of `Elastic`): eta h below 2.
+
+    Raises:
+      ArgumentsError: a number that makes no sense.
+    """
+
+    partners = "pairs"
+
+    @property
+    def name(self) -> str:
+        return "averaging with a neighbour in every step"
+
+
+@dataclass(frozen=True)
+class ADPSGD(_Bounded):
+    """A client's weights are averaged with a neighbour's beside each step, and nobody waits for another one's step
+    (asynchronous decentralised parallel SGD; Lian et al., 2018; Zhang et al., "Distributed deep learning strategies for
+    automatic speech recognition", section 3.2).
+
+    In an even ring every second client is active: beside each step it asks its left and its right neighbour in turn,
+    with the weights x_i that the step begins with. The passive neighbour answers at once, from a thread: both become
+    the mean m of this one pair of weights. What a client's step changes meanwhile is added: x_i' = m - eta g_i(x_i)
+    with SGD. So no average is of weights that are being updated, and the sum of all weights moves by gradients alone.
+    With SGD on a quadratic of curvature h, gradients that are a step late need eta h below 1.
+
+    Attributes:
+      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
+      learning_rate, curvature: eta and h, if training is to be known to be stable (as of `Elastic`).
+
+    Raises:
+      ArgumentsError: a number that makes no sense.
+    """
+
+    delay = 1
+    partners = "neighbors"
+
+    @property
+    def name(self) -> str:
+        return "averaging with neighbours at any time"
 
 
 #: A way of training by replicas.

@@ -9,7 +9,8 @@ the bytes that a process sends in a step.
 With `--sync` each rank trains a replica of its own instead, on texts of its own, its tables on its device: "average"
 takes the mean of the weights after every step, "local" after every 30, and "diloco" has an outer optimizer move what
 all have by it. "elastic" pulls weights and a centre towards each other every 30 steps, and by "async" all train one
-state, which servers in the ranks keep, without waiting for each other.
+state, which servers in the ranks keep, without waiting for each other. "hybrid" takes means beside the steps, and
+"dpsgd" and "adpsgd" of two neighbours in a ring at a time, at once or whenever that suits.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ SYNCS = {
     "diloco": autopar.sync.Average(every=EVERY, outer=optax.sgd(0.7, momentum=0.9, nesterov=True)),
     "async": autopar.sync.Async(),
     "elastic": autopar.sync.Elastic(alpha=0.25, interval=EVERY),
+    "hybrid": autopar.sync.Hybrid(),
+    "dpsgd": autopar.sync.DPSGD(),
+    "adpsgd": autopar.sync.ADPSGD(),
 }
 
 

@@ -25,6 +25,7 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
+from autopar.ir.ring import Ring
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
@@ -94,7 +95,11 @@ class Clients:
     @property
     def leads(self) -> bool:
         """Whether this process is the first one of its client."""
-        return jax.process_index() == self._processes[self.own][0]
+        return jax.process_index() == self.leader(self.own)
+
+    def leader(self, client: int) -> int:
+        """Returns the first process of a client."""
+        return self._processes[client][0]
 
     def speaker(self, client: int, server: int) -> int:
         """Returns the process that speaks for a client to a server: all of a client's in turn."""
@@ -129,10 +134,10 @@ class Clients:
         programs could wait for in turn."""
         return self.devices.mesh.size > 1 and self.grid.flat[0].platform == "cpu"
 
-    def mean(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def mean(self, arrays: Sequence[jax.Array], turn: int | None = None) -> list[jax.Array]:
         """The mean of each array over the clients, in its dtype and where it is. Collective; waited for on clients of
-        several CPU devices alone."""
-        return self._joined(arrays, mean_of)
+        several CPU devices alone. `turn`: over those two alone that are partners then, in a ring."""
+        return self._joined(arrays, mean_of, turn if turn is None else turn % 2)
 
     def union(self, bits: Sequence[jax.Array]) -> list[jax.Array]:
         """The bits that any client has set. Collective."""
@@ -152,12 +157,14 @@ class Clients:
         each = self.processes.together(AutoparError, lambda: [np.asarray(x) for x in arrays], about)
         return [np.stack(xs) for xs in zip(*each[:: len(each) // self.count], strict=True)]
 
-    def _joined(self, arrays: Sequence[jax.Array], join: Callable[[Sequence[Array]], Array]) -> list[jax.Array]:
+    def _joined(
+        self, arrays: Sequence[jax.Array], join: Callable[[Sequence[Array]], Array], turn: int | None = None
+    ) -> list[jax.Array]:
         if self.count == 1 or not arrays:
             return list(arrays)
         arrays = [self.placed(x) for x in arrays]
         specs = tuple(_spec(x) for x in arrays)
-        run = _program(self._mesh, specs, join, self.count)
+        run = _program(self._mesh, specs, join, self.count, turn)
         whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
         with PROGRESS.during("averaging replicas", "waits"):
             if self._is_alone:
@@ -225,7 +232,13 @@ def clients_of(
         )
     if isinstance(sync, Replicated) and sync.slope is not None:
         sync.check_stable(sync.slope)
-    return Clients.of(devices, sync.clients)
+    clients = Clients.of(devices, sync.clients)
+    if isinstance(sync, Replicated) and sync.is_ring and clients.count > 1 and clients.count % 2:
+        raise ArgumentsError(
+            f"sync={sync.call}: {clients.count} clients make an odd ring, in which two adjacent ones would ask each "
+            "other, or one would have no partner. Give clients= an even number, or train on one process less"
+        )
+    return clients
 
 
 def servers_of(sync: Sync | None, processes: int) -> int:
@@ -298,9 +311,14 @@ def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Any, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def _program(
-    mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], count: int
+    mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], count: int, turn: int | None
 ) -> Callable[..., Sequence[Array]]:
-    """A program that joins all clients' arrays; each client joins a C-th of the elements of every dtype."""
+    """A program that joins all clients' arrays, each client a C-th of the elements of every dtype; or those of the
+    partners of a turn."""
+
+    def pairs(*arrays: Array) -> Sequence[Array]:
+        partners = [(c, Ring(count).neighbor(c, turn or 0)) for c in range(count)]
+        return [join([x, jax.lax.ppermute(x, _AXIS, partners)]) for x in arrays]
 
     def run(*arrays: Array) -> Sequence[Array]:
         by_dtype: dict[Any, list[int]] = {}
@@ -319,4 +337,5 @@ def _program(
                 start += arrays[k].size
         return joined
 
+    run = run if turn is None else pairs
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False))

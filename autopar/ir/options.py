@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
 from autopar.ir.strategy import Emit, Sparse, Strategy
-from autopar.sync import Async, Sync
+from autopar.sync import Async, Replicated, Sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ class Options:
     @property
     def is_asynchronous(self) -> bool:
         """Whether no client or worker waits for another one."""
-        return self.sync is not None and self.sync.is_asynchronous
+        if self.sync is None or (isinstance(self.sync, Replicated) and self.sync.is_ring and self.clients == 1):
+            return False
+        return self.sync.is_asynchronous
 
     @property
     def is_served(self) -> bool:

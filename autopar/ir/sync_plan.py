@@ -25,6 +25,11 @@ class SyncPlan:
       alpha: How far an exchange with it pulls.
       slope: eta h, where it was given.
       server_bytes: Of the centre, on each server.
+      way: How the user writes it.
+      partners: With whom clients exchange weights, as `sync.Replicated` has it.
+      nonlinear: Of means in every step, what of the update isn't linear in gradients, with its place; "": nothing is,
+        or it isn't known.
+      averages_gradients: Whether they are known to be what averaging gradients is.
     """
 
     name: str
@@ -42,13 +47,17 @@ class SyncPlan:
     alpha: float = 0.0
     slope: float | None = None
     server_bytes: tuple[int, ...] = ()
+    way: str = "Average()"
+    partners: str = "all"
+    nonlinear: str = ""
+    averages_gradients: bool = False
 
     @property
     def sent_bytes(self) -> float:
         """Bytes that a client sends in a step, on average: 2(C-1)/C of the weights, every k steps. An upper bound where
-        touched rows are sent, of which steps have some in common. To a centre all of them, every k steps."""
-        if self.servers:
-            return self.mean_bytes / self.every
+        touched rows are sent, of which steps have some in common. To a centre or a neighbour all of them."""
+        if self.partners != "all":
+            return self.mean_bytes / self.every * (self.clients > 1 or self.partners == "center")
         return 2 * (self.clients - 1) / self.clients * self.mean_bytes / self.every
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.analysis.linear_update import first_nonlinear, gradient_equations
 from autopar.analysis.weights import goes_on, weights
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.balance import balanced
@@ -70,7 +71,11 @@ def replicate(
     parts = balanced([sizes[k] for k in found], sync.fragments)
     fragments = [[found[n] for n in part] for part in parts]
     shares = center_shares([*sizes.values()], servers) if by_servers else []
-    rows = dict(_touched(program, bound, found, clients * sync.period)) if clients > 1 and not by_servers else {}
+    by_rows = clients > 1 and not sync.is_asynchronous
+    rows = dict(_touched(program, bound, found, clients * sync.period)) if by_rows else {}
+    is_in_every_step = (sync.partners, sync.period, sync.delay, sync.outer) == ("all", 1, 0, None)
+    gradients = gradient_equations(program) if is_in_every_step else set()
+    broken = first_nonlinear(program, gradients, found) if gradients else None
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
     batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
     plan = SyncPlan(
@@ -86,8 +91,12 @@ def replicate(
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
         servers=len(shares),
         alpha=sync.alpha if by_servers else 0.0,
-        slope=sync.slope if by_servers else None,
+        slope=sync.slope,
         server_bytes=tuple(sum(span.nbytes for span in share) for share in shares),
+        way=sync.call,
+        nonlinear="" if broken is None else f"{broken.op} ({broken.where})",
+        averages_gradients=bool(gradients) and broken is None,
+        partners=sync.partners,
         examples=max((v.shape[examples[v]] for v in batch if v in examples), default=0),
     )
     check_replicas(earlier, program.name, earlier and earlier.sync, plan)

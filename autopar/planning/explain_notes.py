@@ -17,7 +17,7 @@ from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.folding import fold_paths
 from autopar.planning.workload import table_bytes
 from autopar.run.entry import Entry
-from autopar.sync import stable_alpha
+from autopar.sync import stable_alpha, stable_slope
 
 #: Lines kept from XLA that are listed where not all are asked for.
 _SHOWN = 8
@@ -132,7 +132,7 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     own = "another function than the step on one device" if is_another else "with one client, the step itself"
     minibatches = " x ".join(str(n) for n in (sync.clients, sync.every) if n > 1) or "1"
     examples = f" of {sync.examples} examples each" if sync.examples else ""
-    of_what = f"; one update of what all have is made of {minibatches} minibatches{examples}" * (not sync.servers)
+    of_what = f"; one update of what all have is made of {minibatches} minibatches{examples}" * (sync.partners == "all")
     yield (
         f"Replicas: {sync.clients} client{'s' * (sync.clients > 1)}, each with weights of its own: {sync.name}, {own}. "
         f"A call takes a client's own minibatch{of_what}."
@@ -145,27 +145,61 @@ def replica_notes(plan: Plan) -> Iterator[str]:
             "and receives as much."
         )
         yield f"Servers keep {', '.join(map(format_bytes, sync.server_bytes))} of the centre."
-        tables = {table.path: table_bytes(table) for table in plan.tables if table.path in sync.fragments[0]}
-        if tables:
-            yield f"Tables are exchanged whole, {format_bytes(sum(tables.values()))}: {', '.join(tables)}."
-        known = "it isn't known of which on weights may diverge: give Elastic(curvature=)"
+        yield from _table_notes(plan, sync)
+        known = "it isn't known above which one weights may diverge: give Elastic(curvature=)"
         if sync.slope is not None:
             known = f"at eta h = {sync.slope:.3g} weights may diverge above {stable_alpha(1.0, sync.slope):.3g}"
         yield f"alpha is {sync.alpha:.3g}; {known}."
+        yield from _own_notes(sync)
+        return
+    if sync.partners != "all":
+        beside = "beside each step, with the weights that it begins with," if sync.delay else "behind each step"
+        waits = "; nobody waits for another one's step" if sync.delay else "; these two wait for each other"
+        rows = f" Of {', '.join(sync.by_rows)} only rows are sent that were ever touched." * bool(sync.by_rows)
+        yield (
+            f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {beside} they and "
+            f"those of the left or the right neighbour, in turn, become the mean of both{waits}. A client sends at "
+            f"most {format_bytes(sync.sent_bytes)} a step, and receives as much.{rows}"
+        )
+        yield from _table_notes(plan, sync)
+        yield _stability(sync)
         yield from _own_notes(sync)
         return
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))
     move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"
     when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
     how = f", in {parts} parts of at most {largest}, one every {sync.every // parts} steps" * (parts > 1)
-    late = f", merged {sync.delay} steps later" * (sync.delay > 0)
+    late = f", merged {sync.delay} step{'s' * (sync.delay > 1)} later" * (sync.delay > 0)
     rows = f" Of {', '.join(sync.by_rows)} only rows are sent that were touched since." * bool(sync.by_rows)
     most = "at most " * bool(sync.by_rows)
     yield (
         f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {when} {move}{how}{late}. "
         f"A client sends {most}{format_bytes(sync.sent_bytes)} a step, 2(C-1)/C b / k.{rows}"
     )
+    if sync.averages_gradients:
+        yield "The update is linear in gradients and slots: this is what averaging gradients is, data parallelism."
+    elif sync.nonlinear:
+        yield (
+            f"This isn't what averaging gradients is: {sync.nonlinear} of the update isn't linear in them. Data "
+            "parallelism averages ahead of it (leave sync= out)."
+        )
+    if sync.delay >= sync.every:
+        yield _stability(sync)
     yield from _own_notes(sync)
+
+
+def _table_notes(plan: Plan, sync: SyncPlan) -> Iterator[str]:
+    whole = {p for fragment in sync.fragments for p in fragment} - {*sync.by_rows}
+    tables = {table.path: table_bytes(table) for table in plan.tables if table.path in whole}
+    if tables:
+        yield f"Tables are exchanged whole, {format_bytes(sum(tables.values()))}: {', '.join(tables)}."
+
+
+def _stability(sync: SyncPlan) -> str:
+    way = sync.way.partition("(")[0]
+    known = f"it isn't known here: give {way}(curvature=)" if sync.slope is None else f"it is {sync.slope:.3g} here"
+    most = stable_slope(sync.delay)
+    return f"Clients come together where eta h, learning rate times curvature, is below {most:.3g}; {known}."
 
 
 def _own_notes(sync: SyncPlan) -> Iterator[str]:

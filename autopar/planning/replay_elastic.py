@@ -11,12 +11,11 @@ import jax.numpy as jnp
 
 from autopar.backends.clients import mean_of
 from autopar.errors import TimelineError
-from autopar.run.elastic import pulled
 from autopar.run.entry import Entry
 from autopar.run.replicas import Weights, fragments_of
 from autopar.run.runner import Runner
 from autopar.servers.center import Center
-from autopar.servers.elastic import CenterParts
+from autopar.servers.elastic import CenterParts, pulled
 from autopar.servers.messages import Exchange, Pulled
 from autopar.servers.timeline import Timeline
 from autopar.sync import Elastic
@@ -65,9 +64,8 @@ class _Worker:
     def _step(self, moves: Mapping[int, Array]) -> None:
         call = [self.leaves.get(k, x) for k, x in enumerate(self._calls[len(self.results)])]
         results = jax.block_until_ready(jax.tree.leaves(self._runner(call)))
-        numbers = list(moves)
-        weights = [jnp.asarray(materialize(results[self._states[k]])) for k in numbers]
-        for k, array in zip(numbers, pulled(weights, list(moves.values())) if numbers else [], strict=True):
+        weights = {k: jnp.asarray(materialize(results[self._states[k]])) for k in moves}
+        for k, array in pulled(weights, moves).items():
             results[self._states[k]] = array
         self.leaves = {k: results[out] for k, out in self._states.items()}
         self.results.append(results)

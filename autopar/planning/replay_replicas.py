@@ -119,15 +119,17 @@ def replay_replicas(
         weights = [own.but(new) for (_, new), own in zip(pairs, weights, strict=True)]
         sent = [averaging.sent(*pair) for pair in zip(shared, weights, strict=True)]
         rows = {k: touched.rows(k, since[k].bits) for k in sent[0] if k in touched}
-        since |= touched.none(sent[0])
+        if not averaging.is_ring:
+            since |= touched.none(sent[0])
         for c, own in enumerate(results):
             means: dict[int, Array] = {}
+            theirs = [sent[other] for other in averaging.partners(c, shared[c], len(sent))]
             for k in sent[0]:
                 some = rows.get(k)
                 if some is None:
-                    means[k] = _mean([each[k] for each in sent])
+                    means[k] = _mean([each[k] for each in theirs])
                 else:
-                    mean = _mean([touched.picked(k, each[k], some) for each in sent])
+                    mean = _mean([touched.picked(k, each[k], some) for each in theirs])
                     means[k] = touched.put(k, sent[c][k], some, mean, in_place=False)
             shared[c], new = averaging.merged(shared[c], weights[c], means)
             for k, array in {**pairs[c][1], **new}.items():

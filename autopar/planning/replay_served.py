@@ -15,6 +15,7 @@ from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
 from autopar.planning.replay_elastic import replay_elastic
 from autopar.planning.replay_replicas import calls_of_all, compared
+from autopar.planning.replay_ring import replay_ring
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values
 from autopar.run.entry import Entry
@@ -22,7 +23,7 @@ from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.servers.job import Job, as_recorded
 from autopar.servers.timeline import Timeline
-from autopar.sync import Elastic
+from autopar.sync import Async, Elastic, Replicated
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, replicas_of
@@ -50,9 +51,11 @@ def timeline(state: Any) -> Timeline:
     leaves = jax.tree.leaves(state)
     session, replicas = session_of(leaves), replicas_of(leaves)
     if session is None and replicas is not None:
-        session = replicas.center
+        session = replicas.center or replicas.ring
     if session is None:
-        raise ArgumentsError("timeline takes a state that a step with sync=Async(...) or Elastic(...) returned")
+        raise ArgumentsError(
+            "timeline takes a state that a step with sync=Async(...), Elastic(...) or ADPSGD() returned"
+        )
     return session.timeline()
 
 
@@ -92,7 +95,10 @@ def replay_timeline(
       0.4
     """
     if not isinstance(step, ParallelStep) or not step.options.is_asynchronous:
-        raise ArgumentsError("replay_timeline takes a step with sync=autopar.sync.Async(...) or Elastic(...)")
+        raise ArgumentsError(
+            "replay_timeline takes a step whose clients wait for nobody, sync=autopar.sync.Async(...), Elastic(...) or "
+            "ADPSGD()"
+        )
     if len(minibatches) != timeline.workers:
         raise ArgumentsError(
             f"replay_timeline was given minibatches of {len(minibatches)} workers, and the timeline has "
@@ -105,10 +111,10 @@ def replay_timeline(
     entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
-    if isinstance(options.sync, Elastic):
-        leaves, done = replay_elastic(entry, start, calls, timeline)
-    else:
+    if isinstance(options.sync, Async):
         leaves, done = replay_served(entry, start, calls, timeline, _programs_here(entry, step.clients))
+    else:
+        leaves, done = _replay(options.sync)(entry, start, calls, timeline)
     made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
     return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
 
@@ -172,14 +178,19 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     if isinstance(runner, ServedRunner):
         made, results = replay_served(entry, first, calls, done, runner.programs)
     else:
-        made, results = replay_elastic(entry, first, calls, done)
+        made, results = _replay(sync)(entry, first, calls, done)
     *_, expected = results[clients.own]
     pairs = [[(expected[k], x)] for k, x in enumerate(found)]
     for k, out in program.new_states.items():  # replicas, if there are, and what servers keep
-        own = pairs[out] if isinstance(sync, Elastic) else []
+        own = pairs[out] if isinstance(sync, Replicated) else []
         pairs[out] = [*own, (made[k], now[out])]
     mine = [_worst(some) for some in pairs]
     return compared(clients, program, mine, steps, AGAINST)
+
+
+def _replay(sync: Any) -> Any:
+    """Returns what replays a way of replicas that wait for nobody."""
+    return replay_elastic if isinstance(sync, Elastic) else replay_ring
 
 
 def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:

@@ -196,10 +196,15 @@ def simulate_clients(
 
     Raises:
       ArgumentsError: a number of devices that isn't a multiple of a client's; a slow worker that there isn't; more
-        servers than processes; or a step that is predicted to take no time.
+        servers than processes; a ring; or a step that is predicted to take no time.
     """
     way = plan.way
     assert way is not None, "clients train"
+    if plan.sync is not None and plan.sync.partners in ("pairs", "neighbors"):
+        raise ArgumentsError(
+            f"simulate: {plan.step} has sync={plan.sync.way}, and rings aren't simulated. Give Average(), Async() or "
+            "Elastic(), or count by (n-1) + 1/c, which ADPSGD comes near to with one of n clients c times slower"
+        )
     wrong = [n for n in numbers if n % plan.devices]
     if wrong:
         raise ArgumentsError(

@@ -121,9 +121,4 @@ def name_of(plan: Plan) -> str:
     if plan.served is not None:
         return "Async()" if plan.served.staleness is None else f"Async(staleness={plan.served.staleness})"
     assert plan.sync is not None, "clients train"
-    sync = plan.sync
-    if sync.servers:
-        return f"Elastic(interval={sync.every})"
-    said = {"every": sync.every, "fragments": len(sync.fragments)}
-    options = [f"{name}={value}" for name, value in said.items() if value > 1] + ["outer"] * sync.outer
-    return f"Average({', '.join([*options, *([f'delay={sync.delay}'] if sync.delay else [])])})"
+    return plan.sync.way

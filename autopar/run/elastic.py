@@ -1,4 +1,5 @@
-"""`ElasticRunner`: calls a worker's own step, and exchanges its weights with a centre (`autopar.sync.Elastic`)."""
+"""Runners of steps beside which weights are exchanged: with a centre (`autopar.sync.Elastic`), or with neighbours in a
+ring (`autopar.sync.ADPSGD`)."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from autopar.backends.across import local
 from autopar.errors import CheckpointError
 from autopar.run.replicas import ReplicaRunner, Weights
-from autopar.servers.elastic import CenterSession
+from autopar.servers.elastic import CenterSession, pulled
+from autopar.servers.ring import RingSession
 from autopar.sync import Elastic
 from autopar.tables.replica import Replicas
 
@@ -57,16 +58,36 @@ class ElasticRunner(ReplicaRunner):
             return replicas, {}
         assert replicas.center is not None, "servers keep a centre"
         moves = replicas.center.receive()
-        numbers = list(moves)
-        weights = Weights({k: results[self._new_states[k]] for k in numbers})
-        return replicas, dict(zip(numbers, pulled([weights[k] for k in numbers], list(moves.values())), strict=True))
+        return replicas, pulled(Weights({k: results[self._new_states[k]] for k in moves}), moves)
 
     def _is_due(self, replicas: Replicas) -> bool:
         every = self._sync.period
         return replicas.steps > 0 and replicas.steps % every == 0
 
 
-@jax.jit
-def pulled(weights: Sequence[Array], moves: Sequence[Array]) -> list[Array]:
-    """Returns a worker's weights behind an exchange: x - e."""
-    return [x - e for x, e in zip(weights, moves, strict=True)]
+class RingRunner(ReplicaRunner):
+    """Calls a client's own step, beside which its weights are averaged with a neighbour's."""
+
+    def resumed(self, saved: Mapping[str, Array]) -> Replicas:
+        if "own_steps" not in saved:
+            raise CheckpointError(
+                "the replicas were saved by a step whose clients form no ring: restore them by a step with the same "
+                "sync=, or leave step= out to have their mean"
+            )
+        return Replicas(self.clients, self.mode, int(saved["own_steps"][0]))
+
+    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+        return Replicas(self.clients, self.mode)
+
+    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+        weights = Weights(dict(enumerate(own)))
+        mine = {k: weights[k] for k in self.weights}
+        ring = replicas.ring or RingSession(mine, self.clients)
+        ring.before(mine)
+        return dataclasses.replace(replicas, ring=ring)
+
+    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
+        assert replicas.ring is not None, "a step has begun"
+        weights = Weights({k: results[self._new_states[k]] for k in self.weights})
+        return replicas, replicas.ring.behind(weights)

@@ -32,7 +32,7 @@ from autopar.run.arguments import Call, States, read_layout
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
-from autopar.run.elastic import ElasticRunner
+from autopar.run.elastic import ElasticRunner, RingRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.means import MeansRunner
 from autopar.run.one_device import OneDeviceRunner
@@ -41,7 +41,7 @@ from autopar.run.replicas import ReplicaRunner
 from autopar.run.runner import Runner
 from autopar.run.served import ServedRunner
 from autopar.run.touched_rows import TouchedRows
-from autopar.sync import Async, Elastic, Replicated
+from autopar.sync import Async, Replicated
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
 
@@ -231,7 +231,9 @@ def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
     assert isinstance(sync, Replicated) and plan is not None, "clients have replicas"
     touched = TouchedRows(compiled, plan)
     given = entry.own_runner, sync, plan, touched, clients, compiled.analysed, entry.out_tree, entry.plain
-    return ElasticRunner(*given) if isinstance(sync, Elastic) else MeansRunner(*given)
+    if not entry.options.is_asynchronous:
+        return MeansRunner(*given)
+    return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
 
 
 def _weak(value: Any) -> Any:

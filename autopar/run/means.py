@@ -13,6 +13,7 @@ import numpy as np
 from autopar.backends.clients import Clients
 from autopar.errors import CheckpointError
 from autopar.ir.program import Program
+from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import SyncPlan
 from autopar.run.replicas import ReplicaRunner, Weights, fragments_of
 from autopar.sync import Replicated
@@ -97,6 +98,20 @@ class Averaging:
             return {k: weights[k] for k in due}
         return dict(zip(due, _differences([replicas.anchors[k] for k in due], [weights[k] for k in due]), strict=True))
 
+    @property
+    def is_ring(self) -> bool:
+        """Whether a mean is of two clients."""
+        return self._sync.is_ring
+
+    def turn(self, replicas: Replicas) -> int | None:
+        """Returns the turn of the ring in which a mean of two is taken; None: it is of all clients."""
+        return replicas.steps if self.is_ring else None
+
+    def partners(self, client: int, replicas: Replicas, clients: int) -> Sequence[int]:
+        """Returns the clients whose mean one of them takes."""
+        turn = self.turn(replicas)
+        return range(clients) if turn is None or clients == 1 else [client, Ring(clients).neighbor(client, turn)]
+
     def merged(
         self, replicas: Replicas, weights: Mapping[int, Array], means: Mapping[int, Array]
     ) -> tuple[Replicas, dict[int, Array]]:
@@ -176,7 +191,9 @@ class MeansRunner(ReplicaRunner):
         unions = zip(tables, self.clients.union(bits), strict=True)
         rows = {k: some for k, union in unions if (some := self.touched.rows(k, np.asarray(union))) is not None}
         parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in sent.items()]
-        means = dict(zip(sent, self.clients.mean(parts), strict=True))
+        means = dict(zip(sent, self.clients.mean(parts, self.averaging.turn(replicas)), strict=True))
         for k, some in rows.items():
             means[k] = self.touched.put(k, sent[k], some, means[k], in_place=self.averaging.in_place)
-        return dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)}), means
+        if not self.averaging.is_ring:
+            replicas = dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)})
+        return replicas, means

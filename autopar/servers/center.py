@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.errors import AutoparError
 from autopar.mpi.service import Handler
-from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply
+from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply, Stepped
 from autopar.servers.spec import Spec
 
 Array = Any
@@ -51,16 +51,26 @@ class Center:
             leaves = {k: np.array(x) for k, x in self.leaves.items() if wanted is None or k in wanted}
             events = np.array(self._events, np.int64).reshape(-1, 3)
             return [(worker, Kept(leaves, {}, events))]
-        if message.step != self._done[worker]:
-            raise AutoparError(
-                f"worker {worker} sent exchange {message.step} where {self._done[worker]} is next. This is a bug of "
-                "autopar"
-            )
-        version = sum(self._done)
+        version = self._count(message)
         self._leaves, moves = _exchanged(self._leaves, list(message.values), self._alpha)
-        self._done[worker] += 1
-        self._events.extend((worker, message.step, version))
         return [(worker, Pulled(version, [np.asarray(x) for x in moves]))]
+
+    def _count(self, message: Exchange | Stepped, seen: int | None = None) -> int:
+        """Counts a message that changes what it keeps; returns how many there were before.
+
+        Args:
+          message: An exchange, or a step.
+          seen: How many there were when it began; None: as many as now.
+        """
+        version = sum(self._done)
+        if message.step != self._done[message.worker]:
+            raise AutoparError(
+                f"worker {message.worker} sent exchange {message.step} where {self._done[message.worker]} is next. "
+                "This is a bug of autopar"
+            )
+        self._done[message.worker] += 1
+        self._events.extend((message.worker, message.step, version if seen is None else seen))
+        return version
 
 
 @dataclass(frozen=True, slots=True)

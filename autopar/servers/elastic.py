@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.backends.across import local
@@ -55,6 +56,17 @@ class CenterParts:
         _, dtype = self._like[span.weight]
         flat = np.asarray(weights[self._numbers[span.weight]]).reshape(-1)
         return flat[span.start // dtype.itemsize : span.stop // dtype.itemsize]
+
+
+def pulled(weights: Mapping[int, Array], moves: Mapping[int, Array]) -> dict[int, Array]:
+    """Returns a worker's weights behind an exchange: x - e."""
+    made = _differences([weights[k] for k in moves], [*moves.values()])
+    return dict(zip(moves, made, strict=True))
+
+
+@jax.jit
+def _differences(weights: Sequence[Array], moves: Sequence[Array]) -> list[Array]:
+    return [x - e for x, e in zip(weights, moves, strict=True)]
 
 
 class CenterSession:

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from autopar import jax_compat
 from autopar.backends.clients import Clients
 from autopar.errors import StepError
 from autopar.launch.group import everyone
@@ -29,16 +28,28 @@ class Link:
       servers: What each of them begins with, the same in all processes.
       clients: The workers; messages name them by number.
       farewell: A message for all servers, once nobody has the link any more; None: there is none.
+      places: Of each server the process that it is a thread of; None: they are where this job has them.
 
     Attributes:
       servers: Their numbers.
       own: Those that this process speaks to for all workers: it opens them, and asks what they keep.
     """
 
-    def __init__(self, servers: Sequence[Spec], clients: Clients, farewell: Any = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Spec],
+        clients: Clients,
+        farewell: Any = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
         self._service, self._clients, self.servers = service(), clients, range(len(servers))
         here, processes = self._service.rank, everyone()
+        #: Whether servers are processes of their own.
+        self.is_dedicated = places is None and self._service.servers > 0
+        self._places = [self._service.first_server + n for n in self.servers] if places is None else places
         self.own = self.servers[here :: processes.size]
+        if not self.is_dedicated:
+            self.own = [n for n in self.servers if self._places[n] == here]
         #: Of each server the replies that are still to come.
         self._open: Counter[int] = Counter()
         speakers = [[clients.speaker(w, n) for w in range(clients.count)] for n in self.servers]
@@ -46,8 +57,8 @@ class Link:
             self._number = self._service.register(None)
             processes.together(StepError, lambda: self._open_own(servers, speakers), "servers begin")
         else:
-            handler = addressed(servers[here].handler(), speakers[here]) if self.own else None
-            self._number = self._service.register(handler)
+            handlers = [addressed(servers[n].handler(), speakers[n], wide=jax_compat.uses_x64()) for n in self.own]
+            self._number = self._service.register(handlers[0] if handlers else None)
         processes.gather(b"", "servers are there")
         farewells = [(self._place(n), farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
         weakref.finalize(self, self._service.release, self._number, farewells).atexit = False
@@ -61,11 +72,6 @@ class Link:
     def workers(self) -> int:
         """N."""
         return self._clients.count
-
-    @property
-    def is_dedicated(self) -> bool:
-        """Says whether servers are processes of their own."""
-        return self._service.servers > 0
 
     def speaks_to(self, server: int) -> bool:
         """Says whether this process speaks for its worker to a server."""
@@ -96,6 +102,10 @@ class Link:
     def ask(self, server: int, message: Any) -> Any:
         """Send a message and wait for its reply. Collective within the worker."""
         self.request(server, message)
+        return self.answer(server)
+
+    def answer(self, server: int) -> Any:
+        """Wait for the reply of a server. Collective within the worker."""
         said = self._clients.said(self._next(server) if self.speaks_to(server) else None)
         return next(reply for reply in said if reply is not None)
 
@@ -112,13 +122,8 @@ class Link:
           own: What this worker says.
           resumed: A message that each worker tells servers then; None: it tells them nothing.
         """
-        self.drain()
+        self.finish()
         here, processes = self._service.rank, everyone()
-        for n in filter(self.speaks_to, self.servers):  # whose answer says that all messages before it are done
-            self._request(n, Read(here, ()))
-            self._next(n)
-        with PROGRESS.during("waiting for the others' steps", "waits"):
-            processes.gather(b"", "all messages are done")
         mine = {n: self.command(n, Read(here)) for n in self.own}
         sent = pickle.dumps((mine, own if here == 0 else None))
         all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
@@ -127,6 +132,15 @@ class Link:
                 self.tell(n, resumed)
         kept = {n: each for some, _ in all_ for n, each in some.items()}
         return [kept[n] for n in self.servers], all_[0][1]
+
+    def finish(self) -> None:
+        """Wait until all workers' messages are done. Collective."""
+        self.drain()
+        for n in filter(self.speaks_to, self.servers):  # whose answer says that all messages before it are done
+            self._request(n, Read(self._service.rank, ()))
+            self._next(n)
+        with PROGRESS.during("waiting for the others' steps", "waits"):
+            everyone().gather(b"", "all messages are done")
 
     def command(self, server: int, message: OfProcess) -> Any:
         """Send a message of this process alone, and wait for its reply."""
@@ -139,7 +153,7 @@ class Link:
         Raises:
           StepError: what they are to run can't be sent to them.
         """
-        wide = jax.config.read("jax_enable_x64")
+        wide = jax_compat.uses_x64()
         for n in self.own:
             try:
                 spec = servers[n].portable()
@@ -155,7 +169,7 @@ class Link:
 
     def _place(self, server: int) -> int:
         """Returns the rank of a server."""
-        return self._service.first_server + server
+        return self._places[server]
 
     def _request(self, server: int, message: Any) -> None:
         self._open[server] += 1

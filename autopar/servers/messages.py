@@ -49,6 +49,20 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class Stepped:
+    """A passive client's weights as its step made them: answered by `Pulled`, with what they are now.
+
+    Attributes:
+      worker, step: Whose, and which one of its, from 0.
+      values: As whoever answers for it keeps them.
+    """
+
+    worker: int
+    step: int
+    values: Sequence[Array]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """A worker pushes nothing before it pulls again: nobody needs to wait for it. Not answered."""
 
@@ -103,5 +117,5 @@ class Kept:
     events: np.ndarray
 
 
-Message = Pull | Push | Exchange | Leave | Return | Read
+Message = Pull | Push | Exchange | Stepped | Leave | Return | Read
 Reply = Pulled | Kept

@@ -42,20 +42,22 @@ class Opening:
     def handler(self) -> Handler:
         """Makes what takes messages, as the workers would have it done in their own processes."""
         with jax_compat.enable_x64(self.wide):
-            take = addressed(self.spec.handler(), self.speakers)
+            take = addressed(self.spec.handler(), self.speakers, wide=self.wide)
 
         def handle(message: Any) -> list[tuple[int, Any]]:
-            with PROGRESS.during("answering workers"), jax_compat.enable_x64(self.wide):
+            with PROGRESS.during("answering workers"):
                 return take(message)
 
         return handle
 
 
-def addressed(take: Handler, speakers: Sequence[int]) -> Handler:
-    """Returns a handler whose replies are for processes: who speaks for a worker, or who asked for itself."""
+def addressed(take: Handler, speakers: Sequence[int], *, wide: bool) -> Handler:
+    """Returns a handler whose replies are for processes: who speaks for a worker, or who asked for itself. It runs with
+    the workers' types in whichever thread. `wide`: whether these have 64 bits."""
 
     def handle(message: Any) -> list[tuple[int, Any]]:
-        replies = take(message)
+        with jax_compat.enable_x64(wide):
+            replies = take(message)
         return replies if isinstance(message, OfProcess) else [(speakers[w], reply) for w, reply in replies]
 
     return handle

@@ -77,11 +77,13 @@ class Timeline:
       workers: N.
       bound: s, the staleness bound; None: there was none.
       events: For each server int64[n, 3], rows (worker, step, version).
+      ring: Whether these are passive clients of a ring: their own steps, and exchanges of their two neighbours.
     """
 
     workers: int
     bound: int | None
     events: Sequence[np.ndarray]
+    ring: bool = False
 
     def __post_init__(self) -> None:
         self._check()
@@ -97,7 +99,8 @@ class Timeline:
     @property
     def steps(self) -> np.ndarray:
         """Returns how many steps each worker has done, int64[N]."""
-        pushes = self.pushes[0] if self.events else np.zeros((0, 3), np.int64)
+        own = self.pushes if self.ring else self.pushes[:1]
+        pushes = np.concatenate([np.zeros((0, 3), np.int64), *own])
         return np.bincount(pushes[:, 0], minlength=self.workers)
 
     @property
@@ -147,5 +150,5 @@ class Timeline:
                     standing.push(worker)
                     limits.append(standing.limit)
                 limits[-1] = max(limits[-1], standing.limit)
-        if len({tuple(np.bincount(p[:, 0], minlength=self.workers)) for p in self.pushes}) > 1:
+        if not self.ring and len({tuple(np.bincount(p[:, 0], minlength=self.workers)) for p in self.pushes}) > 1:
             raise TimelineError("servers have pushes of other numbers of steps than each other")

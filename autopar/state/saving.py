@@ -89,9 +89,15 @@ def on_one_process(state: Any) -> Any:
     if session_of(leaves) is not None:
         return average(state)
     replicas = replicas_of(leaves)
-    if replicas is not None and replicas.center is not None:
-        shared = dataclasses.replace(replicas, anchors=replicas.center.settled())
-        return jax.tree.map(lambda x: Replica(x.own, shared, x.place) if isinstance(x, Replica) else x, state)
+    if replicas is not None and (replicas.center is not None or replicas.ring is not None):
+        centers = {} if replicas.center is None else replicas.center.settled()
+        own = {} if replicas.ring is None else replicas.ring.settled()
+        shared = dataclasses.replace(replicas, anchors=centers)
+
+        def now(leaf: Any) -> Any:
+            return Replica(own.get(leaf.place, leaf.own), shared, leaf.place) if isinstance(leaf, Replica) else leaf
+
+        return jax.tree.map(now, state)
     if replicas is None or replicas.clients.count == replicas.clients.processes.size:
         return state
     anchors = {k: local(x) for k, x in replicas.anchors.items()}
@@ -114,7 +120,7 @@ def leaves_beside(state: Any) -> list[SavedLeaf]:
     for k, touched in replicas.touched.items():
         known = _leaf(f"replicas/touched/{k}", f"touched_{k:04d}", touched.bits)
         saved.append(_of_each(replicas.clients, known))
-    if replicas.center is not None:
+    if replicas.center is not None or replicas.ring is not None:
         saved.append(_of_each(replicas.clients, _leaf("replicas/own_steps", "own_steps", np.asarray([replicas.steps]))))
     return saved
 

@@ -39,8 +39,10 @@ def average(state: T) -> T:
         return materialize(state)
     # Before any mean: while a client's devices wait in one, a server in its process couldn't compute an exchange.
     center = {} if replicas.center is None else replicas.center.settled()
+    own = {} if replicas.ring is None else replicas.ring.settled()
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
-    mine = {k: materialize(settled(leaves[k])) for k in places}
+    mine = {k: own.get(leaves[k].place, None) for k in places}
+    mine = {k: materialize(settled(leaves[k])) if x is None else x for k, x in mine.items()}
     floats = [k for k in places if jnp.issubdtype(mine[k].dtype, jnp.floating)]
     others = [k for k in places if k not in floats]
     made = dict(zip(floats, replicas.clients.mean([jnp.asarray(mine[k]) for k in floats]), strict=True))

@@ -12,9 +12,12 @@ import numpy as np
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
 from autopar.servers.elastic import CenterSession
+from autopar.servers.ring import RingSession
 from autopar.tables.leaf import StandingLeaf, TableLeaf
 
 Array = Any
+#: Calls whose rows are kept by themselves; beyond that they are brought together.
+_MOST_CALLS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +62,10 @@ class Touched:
 
     def with_call(self, rows: np.ndarray) -> Touched:
         """The same with those of one more call."""
-        return Touched(self.extent, (*self.calls, rows))
+        earlier = self.calls
+        if len(earlier) >= _MOST_CALLS:
+            earlier = (np.unique(np.concatenate(earlier)),)
+        return Touched(self.extent, (*earlier, rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +81,7 @@ class Replicas:
       pending: Fragment -> its mean, while it is on its way.
       touched: Table -> the rows that this client's calls have looked up since its last mean, where only these move.
       center: By elastic averaging, what this process does for it.
+      ring: By averaging with neighbours at any time, what this process does for it.
     """
 
     clients: Clients
@@ -85,6 +92,7 @@ class Replicas:
     pending: Mapping[int, OnItsWay] = field(default_factory=dict)
     touched: Mapping[int, Touched] = field(default_factory=dict)
     center: CenterSession | None = None
+    ring: RingSession | None = None
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""`Ring`: clients that average their weights with their neighbours' in turn (`autopar.sync.ADPSGD`, `DPSGD`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Says who averages with whom.
+
+    The ring is even, so that every second client can be active, and all neighbours of an active one passive: who waits
+    for an answer is never waited for (Zhang et al., "Distributed deep learning strategies for automatic speech
+    recognition", section 3.2).
+
+    Attributes:
+      clients: C, an even number.
+    """
+
+    clients: int
+
+    def is_active(self, client: int) -> bool:
+        """Says whether a client asks its neighbours, and isn't asked."""
+        return client % 2 == 0
+
+    def neighbor(self, client: int, turn: int) -> int:
+        """Returns whom a client averages with: its neighbours in turn, so that all have a partner."""
+        side = 1 if turn % 2 == client % 2 else -1
+        return (client + side) % self.clients
+
+    @property
+    def passives(self) -> list[int]:
+        """Returns the clients that are asked."""
+        return [c for c in range(self.clients) if not self.is_active(c)]
+
+    def number(self, turn: int) -> int:
+        """Returns which exchange of an active client with its neighbour of that turn it is, from 0."""
+        return turn if self.clients == 2 else turn // 2

@@ -1,0 +1,118 @@
+"""Averaging with neighbours in a ring: who with whom, by hand, and in a thousand orders of messages."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.errors import AutoparError, StabilityWarning
+from autopar.ir.ring import Ring
+from autopar.servers.messages import Exchange, Pulled, Stepped
+from autopar.servers.ring import Neighbor
+from autopar.servers.timeline import Timeline
+from autopar.sync import ADPSGD, DPSGD, Hybrid, stable_slope
+
+
+@pytest.mark.parametrize("count", [2, 4, 10])
+def test_all_have_a_partner_in_every_turn(count: int) -> None:
+    ring = Ring(count)
+    for turn in range(5):
+        partners = [ring.neighbor(c, turn) for c in range(count)]
+        assert all(partners[other] == c for c, other in enumerate(partners))
+        assert all(ring.is_active(c) != ring.is_active(other) for c, other in enumerate(partners))
+        assert count == 2 or all(ring.neighbor(c, turn + 1) != other for c, other in enumerate(partners))
+
+
+def sent(neighbor: Neighbor, message: Exchange | Stepped) -> float:
+    ((_, reply),) = neighbor.take(message)
+    assert isinstance(reply, Pulled)
+    return float(reply.values[0])
+
+
+def test_by_hand() -> None:
+    """A step from 0 to 1/2, while which a neighbour with 2 asks: both have 1, and the step's half is added."""
+    neighbor = Neighbor({7: jnp.zeros(())}, 2)
+    assert sent(neighbor, Exchange(0, 0, [np.float32(2)])) == 1  # how far the other one is to move down
+    assert float(neighbor.leaves[7]) == 1
+    assert sent(neighbor, Stepped(1, 0, [np.float32(0.5)])) == 1.5
+    assert sent(neighbor, Stepped(1, 1, [np.float32(2.5)])) == 2.5  # nobody asked meanwhile
+    with pytest.raises(AutoparError, match="exchange 0 where 1 is next"):
+        neighbor.take(Exchange(0, 0, [np.float32(0)]))
+
+
+def run(seed: int, clients: int, steps: int) -> tuple[list[float], list[float]]:
+    """Clients whose messages arrive in an order of chance, and whose steps take times of chance: their weights at the
+    beginning and at the end. A step changes nothing."""
+    ring, random = Ring(clients), np.random.default_rng(seed)
+    x = random.normal(size=clients).astype(np.float32).tolist()
+    first, done = list(x), [0] * clients
+    neighbors = {c: Neighbor({0: jnp.float32(x[c])}, clients) for c in ring.passives}
+    sending: dict[int, deque[tuple[int, Exchange]]] = {c: deque() for c in range(clients) if ring.is_active(c)}
+
+    def begin(c: int) -> None:
+        if ring.is_active(c) and done[c] < steps:
+            message = Exchange(c, ring.number(done[c]), [np.float32(x[c])])
+            sending[c].append((ring.neighbor(c, done[c]), message))
+
+    for c in range(clients):
+        begin(c)
+    while waiting := [c for c in range(clients) if done[c] < steps]:
+        c = int(random.choice(waiting))  # an active one waits for its message alone, and a passive one for nothing
+        if ring.is_active(c):
+            passive, message = sending[c].popleft()
+            x[c] = np.float32(x[c]) - np.float32(sent(neighbors[passive], message))
+        else:
+            x[c] = sent(neighbors[c], Stepped(c, done[c], [np.float32(x[c])]))
+        done[c] += 1
+        begin(c)
+    now = [float(neighbors[c].leaves[0]) if c in neighbors else float(x[c]) for c in range(clients)]
+    events = [np.array(neighbors[c]._events, np.int64).reshape(-1, 3) for c in ring.passives]
+    timeline = Timeline(clients, None, events, ring=True)
+    assert timeline.steps.tolist() == [steps] * clients and (timeline.staleness >= 0).all()
+    return first, now
+
+
+def test_no_order_of_messages_is_a_deadlock_and_all_conserve_the_sum() -> None:
+    for seed in range(1000):
+        clients = (2, 4, 6)[seed % 3]
+        first, now = run(seed, clients, 3 + seed % 5)
+        assert abs(sum(now) - sum(first)) < 1e-5
+    first, now = run(0, 4, 60)
+    assert np.ptp(now) < 1e-3 * np.ptp(first)
+
+
+def slope_of(delay: int, slope: float) -> float:
+    """How large a quadratic's weight is after many steps by gradients that are late."""
+    x = [1.0] * (delay + 1)
+    for _ in range(4000):
+        x.append(x[-1] - slope * x[-1 - delay])
+        if abs(x[-1]) > 1e6:
+            break
+    return max(map(abs, x[-20:]))
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 5])
+def test_slopes_are_stable_up_to_what_is_said(delay: int) -> None:
+    most = stable_slope(delay)
+    assert slope_of(delay, 0.97 * most) < 1e-3
+    assert slope_of(delay, 1.03 * most) > 1e3
+
+
+def test_clients_come_together_up_to_what_is_said() -> None:
+    """Deviations of `Hybrid`: x_i' = mean - eta h x_i."""
+    for slope, ends in ((0.95, 0.0), (1.05, np.inf)):
+        x = np.array([1.0, -0.5, 0.25, -0.75])
+        for _ in range(2000):
+            x = x.mean() - slope * x
+        assert (np.ptp(x) < 1e-3) == (ends == 0.0)
+
+
+def test_rates_that_diverge_are_told() -> None:
+    Hybrid().check_stable(0.9)
+    DPSGD().check_stable(1.9)
+    for sync, slope, most in ((Hybrid(), 1.1, "1"), (ADPSGD(), 1.1, "1"), (DPSGD(), 2.1, "2")):
+        with pytest.warns(StabilityWarning, match=rf"eta h is {slope:.3g}.* below {most} only"):
+            sync.check_stable(slope)
