@@ -58,7 +58,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "dense_cases": {
         (2, 1): (),
         (2, 2): ("check_beside_a_table",),
-        (3, 1): ("check_optimizers", "check_the_state", "check_bytes"),
+        (3, 1): ("check_optimizers", "check_batches_that_ranks_do_not_divide", "check_the_state", "check_bytes"),
     },
     "pipeline_cases": {
         (2, 1): (
