@@ -112,8 +112,8 @@ def parallelize(
         its touched rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host
         memory, owned by the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths
         to methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
-        to "ps" is kept in shards, with its slots, and gathered for use; of one that it gives to "tensor" the products
-        are divided over the devices of `tensor_axis`, by columns or rows, and nothing is gathered.
+        to "ps" is kept in shards, with its slots, and gathered for use (by ("ps", "hosts") from host memory); of one
+        that it gives to "tensor" the products are divided over the devices of `tensor_axis`, and nothing is gathered.
       sparse: "exact" (the default); "lazy": only touched rows move, whatever the optimizer does to the others (another
         function: TensorFlow's LazyAdam); "off".
       plan: Run the step as this plan says, in place of `strategy`, `sparse` and `emit`: one that `autopar.plan` made,

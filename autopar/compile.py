@@ -34,6 +34,7 @@ from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
+from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.shield import shield, shield_stages, shield_worker
@@ -90,6 +91,13 @@ class Compiled:
 
 Result = tuple[Program, BoundPlan | None, str]
 Pass = Callable[[Program, BoundPlan | None, Request], Result]
+
+
+def _classify(program: Program, request: Request) -> tuple[Program, str]:
+    """Finds tables; dense leaves that the strategy has on hosts become such."""
+    program, note = classify(program)
+    program, pulled = pull_whole(program, request.options.strategy)
+    return program, f"{note}{pulled}"
 
 
 def _analyze_rows(program: Program, request: Request) -> tuple[Program, str]:
@@ -223,7 +231,9 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
 def _split_stages(program: Program, bound: BoundPlan, request: Request) -> Result:
     if not bound.on_hosts:
         return program, bound, "one program"
-    stages = split_stages(program, bound.devices, {f.family for f in bound.families if f.on_hosts})
+    hosted = [f for f in bound.families if f.on_hosts]
+    owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
+    stages = split_stages(program, {f.family for f in hosted}, owners=owners)
     bound = bound.noting(stages=tuple(map(str, stages.items)))
     return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
 
@@ -274,7 +284,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
 #: What finds out about a traced program.
 ANALYSIS: tuple[tuple[str, Pass], ...] = (
     ("normalize", _analyzing(lambda program, _: normalize(program))),
-    ("classify", _analyzing(lambda program, _: classify(program))),
+    ("classify", _analyzing(_classify)),
     ("analyze_rows", _analyzing(_analyze_rows)),
     ("analyze_batch", _analyzing(_analyze_batch)),
 )

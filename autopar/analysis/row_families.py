@@ -90,6 +90,8 @@ class Families:
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
         """Whether there is an update to save, or the rows are spread and would be brought together."""
         block, new = self.program.block, self.program.new_states
+        if any(block.inputs[k] in self.program.pulled for k in leaves):
+            return True
         updated = any(k in new and block.outputs[new[k]] is not block.inputs[k] for k in leaves)
         return updated or any(self.program.inputs[k].layout is not None for k in leaves)
 
@@ -176,7 +178,8 @@ class Families:
         if isinstance(other, Row):
             owners = self._members().get(self.flow.find(other.family), [])
             names = ", ".join(self.program.inputs[k].path for k in owners[:2])
-            return Refusal(f"{path} is made anew from all rows of {names}", source)
+            what = f"is made anew from all rows of {names}" if names else "isn't computed from what it was"
+            return Refusal(f"{path} {what}", source)
         return self._product(space) or Refusal(
             f"the step returns {path} as something that is not computed row by row", source
         )

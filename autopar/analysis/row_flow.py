@@ -6,6 +6,7 @@ What that means for the families is for `analyze_rows` to say.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,8 @@ class RowFlow(Interpreter[Value]):
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Top-level variables -> families whose committed leaves they depend on.
     after: dict[Atom, frozenset[int]] = field(default_factory=dict)
+    #: Families of which every step touches all rows: what they are off these may be said to be anything.
+    pulled: set[int] = field(default_factory=set)
     _equations: Sequence[Equation] = ()
 
     def __post_init__(self) -> None:
@@ -127,6 +130,8 @@ class RowFlow(Interpreter[Value]):
         for k, axis in self.candidates.items():
             var = block.inputs[k]
             self.values[var] = Row(axis, self.new_family(var.shape[axis]), Same(k, var.dtype))
+            if var in self.program.pulled:
+                self.values[var] = self._pulled(var, self.values[var])
             self.whole[var] = frozenset()
         self.run(block.equations)
 
@@ -159,6 +164,8 @@ class RowFlow(Interpreter[Value]):
         except Mixes as mixes:
             results = [None] * len(equation.outputs)
             self._read_whole(equation, operands, mixes)
+        if self.pulled or self.program.pulled:
+            results = [self._pulled(var, value) for var, value in zip(equation.outputs, results, strict=True)]
         self.values.update(zip(equation.outputs, results, strict=True))
         self._after(equation)
         if any(isinstance(v, Row) for v in results):
@@ -166,6 +173,18 @@ class RowFlow(Interpreter[Value]):
             self._note_whole(equation)
             self._note_dense_operands(equation, operands, results)
         return results
+
+    def _pulled(self, var: Var, value: Value) -> Value:
+        """The value; zero off the touched rows where these are all there are."""
+        if not isinstance(value, Row):
+            return value
+        if var in self.program.pulled:
+            self.pulled.add(value.family)
+        return dataclasses.replace(value, off=Const(0)) if self.is_pulled(value.family) else value
+
+    def is_pulled(self, family: int) -> bool:
+        """Whether every step touches all rows of a family."""
+        return self.find(family) in map(self.find, self.pulled)
 
     def plain(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         rule = RULES.get(equation.op)

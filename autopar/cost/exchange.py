@@ -37,9 +37,9 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     def sent(name: str, size: int) -> Term:
         return Term(name, host.all_to_all(s.requested * size), (s.devices - 1) * s.requested * size // s.devices)
 
+    ids = () if s.constant else (Term("route ids", host.route(s.ids)), sent("send ids", ID_BYTES))
     return (
-        Term("route ids", host.route(s.ids)),
-        sent("send ids", ID_BYTES),
+        *ids,
         Term("look up at owners", host.gather(s.owned, row)),
         sent("send rows", row),
         Term("copy rows to the device", rates.copy(s.requested * row)),
@@ -54,7 +54,8 @@ def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
     """Method -> bytes that each rank sends, of a table on hosts. The other methods are those the devices would use."""
     others = sent_bytes(sizes)
     hosts = sum(t.sent for t in host_terms(sizes))
-    return {HOSTED: hosts, "allgather": others["allgather"], "allreduce": others["allreduce"]}
+    methods = ("allreduce",) if sizes.constant else ("allgather", "allreduce")
+    return {HOSTED: hosts, **{method: others[method] for method in methods}}
 
 
 def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:

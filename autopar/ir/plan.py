@@ -41,6 +41,7 @@ class TablePlan:
       refused: Whether it can't be lifted at all.
       capacity, tight: By "ps", the rows that a device asks another one for at most; whether that was measured.
       cyclic: Whether rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+      pulled: Whether it is a dense leaf on hosts, of which every step takes all rows.
       log_steps: Steps that untouched rows wait for at most; 0 where no step moves them.
       alpha: Rows that a step touches; None where nothing is known of them.
       growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
@@ -68,6 +69,7 @@ class TablePlan:
     tight: bool = False
     cyclic: bool = field(default=False, metadata={"formerly": "dealt"})
     log_steps: int = field(default=0, metadata={"formerly": "journal"})
+    pulled: bool = False
     alpha: Alpha | None = None
     growth: Growth | None = None
     sizes: Sizes | None = None
@@ -234,16 +236,8 @@ class Plan:
     def digest(self) -> str:
         """The same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        about = (
-            self.devices,
-            self.microbatches,
-            self.strategy,
-            limits,
-            _stages_of(self),
-            _tensor_of(self),
-            self.sync,
-            self.served,
-        )
+        ways = (_stages_of(self), _tensor_of(self), self.sync, self.served)
+        about = (self.devices, self.microbatches, self.strategy, limits, *ways)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
     @property
@@ -378,7 +372,7 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
     measured = "measured" if entry.tight else "a bound"
     seconds = entry.seconds.get(entry.taken)
     return {
-        "kind": "table",
+        "kind": "dense, pulled whole" if entry.pulled else "table",
         **shape,
         "axis of rows": str(entry.axis),
         "slots": ", ".join(entry.slots) or "none",

@@ -241,6 +241,7 @@ class Program:
       name: The user's name of the step.
       tables: (index of a state input, its row axis) of those that are looked up by rows (`classify`).
       candidates: The same of all state inputs that have as many rows as a table (`classify`).
+      pulled: Leaves on hosts of which every step touches all rows, and what is pushed to all of them (`pull_whole`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
       ids: Family -> which rows its accesses mean, for the devices of the plan (`analysis.row_ids.RowIds`; the same).
@@ -257,6 +258,7 @@ class Program:
     name: str = "step"
     tables: tuple[tuple[int, int], ...] = ()
     candidates: tuple[tuple[int, int], ...] = ()
+    pulled: frozenset[Var] = frozenset()
     rows: Any = None
     batch: Mapping[Var, int] = field(default_factory=dict)
     ids: Mapping[int, Any] = field(default_factory=dict)

@@ -149,6 +149,7 @@ class RowSpace:
       is_read_whole: Whether an equation reads all rows of a leaf at once.
       depends_on: Families whose rows the ids of this one depend on.
       deferred: Whether a step moves rows that it doesn't touch, by a function of the row that can be replayed later.
+      is_pulled: Whether every step touches all rows: dense leaves on hosts.
     """
 
     family: int
@@ -162,6 +163,7 @@ class RowSpace:
     is_read_whole: bool = False
     depends_on: tuple[int, ...] = ()
     deferred: bool = False
+    is_pulled: bool = False
 
     @property
     def row_axes(self) -> dict[int, int]:

@@ -45,6 +45,7 @@ class Sizes:
         rows count for each rank that asks for them.
       checks: Whether the capacity is measured, so that each step checks it.
       spread: Whether the devices look up different rows; else all of them have the whole batch.
+      constant: Whether each step looks up all rows, so that ids are sent but once: of a dense leaf on hosts.
     """
 
     devices: int
@@ -58,6 +59,7 @@ class Sizes:
     owned: int
     checks: bool = False
     spread: bool = True
+    constant: bool = False
 
     def on_devices(self) -> Sizes:
         """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices."""

@@ -40,7 +40,10 @@ def analyze_rows(
             reason = search.dropped[k].refusal if k in search.dropped else _read_whole(flow, program, k)
             reason = reason or Refusal("the step only reads it: there is no update to save")
             refused.append(RowSpace(-1, program.block.inputs[k].shape[axis], (k,), (axis,), (k,), (), reason))
-    spaces = [dataclasses.replace(s, deferred=not lazy and families.moves(s)) for s in spaces]
+    spaces = [
+        dataclasses.replace(s, deferred=not lazy and families.moves(s), is_pulled=flow.is_pulled(s.family))
+        for s in spaces
+    ]
     facts = RowFacts(flow.values, flow.roles, tuple([*spaces, *refused]), tuple(flow.parents), flow.whole)
     note = f"{len(spaces)} families lift, {len(refused)} don't"
     return dataclasses.replace(program, rows=facts), note

@@ -181,6 +181,8 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
         kept = frozenset(states if method == "allreduce" else ())
         return _Wanted(methods, {}, {}, hosts, kept)
     tables = {k for k, _ in program.tables}
+    pulled = {k for k, leaf in enumerate(program.block.inputs) if leaf in program.pulled}
+    there = {k for k in states if program.inputs[k].layout is not None}
     for pattern, input_ in strategy.items():
         method, where = split_method(input_)
         matched = [k for k, path in states.items() if matches(pattern, path)]
@@ -189,7 +191,13 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             rest = [path for k, path in states.items() if k not in tables]
             others = f"; others: {', '.join(rest[:8])}{', ...' if len(rest) > 8 else ''}" if rest else ""
             raise StrategyError(f"strategy: {pattern!r} matches no parameter. Looked up by rows: {shown}{others}")
-        if (method in ("allgather", "allreduce_rows") or where == "hosts") and not tables.intersection(matched):
+        if where == "hosts" and not (tables | pulled | there).intersection(matched):
+            raise StrategyError(
+                f"strategy: {pattern!r} matches no parameter that can be on hosts: neither a table (looked up by rows: "
+                f"{shown}) nor, by its path or a pattern other than '*' and '**', a dense floating-point one that the "
+                "step reads"
+            )
+        if method in ("allgather", "allreduce_rows") and not tables.intersection(matched):
             raise StrategyError(
                 f"strategy: {pattern!r} matches no parameter that is looked up by rows ({shown}); "
                 f"for dense ones there are 'allreduce', 'ps' and 'tensor', not {input_!r}"
@@ -201,8 +209,9 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             wanted.tensors[k] = pattern  # a table's rows may still go by themselves, unless it is named itself
             method, pattern = ("allreduce", pattern) if pattern == path else ("auto", None)
         if k in tables:
-            wanted.methods[k] = (method, pattern not in ("*", "**", None))
-            hosts.update([k] if where == "hosts" else [])
+            is_pulled = k in pulled  # perhaps by the name of one of its slots
+            wanted.methods[k] = ("ps", True) if is_pulled else (method, pattern not in ("*", "**", None))
+            hosts.update([k] if where == "hosts" or is_pulled else [])
         if pattern is not None and method == "ps" and where == "devices":
             wanted.shards[k] = pattern
         if method == "allreduce" and k not in wanted.tensors:

@@ -245,7 +245,7 @@ class _Lift:
         log = self.logs.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
-        if changed and log is None and not scope.lifting.lazy:
+        if changed and log is None and not scope.lifting.moves_alone(family):
             offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
             leaves = sweep(scope, family, offs, self.exceeded, first)
             first = []
@@ -286,7 +286,7 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
-        waits = self.scope.lifting.families[space.family].table.log_steps
+        waits = self.scope.lifting.families[space.family].table.log_steps or space.is_pulled
         return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
 
     def _defer(self, space: RowSpace, log: StepUpdateLog, kept: list[int]) -> None:

@@ -39,19 +39,20 @@ _TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.red
 _OF_DEVICES = frozenset({"ap.lookup", "ap.lookup_ids", "ap.aggregate"})
 
 
-def split_stages(program: Program, ranks: int, hosted: Collection[int]) -> Stages:
+def split_stages(program: Program, hosted: Collection[int], *, owners: bool) -> Stages:
     """The stages of a localized program.
 
     Args:
       program: The program of one rank.
-      ranks: How many there are.
       hosted: Families on hosts; the rows of others are the programs' own.
+      owners: Whether owners have programs of their own: there are several ranks, or dense leaves, whose slots a device
+        is never to have.
 
     Raises:
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
-    if ranks == 1:
+    if not owners:
         return _Split(program.block, None, hosted).run()
     owned = program.local.owned
     equations = [part for equation in program.block.equations for part in _by_owner(equation, owned)]

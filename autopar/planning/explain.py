@@ -143,14 +143,16 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
     if table.log_steps:
         action += ", others deferred"
         deferred = f"{format_bytes(_log_bytes(entry, space.family))} for what they missed"
-    if table.where == "hosts":
+    if table.pulled:
+        action = "pulled whole, ps on hosts"
+    elif table.where == "hosts":
         action += ", ps on hosts"
     elif (table.sent or is_read) and table.lifted:
         action += f", {table.method}"
     row = ExplainedLeaf(table, size, len(slots), alpha, action, dense, planned, deferred)
     if not first:
         return row
-    paper = table_3(b=nbytes, n=devices, alpha=alpha.local_share) if table.sent and alpha else {}
+    paper = table_3(b=nbytes, n=devices, alpha=alpha.local_share) if table.sent and alpha and not table.pulled else {}
     return dataclasses.replace(row, sent=table.sent, seconds=table.seconds, table_3=paper)
 
 

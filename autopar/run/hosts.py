@@ -27,6 +27,7 @@ from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
+from autopar.mpi.exchange import Requested
 from autopar.mpi.host_memory import require_memory
 from autopar.mpi.machines import exchange
 from autopar.run.buffers import with_own_buffers
@@ -53,6 +54,8 @@ class HostRunner:
             if space.family in hosted
             for leaf, axis in zip(space.leaves, space.axes, strict=True)
         }
+        read = {*self._program.block.outputs, *(a for e in self._program.block.equations for a in e.inputs)}
+        self._unread = {k for k, leaf in enumerate(self._program.block.inputs) if leaf not in read}
         self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
         self._new = {out: k for k, out in self._program.new_states.items()}
         #: Outputs that are tables as they were before the step, or examples as they were given.
@@ -68,15 +71,19 @@ class HostRunner:
         #: Two rows at least: a reshape would not tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
         for space in self._program.rows.spaces:
-            if space.family in least and (space.depends_on or not _has_dynamic_ids(space)):
+            is_known = space.is_pulled or not _has_dynamic_ids(space)  # whichever batch comes
+            if space.family in least and (space.depends_on or is_known):
                 least[space.family] = limits[space.family]
         self._buckets = ShapeBuckets(least, limits)
+        self._pulled = {f.family for f in there if f.table.pulled}
         self._log_specs = [HostUpdateLogSpec(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, StagedProgram] = {}
         #: The last step's, with which the next one begins.
         self._staged: StagedProgram | None = None
         #: What the last step needed.
         self._needed: Rows = {}
+        #: Of dense leaves, whose rows are all requested in each step, what was exchanged of them in the first one.
+        self._routes: dict[int, tuple[Requested, np.ndarray]] = {}
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Any]] = {}
 
@@ -118,7 +125,7 @@ class HostRunner:
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         inputs += [x for log in logs for x in (log.stamps, *log.entries)]
         before = {out: _read(tables[k] if k in tables else leaves[k]) for out, k in self._old.items()}
-        step = RunningStep({})
+        step = RunningStep({}, dict(self._routes), {f: self._needed[f] for f in self._routes})
         try:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
@@ -149,6 +156,7 @@ class HostRunner:
                 staged = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
         self._staged = staged
         self._needed = step.needs
+        self._routes = {f: step.routes[f] for f in self._pulled if f in step.routes}
         return results
 
     # --- deferred rows ---
@@ -272,6 +280,8 @@ class HostRunner:
         """An argument as the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
+            if k in self._unread:  # a slot that an evaluation is given with its parameter
+                return leaf
             leaf = leaf.materialize()
         if not isinstance(type_, ArrayType):
             return leaf

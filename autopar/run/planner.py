@@ -31,6 +31,7 @@ from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
+from autopar.ir.strategy import without_hosts
 from autopar.ir.trace import block_of
 from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
@@ -145,6 +146,8 @@ class Planner:
             options = move.options
             if options.hosts:
                 check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
+            else:  # paths of leaves that came there aren't the user's
+                options = dataclasses.replace(options, strategy=without_hosts(self.options.strategy))
             inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
             program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
             compiled = self._compile(program, options, example).with_reason(move.paths, move.reason)

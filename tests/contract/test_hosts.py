@@ -198,7 +198,7 @@ def test_strategies() -> None:
     for strategy, told in (
         ({"params/emb": ("allreduce", "hosts")}, "tables on hosts are trained by 'ps' only"),
         ({"params/emb": ("ps", "moon")}, "neither on 'devices' nor on 'hosts'"),
-        ({"params/w": HOSTS}, "matches no parameter that is looked up by rows"),
+        ({"**/w": ("allgather", "devices")}, "matches no parameter that is looked up by rows"),
         ({"params/nothing": HOSTS}, "matches no parameter"),
     ):
         with pytest.raises(autopar.StrategyError, match=told):

@@ -56,6 +56,11 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (2, 2): ("check_batches_that_devices_do_not_divide", "check_ids_of_other_examples"),
         (3, 1): ("check_some_of_the_contract",),
     },
+    "dense_cases": {
+        (2, 1): (),
+        (2, 2): ("check_beside_a_table",),
+        (3, 1): ("check_optimizers", "check_batches_that_ranks_do_not_divide", "check_the_state", "check_bytes"),
+    },
     "pipeline_cases": {
         (2, 1): (
             "check_schedules",

@@ -14,6 +14,7 @@ from autopar.analysis.row_ids import RowIds
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.measurements import Measurements
 from autopar.cost.model import lifting_pays, lifting_pays_on_accelerators, log_steps
+from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
@@ -113,7 +114,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
             )
         where = str(space.refusal.source) if space.refusal.source else source
         return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
-    if choices.options.sparse == "off":
+    if choices.options.sparse == "off" and not space.is_pulled:
         return dense("sparse='off'")
     ids: RowIds = program.ids[space.family]
     shown = f"{ids.count} ids a step against {space.extent} rows"
@@ -206,6 +207,9 @@ def _lifted(
     """The plans of the tables of a lifted family."""
     most = min(space.extent, program.ids[space.family].count)
     reason = f"at most {most} of {space.extent} rows a step{_told(bounds, where)}"
+    if space.is_pulled:
+        pulled, pushed = map(format_bytes, _moved(space))
+        reason = f"a step pulls {pulled} of it and pushes {pushed} of gradients{_told(bounds, where)}"
     if log_steps:
         reason += f"; the others move, too: they wait for up to {log_steps} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
@@ -227,10 +231,17 @@ def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
             axis=space.row_axes[table],
             slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
             ids=ids,
+            pulled=space.is_pulled,
             **fields,
         )
         for table in space.tables
     ]
+
+
+def _moved(space: RowSpace) -> tuple[int, int]:
+    """Bytes of all rows of a dense leaf on hosts that a step looks up, and that it pushes."""
+    pulled = sum(a.equation.outputs[0].type.nbytes for a in space.accesses if a.is_lookup)
+    return pulled, sum(a.equation.inputs[2].type.nbytes for a in space.accesses if not a.is_lookup)
 
 
 def _told(bounds: Bounds, where: Where) -> str:
@@ -303,6 +314,10 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
     """The same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0))
     sizes = dataclasses.replace(sizes, owned=sizes.requested)  # as many as a rank asks for, on average
+    if space.is_pulled:
+        return dataclasses.replace(
+            sizes, row_bytes=sum(_moved(space)) // (2 * space.extent), spread=True, constant=True
+        )
     flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
         return sizes

@@ -57,6 +57,10 @@ class Lifting:
                 return Row(value.axis, family, value.off)
         return None
 
+    def moves_alone(self, family: int) -> bool:
+        """Whether nothing is to be done about rows that a step doesn't touch: they don't move, or there are none."""
+        return self.lazy or self.spaces[family].is_pulled
+
     def touches(self, equation: Equation) -> bool:
         """Whether an equation reads or makes a value of a lifted family."""
         return any(self.row(a) is not None for a in (*equation.inputs, *equation.outputs))

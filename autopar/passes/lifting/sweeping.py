@@ -186,7 +186,7 @@ class Exact:
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Swept, if need be."""
-        if scope.lifting.lazy or not isinstance(row.off, Const):
+        if scope.lifting.moves_alone(row.family) or not isinstance(row.off, Const):
             return dense
         rows = scope.at_rows(atom, row.axis, row.family)
         equation = scope.producers.get(atom)
@@ -219,7 +219,7 @@ class Exact:
 
     def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
         """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
-        return scope.lifting.lazy or self.fates().keeps_zero(sources)
+        return scope.lifting.moves_alone(family) or self.fates().keeps_zero(sources)
 
     def _axes(self, scope: Scope, form: OffForm, family: int) -> tuple[int, ...]:
         """The row axes of the leaves that a form takes."""
@@ -239,7 +239,7 @@ class Exact:
           NotDeferrable: rows that wait would have to be looked at.
         """
         family, planned = value.family, scope.lifting.families[value.family]
-        if scope.lifting.lazy:
+        if scope.lifting.moves_alone(family):
             return None, None
         is_deferred = planned.table.log_steps > 0
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):

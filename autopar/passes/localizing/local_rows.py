@@ -95,8 +95,30 @@ def _push(walk: Forms, equation: Equation) -> None:
     elif walk.nested and not walk.shared.examples and walk.shared.devices > 1:
         reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
         raise NotLocal(reason, equation.source)
+    elif _is_delivered(walk, equation):
+        _deliver_partial(walk, equation)
     else:
         _each("rows read whole", "rows")(walk, equation)
+
+
+def _is_delivered(walk: Forms, equation: Equation) -> bool:
+    """Whether partial sums of all rows of a dense leaf on hosts are pushed: owners add them up, each of its rows."""
+    is_pulled = _family(walk, equation).table.pulled and equation.params["op"] == "scatter-add"
+    return is_pulled and walk.shared.examples and isinstance(walk.state(equation.inputs[3]), Partial)
+
+
+def _deliver_partial(walk: Forms, push: Equation) -> None:
+    """A rank's partial sums at the rows that it requested, and the delivery of these."""
+    base, route, index, updates = push.inputs
+    requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
+    assert requested is not None, "rows on hosts are requested"
+    type_, state = push.outputs[0].type.resized(axis, requested), _requested(walk, push)
+    start = walk.zeros(type_.resized(axis, requested // walk.shared.devices))
+    sums = Var(type_)
+    aggregate = dataclasses.replace(push, op="ap.aggregate", outputs=(sums,))
+    _write(walk, aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
+    on = () if walk.is_zero(walk.read(base)) else (base,)
+    _each("requested read rows", "rows")(walk, Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
 
 
 def push_partial(walk: Forms, equation: Equation) -> None:

@@ -1,5 +1,5 @@
-"""A training with tables on hosts that saves every other step, and may be told to die: what the ranks of
-`test_checkpoint` run.
+"""A training with a table and a dense weight on hosts that saves every other step, and may be told to die: what the
+ranks of `test_checkpoint` run.
 
 Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; DIE, "where:rank:step": the rank
 kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before
@@ -29,7 +29,7 @@ def make_state(key: Any) -> Any:
     return {"params": params, "sums": jax.tree.map(lambda x: jnp.full_like(x, 0.1), params), "step": jnp.int32(0)}
 
 
-@autopar.parallelize(strategy=("ps", "hosts"))
+@autopar.parallelize(strategy={"params/emb": ("ps", "hosts"), "params/w": ("ps", "hosts")})
 def train_step(state: Any, batch: Any) -> Any:
     """Adagrad, clipped by the norm over everything."""
 

@@ -18,7 +18,7 @@ RANKS = jax.process_count()
 
 
 def check_what_cannot_be() -> None:
-    """Tables that can't be lifted, and dense parameters, can't be on hosts: the message says so."""
+    """Tables that can't be lifted can't be on hosts: the message says so."""
 
     def tied(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         def loss(t: jax.Array) -> jax.Array:

@@ -1,0 +1,302 @@
+"""Dense leaves that are kept on hosts: the step pulls all of their rows, and pushes gradients to all of them.
+
+    x @ w        ->  x @ w[arange(n)]
+    w - lr * g   ->  w - lr * zeros.at[arange(n)].add(g)
+
+What is computed element by element from the leaf, its optimizer slots and its gradient alone belongs to the rows'
+owners (the update, and reductions of it: a norm). Whatever else reads such a value looks all of its rows up; whatever
+else is read there is pushed. Both change nothing of what is computed, so that the result is the step's wherever the
+border is. From here on the leaf is a table of which every step touches all rows, and the passes after this one keep it
+on hosts as they keep others. There are no untouched rows: nothing is deferred, and nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar import jax_compat
+from autopar.analysis.primitives import ELEMENTWISE
+from autopar.errors import StrategyError
+from autopar.ir.expand import expand
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
+from autopar.ir.strategy import Strategy, asked_of
+
+#: Rows that an axis should have at least to be divided over ranks.
+_ENOUGH_ROWS = 64
+
+
+def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
+    """Insert lookups and pushes of all rows of the dense leaves that a strategy has on hosts.
+
+    Args:
+      program: A classified program.
+      strategy: The user's. A pattern means dense leaves if no table is there by it.
+
+    Raises:
+      StrategyError: a leaf is named that can't be there.
+    """
+    inputs = program.block.inputs
+    tables = {k for k, _ in program.tables}
+    pulled: dict[int, int] = {}
+    parameters: list[int] = []
+    for k, is_named in _wanted(program, strategy).items():
+        if k in pulled:  # a slot of another one
+            continue
+        reason, path, layout = _refusal(inputs[k]), program.inputs[k].path, program.inputs[k].layout
+        if reason is None:
+            axis = _row_axis(inputs[k].shape) if layout is None else layout[1]
+            update = _Update.of(program, k, axis)
+            if not tables.isdisjoint(update.leaves):  # it is a slot of a table
+                continue
+            changed = update.rewritten()
+            if changed is not None:
+                program = changed
+                pulled |= dict.fromkeys(sorted(update.leaves), axis)
+                parameters.append(min(update.leaves, key=lambda k: (len(program.inputs[k].path), k)))
+                continue
+            reason = "the step reads nothing of it but for its own new value, so that there is nothing to pull"
+        if is_named and layout is None:
+            raise StrategyError(f"strategy: {path} can't be on hosts: {reason}. Leave it to 'auto'")
+    if not pulled:
+        return program, ""
+    candidates = {**dict(program.candidates), **pulled}
+    program = dataclasses.replace(
+        program,
+        tables=tuple(sorted((*program.tables, *((k, pulled[k]) for k in parameters)))),
+        candidates=tuple(sorted(candidates.items())),
+        pulled=program.pulled | {inputs[k] for k in pulled},
+    )
+    return program, f"; dense, and pulled from hosts: {', '.join(program.inputs[k].path for k in parameters)}"
+
+
+def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
+    """Finds the leaves that a strategy has on hosts although they aren't looked up by rows: leaf -> whether by name."""
+    if not isinstance(strategy, Mapping):
+        return {}
+    tables = {program.inputs[k].path for k, _ in program.tables}
+    of_tables = {"*", "**", None, *(asked_of(strategy, path).pattern for path in tables)}
+    read = {a for e in program.block.equations for a in e.inputs}
+    wanted: dict[int, bool] = {}
+    for k, (leaf, input_) in enumerate(zip(program.block.inputs, program.inputs, strict=True)):
+        asked = asked_of(strategy, input_.path)
+        if input_.role not in ("state", "table") or input_.path in tables or asked.where != "hosts":
+            continue
+        is_named = asked.pattern == input_.path
+        if leaf in read and (is_named or asked.pattern not in of_tables):
+            wanted[k] = is_named
+    return wanted
+
+
+def _refusal(leaf: Var) -> str | None:
+    """Says why a leaf can't be kept on hosts by its rows; None if it can."""
+    if not isinstance(leaf.type, ArrayType) or not jax_compat.is_float(leaf.dtype):
+        return f"it is {leaf.type}, and hosts keep floating-point parameters"
+    return None if max(leaf.shape, default=1) > 1 else "it has a single element, and hosts keep rows"
+
+
+def _row_axis(shape: Sequence[int]) -> int:
+    """Returns the axis whose places are rows: the first one with enough of them, or the longest.
+
+    It is the same for any number of ranks, so that a checkpoint fits all.
+    """
+    longest = max(range(len(shape)), key=lambda d: (shape[d], -d))
+    return next((d for d, size in enumerate(shape) if size >= _ENOUGH_ROWS), longest)
+
+
+@dataclass(frozen=True, slots=True)
+class _AllRows:
+    """Looks all rows of an array up, or pushes it into zeros: either returns what it is given."""
+
+    axis: int
+    is_push: bool
+
+    def __call__(self, array: Any, numbers: Any) -> Any:
+        window = tuple(d for d in range(array.ndim) if d != self.axis)
+        if array.dtype == bool:  # a mask, which isn't added to anything
+            return self(array.astype(jnp.uint8), numbers) != 0
+        if self.is_push:
+            places = jax.lax.ScatterDimensionNumbers(window, (self.axis,), (self.axis,))
+            return jax.lax.scatter_add(jnp.zeros(array.shape, array.dtype), numbers, array, places)
+        places = jax.lax.GatherDimensionNumbers(window, (self.axis,), (self.axis,))
+        sizes = [1 if d == self.axis else size for d, size in enumerate(array.shape)]
+        return jax.lax.gather(array, numbers, places, sizes, mode="clip")
+
+
+@dataclass(eq=False)
+class _Update:
+    """Finds what of a step belongs to the owners of a leaf's rows.
+
+    Attributes:
+      program: The program.
+      leaves: The leaf, and those that follow it: its slots, moving averages of it.
+      axis: Of the rows.
+      shape: Of the leaf, its slots and its gradient.
+      of_rows: Values that are computed element by element from the leaves and from gradients.
+      sources: Values that are read there and aren't such.
+      scalars: Values that are a scalar everywhere.
+      made: What computes a value.
+      readers: What reads a value.
+    """
+
+    program: Program
+    leaves: set[int]
+    axis: int
+    shape: tuple[int, ...]
+    of_rows: set[Atom] = field(default_factory=set)
+    sources: set[Atom] = field(default_factory=set)
+    scalars: set[Atom] = field(default_factory=set)
+    made: dict[Atom, Equation] = field(default_factory=dict)
+    readers: dict[Atom, list[Equation]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(program: Program, leaf: int, axis: int) -> _Update:
+        """Follows the update of a leaf."""
+        update = _Update(program, {leaf}, axis, program.block.inputs[leaf].shape)
+        for equation in program.block.equations:
+            update.made.update(dict.fromkeys(equation.outputs, equation))
+            for atom in dict.fromkeys(equation.inputs):
+                update.readers.setdefault(atom, []).append(equation)
+            is_repeated = equation.op == "broadcast_in_dim" or update._is_elementwise(equation)
+            if is_repeated and all(map(update._is_scalar, equation.inputs)):
+                update.scalars.update(equation.outputs)
+        update._find_leaves()
+        update._find_reduced()
+        return update
+
+    def _is_alike(self, atom: Atom) -> bool:
+        return isinstance(atom.type, ArrayType) and atom.shape == self.shape and not jax_compat.is_key(atom.dtype)
+
+    def _is_elementwise(self, equation: Equation) -> bool:
+        is_plain = equation.op in ELEMENTWISE and not equation.effects
+        operands = (a.shape == () or self._is_alike(a) for a in equation.inputs)
+        return is_plain and self._is_alike(equation.outputs[0]) and all(operands)
+
+    def _is_scalar(self, atom: Atom) -> bool:
+        """Says whether it is a scalar, or one everywhere, which owners make themselves."""
+        return atom.shape == () or atom in self.scalars
+
+    def _find_leaves(self) -> None:
+        """Find the leaves, and what their new values are made of."""
+        block, new = self.program.block, self.program.new_states
+        states = {v: k for k, v in enumerate(block.inputs) if k in new and self._is_alike(v)}
+        origins = self._origins(states)
+        updates = {k: self._made_of(block.outputs[new[k]], origins) for k in states.values()}
+        count = 0
+        while count < len(self.leaves):
+            count = len(self.leaves)
+            found = [updates[k] for k in self.leaves if k in updates]
+            self.of_rows = {block.inputs[k] for k in self.leaves}.union(*(values for values, _ in found))
+            self.sources = set[Atom]().union(*(sources for _, sources in found))
+            self.leaves |= {states[a] for a in self.of_rows if isinstance(a, Var) and a in states}
+            self.leaves |= {k for k, (values, _) in updates.items() if not values.isdisjoint(self.of_rows)}
+
+    def _origins(self, states: Mapping[Var, int]) -> dict[Atom, frozenset[Atom]]:
+        """Maps each value of the leaf's shape to what it is made of element by element: leaves, and values that aren't.
+
+        What is made of two such values and no leaf counts as one itself: one is pushed in place of two.
+        """
+        origins: dict[Atom, frozenset[Atom]] = {v: frozenset([v]) for v in states}
+        for equation in self.program.block.equations:
+            found: frozenset[Atom] | None = None
+            if self._is_elementwise(equation):
+                alike = [a for a in equation.inputs if not self._is_scalar(a)]
+                found = frozenset(o for a in alike for o in origins.get(a, frozenset([a])))
+                found = found if len(found) <= 1 or not found.isdisjoint(states) else None
+            for out in filter(self._is_alike, equation.outputs):
+                origins[out] = frozenset([out]) if found is None else found
+        return origins
+
+    def _made_of(self, root: Atom, origins: Mapping[Atom, frozenset[Atom]]) -> tuple[set[Atom], set[Atom]]:
+        """Finds what a leaf's new value is made of element by element, and what that reads besides."""
+        values: set[Atom] = set()
+        sources: set[Atom] = set()
+        waiting = [root]
+        while waiting:
+            atom = waiting.pop()
+            if atom is not root and self._is_scalar(atom):
+                continue
+            is_made = atom in self.made and origins[atom] != {atom} and not self._is_scalar(atom)
+            if is_made or atom in self._states:
+                fresh = atom not in values
+                values.add(atom)
+                waiting += self.made[atom].inputs if is_made and fresh else ()
+            else:
+                sources.add(atom)
+        return values, sources
+
+    @functools.cached_property
+    def _states(self) -> set[Var]:
+        return {self.program.block.inputs[k] for k in self.program.new_states}
+
+    def _find_reduced(self) -> None:
+        """Find what is only reduced over all rows, or only converted to fewer bytes before all of it is read."""
+        known, results = self.of_rows | self.sources, set(self.program.block.outputs)
+        eligible: list[Equation] = []
+        for equation in self.program.block.equations:
+            alike = [a for a in equation.inputs if not self._is_scalar(a)]
+            if alike and self._is_elementwise(equation) and all(a in known for a in alike):
+                eligible += [] if equation.outputs[0] in known else [equation]
+                known.update(equation.outputs)
+        for equation in reversed(eligible):
+            (out,) = equation.outputs
+            readers = self.readers.get(out, [])
+            is_reduced = bool(readers) and all(map(self._is_of_rows, readers))
+            if out not in results and (is_reduced or _narrows(equation)):
+                self.of_rows.add(out)
+
+    def _is_of_rows(self, equation: Equation) -> bool:
+        """Says whether owners compute it: a value of rows, or a reduction over all of them."""
+        is_reduction = equation.op in REDUCTION_PRIMITIVES and self.axis in equation.params["axes"]
+        return is_reduction or any(v in self.of_rows for v in equation.outputs)
+
+    def rewritten(self) -> Program | None:
+        """Makes the program with lookups and pushes; None where nothing is pulled."""
+        block = self.program.block
+        last = block.equations[-1]
+        count = self.shape[self.axis]
+        equations = expand(lambda: jax.lax.broadcasted_iota(jnp.int32, (count, 1), 0), last, ())
+        numbers = equations[-1].outputs[0]
+        moved: dict[tuple[Atom, bool], Atom] = {}
+        pushed: set[Var] = set()
+
+        def all_rows(atom: Atom, like: Equation, *, is_push: bool) -> Atom:
+            if (atom, is_push) not in moved:
+                made = expand(_AllRows(self.axis, is_push), like, (atom, numbers), again=True)
+                equations.extend(made)
+                moved[atom, is_push] = made[-1].outputs[0]
+                pushed.update(v for e in made if is_push and e.op == "scatter-add" for v in e.outputs)
+            return moved[atom, is_push]
+
+        def seen(atom: Atom, like: Equation, *, by_owners: bool) -> Atom:
+            if by_owners and atom in self.sources:
+                return all_rows(atom, like, is_push=True)
+            return all_rows(atom, like, is_push=False) if atom in self.of_rows and not by_owners else atom
+
+        for equation in block.equations:
+            by_owners = self._is_of_rows(equation)
+            inputs = tuple(seen(a, equation, by_owners=by_owners) for a in equation.inputs)
+            is_same = all(a is b for a, b in zip(inputs, equation.inputs, strict=True))
+            equations.append(equation if is_same else dataclasses.replace(equation, inputs=inputs))
+        outputs: list[Atom] = []
+        for atom, output in zip(block.outputs, self.program.outputs, strict=True):
+            is_input = isinstance(atom, Var) and atom in block.inputs
+            outputs.append(atom if is_input else seen(atom, last, by_owners=output.state in self.leaves))
+        if all(is_push for _, is_push in moved):
+            return None
+        changed = Block(block.inputs, tuple(equations), tuple(outputs))
+        return dataclasses.replace(self.program, block=changed, pulled=self.program.pulled | pushed)
+
+
+def _narrows(equation: Equation) -> bool:
+    """Says whether it converts to fewer bytes."""
+    return (
+        equation.op == "convert_element_type" and equation.outputs[0].dtype.itemsize < equation.inputs[0].dtype.itemsize
+    )
