@@ -23,7 +23,8 @@ class Mode:
     ranks: int = 1
     #: Whether XLA optimises: compiling takes twice as long, and fuses otherwise.
     optimised: bool = False
-    strategies: tuple[str | tuple[str, ...], ...] = (*["ps"] * 9, "auto")
+    #: Methods, pairs of where as well, or pairs (pattern, such a pair).
+    strategies: tuple[str | tuple[Any, ...], ...] = (*["ps"] * 9, "auto")
     options: tuple[Options, ...] = _ANYWHERE
     pipelines: tuple[Pipeline, ...] = ((),)
 
@@ -39,6 +40,11 @@ class Mode:
         }
 
 
+#: Dense leaves on hosts, beside tables on devices or there.
+_DENSE = tuple(
+    tuple((pattern, ("ps", "hosts")) for pattern in patterns)
+    for patterns in (("**w",), ("**bias",), ("**w", "**bias"), ("**w", "**bias", "**table*"), ("**params/**",))
+)
 _ON_DEVICES: tuple[Options, ...] = ((("emit", "pmap"),), (("emit", "pmap"),), *_ANYWHERE)
 
 MODES: Mapping[str, Mode] = {
@@ -54,6 +60,8 @@ MODES: Mapping[str, Mode] = {
         ),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
+        Mode("dense-hosts", ranks=2, strategies=_DENSE),
+        Mode("dense-one-host", strategies=_DENSE),
         Mode(
             "stages",
             devices=2,

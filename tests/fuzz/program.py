@@ -22,7 +22,7 @@ class Program:
 
     seed: int = 0
     devices: int = 1
-    strategy: str | tuple[str, ...] = "ps"
+    strategy: str | tuple[Any, ...] = "ps"
     options: tuple[tuple[str, Any], ...] = ()
     pipeline: Pipeline = ()
     tables: int = 1

@@ -137,7 +137,9 @@ def text_of(program: Program) -> str:
         "KEPT": pairs("KEPT", *program.kept),
         "EVENTS": pick("EVENTS", *program.events),
     }
-    options = {"strategy": program.strategy, "donate": program.donate, **dict(program.options)}
+    strategy = program.strategy
+    strategy = dict(strategy) if strategy and isinstance(strategy[0], tuple) else strategy
+    options = {"strategy": strategy, "donate": program.donate, **dict(program.options)}
     if "sync" in options:  # servers go on with every step
         options["donate"] = True
     texts = [f"{name!r}: {value if name == 'sync' else repr(value)}" for name, value in options.items()]
