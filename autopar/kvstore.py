@@ -28,8 +28,9 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.balance import balanced
 from autopar.launch.group import everyone
+from autopar.measure.cluster import ring_bytes
 from autopar.mpi.alone import check_ranks
-from autopar.mpi.waiting import choose_waiting
+from autopar.mpi.exchange import Exchange
 from autopar.servers.keys import KeepKeys, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
 from autopar.servers.link import Link
 
@@ -93,7 +94,10 @@ class KVStore:
         self._optimizer: tuple[Callable[[Array], Any], Update] | None = None
         self._homes: dict[Key, int] = {}
         self._types: dict[Key, tuple[tuple[int, ...], Any]] = {}
-        self._waiting = None if clients.members is None else choose_waiting(clients.members.comm)
+        group = clients.members
+        self._members = None if group is None else Exchange(group.rank, group.size, group.comm)
+        if self._members is not None:
+            self._members.rings_from = ring_bytes()
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
         """Keep some keys, with the first rank's values; balanced over the servers by bytes. Collective.
@@ -212,16 +216,7 @@ class KVStore:
 
     def _reduced(self, value: np.ndarray) -> np.ndarray:
         """The sum over the ranks of a worker."""
-        group = self._clients.members
-        if group is None or self._waiting is None:
-            return value
-        if value.dtype.kind in "fiu" and value.dtype.isbuiltin == 1 and value.dtype.itemsize >= 4:
-            from mpi4py import MPI
-
-            value = np.ascontiguousarray(value)
-            self._waiting.collective(group.comm, "Allreduce", MPI.IN_PLACE, value)
-            return value
-        return merged(self._clients.said(value))  # MPI doesn't know its dtype
+        return value if self._members is None else self._members.reduce([value])[0]
 
 
 def _type_of(value: np.ndarray) -> tuple[tuple[int, ...], Any]:

@@ -10,6 +10,13 @@ from __future__ import annotations
 
 from autopar.ir.cluster import ClusterSpec
 
+#: AllReduce between ranks: by MPI, and in rings (`autopar.mpi.rings`).
+_OF_RANKS = ("mpi_all_reduce", "ring_all_reduce")
+#: Sizes that are compared, as powers of two.
+_EXPONENTS = range(12, 31)
+#: How often a byte that is added passes through memory: two are read, one is written.
+_ADDED_PASSES = 3
+
 
 def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
     """Bytes that each of some participants sends over its link, and in how many messages one after the other.
@@ -35,6 +42,34 @@ def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce", copi
     part, rounds = traffic("all_reduce", m, size / d)
     between = cluster.link("between", by)(copies * d * part, rounds)
     return cluster.link("inside", by)(inside, messages) + between
+
+
+def host_all_reduce_s(cluster: ClusterSpec, size: float) -> float:
+    """A sum of `size` bytes that every rank gets, by MPI or in rings, whichever was measured to be faster.
+
+    With N ranks 2 (N - 1) alpha + 2 (N - 1) / N size beta + (N - 1) / N size gamma (MXNET-MPI, section 6.2): latency,
+    seconds of a byte that is sent, and of one that is added. What was measured has gamma in its beta.
+    """
+    measured = [by for by in _OF_RANKS if by in cluster.measured]
+    if measured:
+        return min(all_reduce_s(cluster, size, by) for by in measured)
+    gamma = _ADDED_PASSES * cluster.devices / cluster.host_bytes_s
+    return all_reduce_s(cluster, size) + (cluster.count - 1) / cluster.count * size * gamma
+
+
+def rings_from(cluster: ClusterSpec) -> int | None:
+    """From how many bytes on ranks add up faster in rings than by MPI's AllReduce, by what was measured; None: never,
+    or unknown."""
+    if not all(by in cluster.measured for by in _OF_RANKS):
+        return None
+    slower = [k for k in _EXPONENTS if not _are_rings_faster(cluster, 1 << k)]
+    least = max(slower, default=_EXPONENTS[0] - 1) + 1
+    return 1 << least if least in _EXPONENTS else None
+
+
+def _are_rings_faster(cluster: ClusterSpec, size: int) -> bool:
+    by_mpi, in_rings = (all_reduce_s(cluster, size, by) for by in _OF_RANKS)
+    return in_rings < by_mpi
 
 
 def all_gather_s(cluster: ClusterSpec, size: float) -> float:

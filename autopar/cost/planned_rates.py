@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
+from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, host_all_reduce_s
 from autopar.cost.rates import FREE, Curve, HostRates, Rates, RowRate, StageRates
 from autopar.ir.cluster import ClusterSpec
 
 _LARGE = float(1 << 30)
+#: Sizes of what is quickest in one way or another.
+_SIZES = tuple(1 << k for k in range(0, 31, 2))
 #: Passes over its ids that a device makes to sort and find them: a radix sort's, assumed.
 _SORT_PASSES = 16
 #: Of a device's flop rate that a model's products reach, assumed: half (training of large models reaches 0.3 to 0.6).
@@ -53,7 +55,7 @@ def planned_host_rates(cluster: ClusterSpec) -> HostRates:
     host = Rates(
         all_to_all=_line(lambda size: all_to_all_s(ranks, size / n, "mpi_all_to_all")),
         all_gather=FREE,  # nothing of a table on hosts is gathered
-        all_reduce=_line(lambda size: all_reduce_s(ranks, size, "mpi_all_reduce")),
+        all_reduce=Curve(tuple((float(size), host_all_reduce_s(ranks, size)) for size in _SIZES)),
         **_in_memory(each),
     )
     return HostRates(host, _line(cluster.to_host))

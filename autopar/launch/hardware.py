@@ -42,8 +42,8 @@ from autopar.launch.toml_file import TomlTable
 SECTIONS = ("device", "link", "measured")
 LEVELS = ("inside", "between")
 LINKS = (*LEVELS, "host")
-#: What `measured` may name: collectives on the devices, and MPI's between ranks.
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "mpi_all_reduce", "mpi_all_to_all")
+#: What `measured` may name: collectives on the devices, and between ranks MPI's and in rings.
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "mpi_all_reduce", "mpi_all_to_all", "ring_all_reduce")
 
 _Check = tuple[Callable[[Any], bool], str]
 

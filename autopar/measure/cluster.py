@@ -5,6 +5,7 @@ As found here, known by name, or kept in a file in the sections that `launch/har
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar.backends.devices import Devices
+from autopar.cost.collectives import rings_from
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
@@ -66,7 +68,8 @@ class Cluster(ClusterSpec):
           ArgumentsError: the machines have different numbers of devices.
         """
         devices, machines = _devices_here(mesh)
-        return _of_first(devices, _with_links(_without_links(devices, machines), _kept(devices, machines)))
+        kept = _kept(devices, machines)
+        return _of_first(devices, _with_links(_without_links(devices, machines), {} if kept is None else kept.measured))
 
     @staticmethod
     def load(path: str | Path, like: Cluster | None = None) -> Cluster:
@@ -178,6 +181,13 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
     return cluster
 
 
+@functools.cache
+def ring_bytes() -> int | None:
+    """From how many bytes on the ranks of this job add up in rings, as the first one's calibration says. Collective."""
+    kept = _kept(*_devices_here(None))
+    return everyone().first(None if kept is None else rings_from(kept), "what calibration found of rings")
+
+
 def require_cluster(cluster: Any) -> ClusterSpec:
     """What was given as a cluster, if it is one; else an ArgumentsError."""
     if not isinstance(cluster, ClusterSpec):
@@ -262,13 +272,13 @@ def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) ->
     return replace(cluster, measured=measured, **measured.get("all_reduce", {}))
 
 
-def _kept(devices: Devices, machines: int) -> Mapping[str, Mapping[str, Link]]:
-    """What `calibrate` has kept of these devices; nothing if it hasn't."""
+def _kept(devices: Devices, machines: int) -> Cluster | None:
+    """What `calibrate` has kept of these devices; None if it hasn't."""
     try:
         kept = Cluster.load(cache_file(devices, "cluster-{}.toml"))
     except AutoparError:
-        return {}
-    return kept.measured if (kept.machines, kept.count) == (machines, devices.count) else {}
+        return None
+    return kept if (kept.machines, kept.count) == (machines, devices.count) else None
 
 
 def _of_first(devices: Devices, cluster: Cluster) -> Cluster:

@@ -27,6 +27,7 @@ _CPU_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
 _BYTES = (*_CPU_BYTES, 1 << 25)
 #: Of what ranks reduce, or of what one sends another one, in bytes; elements of a row; seconds of a round.
 _RANK_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
+_REDUCED_BYTES = (*_RANK_BYTES, 1 << 24)
 _WIDTH = 64
 _TARGET_S = 0.02
 
@@ -49,7 +50,7 @@ def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
 
 
 def measure_ranks(group: Group) -> dict[str, dict[str, Link]]:
-    """Collective of MPI -> level -> link; nothing where a level has one rank only, or without MPI. Collective.
+    """Collective of ranks -> level -> link; nothing where a level has one rank only, or without MPI. Collective.
 
     Where machines have different numbers of ranks, links between them aren't measured.
     """
@@ -66,23 +67,28 @@ def measure_ranks(group: Group) -> dict[str, dict[str, Link]]:
             if part.several:
                 exchange = Exchange(part.rank, part.size, part.comm)
                 for collective, points in _points(exchange, part.comm).items():
-                    link = fit_collective(collective, part.size, undisturbed(points), sharing)
-                    links.setdefault(f"mpi_{collective}", {})[level] = link
+                    _, traffic = collective.split("_", 1)
+                    link = fit_collective(traffic, part.size, undisturbed(points), sharing)
+                    links.setdefault(collective, {})[level] = link
     return links
 
 
 def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]]]:
-    """(bytes, seconds) of sums, and of rows from each rank to each other one."""
-    reduced, sent = [], []
-    for size in _RANK_BYTES:
+    """(bytes, seconds) of sums, by MPI and in rings, and of rows from each rank to each other one."""
+    reduced: dict[str, list[tuple[float, float]]] = {}
+    for size in _REDUCED_BYTES:
         array = np.ones(size // 4, np.float32)
         memory = np.empty(exchange.packed_bytes([array]), np.uint8)
-        reduced.append((float(size), _seconds(comm, lambda a=array, m=memory: exchange.reduce([a], memory=m))))
+        for name, exchange.rings_from in (("mpi_all_reduce", None), ("ring_all_reduce", 0)):
+            seconds = _seconds(comm, lambda a=array, m=memory: exchange.reduce([a], memory=m))
+            reduced.setdefault(name, []).append((float(size), seconds))
+    sent = []
+    for size in _RANK_BYTES:
         count = size // 4 // _WIDTH
         requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
         rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
         sent.append((float(size), _seconds(comm, lambda a=requested, r=rows, o=out: exchange.fetch(a, r, o))))
-    return {"all_reduce": reduced, "all_to_all": sent}
+    return {**reduced, "mpi_all_to_all": sent}
 
 
 def _seconds(comm: Any, run: Callable[[], Any]) -> float:

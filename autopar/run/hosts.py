@@ -27,6 +27,7 @@ from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
+from autopar.measure.cluster import ring_bytes
 from autopar.mpi.exchange import Requested
 from autopar.mpi.host_memory import require_memory
 from autopar.mpi.machines import exchange
@@ -45,7 +46,10 @@ class HostRunner:
         bound, self._program = compiled.bound, compiled.analysed
         self._bound = bound
         self._check_others()
-        self._ranks = Ranks(exchange(), compiled.plan.reduction_backend)
+        exchange_ = exchange()
+        if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
+            exchange_.rings_from = ring_bytes()
+        self._ranks = Ranks(exchange_, compiled.plan.reduction_backend)
         self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {

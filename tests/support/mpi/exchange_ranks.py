@@ -15,6 +15,7 @@ from tests.support.mpi import exchange_cases, leader_cases, reduction_cases
 from tests.support.mpi.exchange_truth import Case
 
 DIRECT: Mapping[str, Case] = {**exchange_cases.CASES, **reduction_cases.CASES}
+REDUCED = {name: reduction_cases.CASES[name] for name in ("reductions", "not_a_number", "sums_of_integers")}
 BY_LEADERS: Mapping[str, Case] = {**exchange_cases.CASES, **leader_cases.CASES}
 
 
@@ -33,6 +34,7 @@ def main() -> None:
     direct = {way: Exchange(comm.rank, comm.size, world and comm.Dup(), polling=p) for way, p in ways.items()}
     assert [e.polling for e in direct.values()] == [False, comm.size > 1]
     run(direct, DIRECT)
+    run({f"rings, {way}": in_rings(exchange) for way, exchange in direct.items()}, REDUCED)
     by_leaders = {
         f"machines {machines}": LeaderExchange(comm.rank, comm.size, comm.Dup(), machines)
         for machines in leader_cases.MACHINES.get(comm.size, ())
@@ -40,6 +42,12 @@ def main() -> None:
     for exchange in by_leaders.values():
         assert exchange.near.polling == (exchange.polling and exchange.near.size > 1)
     run(by_leaders, BY_LEADERS)
+    run({f"rings, {way}": in_rings(exchange) for way, exchange in by_leaders.items()}, REDUCED)
+
+
+def in_rings(exchange: Exchange) -> Exchange:
+    exchange.rings_from = 0
+    return exchange
 
 
 def run(exchanges: Mapping[str, Exchange], cases: Mapping[str, Case]) -> None:

@@ -58,6 +58,19 @@ def reductions(exchange: Exchange) -> None:
             assert other.tobytes() == bits, f"{op}: not the same bits on every rank"
 
 
+@case
+def sums_of_integers(exchange: Exchange) -> None:
+    """Exactly, of any length: those that ranks and rings don't divide, and in messages of a few bytes."""
+    usual = exchange.limit
+    for limit in (usual, 100):
+        exchange.limit = limit
+        for length in (0, 1, 7, 16, 17, 1000, 4099):
+            mine = (exchange.rank + 1) * np.arange(length)
+            (found,) = exchange.reduce([mine])
+            assert np.array_equal(found, exchange.size * (exchange.size + 1) // 2 * np.arange(length)), length
+    exchange.limit = usual
+
+
 def _reduces(dtype: np.dtype, op: str) -> bool:
     if op in ("and", "or"):
         return dtype.kind in "biu"
