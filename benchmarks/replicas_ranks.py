@@ -31,11 +31,11 @@ def main(address: str) -> None:
 class Rank:
     """A model, and one system's step and state at a time."""
 
-    def prepare(self, task: str, sync: Mapping[str, Any] | None) -> float:
+    def prepare(self, task: str, sync: Mapping[str, Any] | None, examples: int = EXAMPLES) -> float:
         """Makes a step and a state, and compiles; returns the bytes that the plan has a client send in a step.
 
         `sync`: options of `Average` (`outer` being True or left out), or of the `kind` that is said; None: data
-        parallelism over all ranks.
+        parallelism over all ranks. `examples`: of a rank's minibatch.
         """
         import jax
         import optax
@@ -63,7 +63,7 @@ class Rank:
         #: This rank's number among the workers, of which each has a minibatch.
         self.worker = RANK // (SIZE // workers)
         #: How much larger minibatches are, where several ranks have one together.
-        self.size = EXAMPLES * (SIZE // workers)
+        self.size = examples * (SIZE // workers)
         state = make(0)
         for k in range(2 * chosen.get("every", chosen.get("interval", 1))):  # a mean is compiled, too
             state, _ = self.step(state, self._batch(-1 - k))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,7 +170,7 @@ class Clients:
         with PROGRESS.during("averaging replicas", "waits"):
             if self._is_alone:
                 jax.block_until_ready(whole)
-            joined = run(*whole)
+            joined = _dispatched(run, whole) if self.grid.flat[0].platform == "cpu" else run(*whole)
             if self._is_alone:
                 jax.block_until_ready(joined)
         return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
@@ -190,6 +191,24 @@ class Clients:
         parts = [shard.data.reshape(shard.data.shape or (1,)) for shard in array.addressable_shards]
         shape = (self.count * first, *rest)
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(self._mesh, spec), parts)
+
+
+@functools.cache
+def _thread() -> ThreadPoolExecutor:
+    """A thread that dispatches programs."""
+    return ThreadPoolExecutor(1, "autopar-means")
+
+
+def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) -> Sequence[Array]:
+    """Returns a program's results, on which those that this thread runs next don't wait: on CPUs JAX runs the programs
+    of one thread one after the other. It is dispatched when this returns, in an order that all processes have."""
+    is_wide = jax.config.read("jax_enable_x64")  # a thread's own
+
+    def dispatch() -> Sequence[Array]:
+        with jax_compat.enable_x64(is_wide):
+            return run(*arrays)
+
+    return _thread().submit(dispatch).result()
 
 
 @functools.cache

@@ -133,7 +133,7 @@ def replay_replicas(
                 else:
                     mean = _mean([touched.picked(k, each[k], some) for each in theirs])
                     means[k] = touched.put(k, sent[c][k], some, mean, in_place=False)
-            shared[c], new = averaging.merged(shared[c], weights[c], means)
+            shared[c], new = averaging.merged(shared[c], weights[c], sent[c], means)
             for k, array in {**pairs[c][1], **new}.items():
                 own[states[k]] = array
             leaves[c] = {k: own[out] for k, out in states.items()}

@@ -92,10 +92,11 @@ class Averaging:
 
     def sent(self, replicas: Replicas, weights: Mapping[int, Array]) -> dict[int, Array]:
         """Returns what a client sends behind its step: weights of the fragments whose turn it is, or how far they went
-        from where all were."""
+        from where all were. Copies, where it is on its way while the next step updates the weights in place: that would
+        wait for whoever reads them."""
         due = [k for n in self._plan.due(replicas.steps) for k in self._fragments[n]]
         if self._sync.outer is None:
-            return {k: weights[k] for k in due}
+            return {k: copied(weights[k]) if self._plan.delay else weights[k] for k in due}
         return dict(zip(due, _differences([replicas.anchors[k] for k in due], [weights[k] for k in due]), strict=True))
 
     @property
@@ -113,7 +114,7 @@ class Averaging:
         return range(clients) if turn is None or clients == 1 else [client, Ring(clients).neighbor(client, turn)]
 
     def merged(
-        self, replicas: Replicas, weights: Mapping[int, Array], means: Mapping[int, Array]
+        self, replicas: Replicas, weights: Mapping[int, Array], sent: Mapping[int, Array], means: Mapping[int, Array]
     ) -> tuple[Replicas, dict[int, Array]]:
         """Returns what replicas share from now on, and the weights that became others. `means`: of what was sent."""
         anchors, outer, pending = dict(replicas.anchors), dict(replicas.outer), dict(replicas.pending)
@@ -125,9 +126,8 @@ class Averaging:
                 made, outer[n] = self._outer(made, outer[n], _picked(anchors, some))
                 anchors |= made
             if self._plan.delay:
-                # What one client alone has "on its way" is its own weights, which the next step updates in place.
-                new_ones = made if self._outer is not None else _picked(made, some, copied)
-                pending[n] = OnItsWay(replicas.steps + self._plan.delay, _picked(weights, some, copied), new_ones)
+                began = _picked(sent, some) if self._outer is None else _picked(weights, some, copied)
+                pending[n] = OnItsWay(replicas.steps + self._plan.delay, began, made)
             else:
                 new |= _picked(made, some, copied) if self._outer is not None else made
         return dataclasses.replace(replicas, anchors=anchors, outer=outer, pending=pending), new
@@ -180,7 +180,7 @@ class MeansRunner(ReplicaRunner):
         now = weights.but(arrived)
         sent = self.averaging.sent(replicas, now)
         replicas, means = self._means(replicas, sent)
-        replicas, new = self.averaging.merged(replicas, now, means)
+        replicas, new = self.averaging.merged(replicas, now, sent, means)
         return replicas, arrived | new
 
     def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
