@@ -44,6 +44,18 @@ def served_of(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | 
     return None
 
 
+def sent_bytes(plan: Plan, clients: int) -> float:
+    """Returns the bytes that each of so many clients sends in a step, on average: to servers what it pushes."""
+    if plan.served is not None:
+        return sum(server.push_bytes for server in plan.served.servers)
+    assert plan.sync is not None, "clients train"
+    if plan.sync.is_asynchronous:
+        size = sum(_weight_bytes(plan, plan.sync))
+    else:
+        size = round(sum(_sent_bytes(plan, plan.sync, clients * plan.sync.every)))
+    return dataclasses.replace(plan.sync, clients=clients, mean_bytes=size).sent_bytes
+
+
 def means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> Sequence[float]:
     """Returns the seconds of each fragment's mean over all clients, of as many as there are in `load`."""
     each = max(1, cluster.devices // plan.devices)  # clients of a machine

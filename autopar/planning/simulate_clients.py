@@ -88,7 +88,7 @@ class SyncTime:
       devices: N, of all clients.
       clients: What each of them did.
       rates: Minibatches a second of each, once training goes on evenly.
-      timeline: What servers did, as `autopar.timeline` has it; None without servers.
+      timeline: What servers, or passive clients of a ring, did, as `autopar.timeline` has it; None without them.
     """
 
     devices: int
@@ -108,9 +108,15 @@ class SyncTime:
 
     @property
     def staleness(self) -> float:
-        """Returns how many pushes of others a server applied since the pull of a push's weights, on average."""
-        late = () if self.timeline is None else self.timeline.staleness
+        """Returns how many pushes of others a server applied since the pull of a push's weights, on average; 0 without
+        servers."""
+        late = self.timeline.staleness if self.timeline is not None and self.has_servers else ()
         return float(np.mean(late)) if len(late) else 0.0
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers keep something, and not the clients of a ring for each other."""
+        return self.timeline is not None and not self.timeline.ring
 
     @property
     def limit(self) -> str:
@@ -159,7 +165,7 @@ class SyncSimulation:
             "most of the time",
         ]
         for t, speedup in zip(self.times, self.speedups, strict=True):
-            stale = "-" if t.timeline is None else f"{t.staleness:.2f}"
+            stale = f"{t.staleness:.2f}" if t.has_servers else "-"
             lines.append(
                 f"{t.devices:>8}{len(t.clients):>9}{t.minibatches_s:>15.2f}{speedup:>10.2f}{t.waiting:>9.0%}"
                 f"{stale:>11}  {t.limit}"
@@ -218,7 +224,8 @@ def simulate_clients(
         load = ClientLoad(n // plan.devices, step_s, options.steps or _STEPS, options.slow, variation)
         there = cluster.of(math.ceil(n / cluster.devices), min(n, cluster.devices))
         times.append(_time(plan, there, load, options))
-    return SyncSimulation(plan.step, way.name, cluster, dict(options.slow), step_s, tuple(times), update_s)
+    mode = way.name if plan.sync is None else f"{way.name}, {plan.sync.way}"
+    return SyncSimulation(plan.step, mode, cluster, dict(options.slow), step_s, tuple(times), update_s)
 
 
 def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) -> tuple[float, float]:
