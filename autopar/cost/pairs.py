@@ -41,7 +41,7 @@ def simulate_pairs(load: ClientLoad, pairs: Pairs) -> ClientRun:
 
 
 class _Pairs(Training):
-    """Lets clients train that wait for their partners."""
+    """Lets clients train, each of which waits for its partner in every step."""
 
     def __init__(self, load: ClientLoad, pairs: Pairs) -> None:
         super().__init__(load, pairs.cluster, period=2)

@@ -53,16 +53,6 @@ class SyncPlan:
     averages_gradients: bool = False
 
     @property
-    def is_ring(self) -> bool:
-        """Whether clients exchange weights with neighbours alone."""
-        return self.partners in ("pairs", "neighbors")
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether no client waits for another one."""
-        return self.partners in ("center", "neighbors")
-
-    @property
     def sent_bytes(self) -> float:
         """Bytes that a client sends in a step, on average: 2(C-1)/C of the weights, every k steps. An upper bound where
         touched rows are sent, of which steps have some in common. To a centre or a neighbour all of them."""

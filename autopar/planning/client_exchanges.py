@@ -49,7 +49,7 @@ def sent_bytes(plan: Plan, clients: int) -> float:
     if plan.served is not None:
         return sum(server.push_bytes for server in plan.served.servers)
     assert plan.sync is not None, "clients train"
-    if plan.sync.is_asynchronous:
+    if plan.sync.partners in ("center", "neighbors"):  # tables go whole
         size = sum(_weight_bytes(plan, plan.sync))
     else:
         size = round(sum(_sent_bytes(plan, plan.sync, clients * plan.sync.every)))

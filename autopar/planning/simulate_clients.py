@@ -211,7 +211,7 @@ def simulate_clients(
         raise ArgumentsError(
             f"devices={wrong[0]}: a client of {plan.step} has {plan.devices} devices; give multiples of them"
         )
-    if plan.sync is not None and plan.sync.is_ring:
+    if plan.sync is not None and plan.sync.partners in ("pairs", "neighbors"):
         for n in numbers:
             remedy = f"Give devices= for an even number of clients, which have {plan.devices} each"
             check_even(n // plan.devices, f"devices={n}, sync={plan.sync.way}", remedy)
@@ -270,14 +270,14 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
 
 
 def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: str, every: int = 0) -> ClientLoad:
-    """Returns what clients do in as many steps as each message of can be followed.
+    """Returns a load of so many steps that each of their messages can be followed.
 
     Args:
       load: What they do.
       options: What is asked for.
-      messages: Of a client, in an exchange.
-      servers: With how many servers, in words; "": with none.
-      every: Steps from an exchange to the next, if not each has one.
+      messages: How many a client sends in an exchange.
+      servers: Words for the error: with how many servers; "" without any.
+      every: k, steps from an exchange of replicas with a centre to the next; 0: there is no centre.
 
     Raises:
       ArgumentsError: too many messages.

@@ -110,7 +110,7 @@ def _check_timeline(plan: Plan, timeline: Timeline) -> None:
     Raises:
       ArgumentsError: it is none, or of something else than the plan has.
     """
-    is_ring = plan.sync is not None and plan.sync.is_ring and plan.sync.is_asynchronous
+    is_ring = plan.sync is not None and plan.sync.partners == "neighbors"
     has_servers = plan.served is not None or (plan.sync is not None and plan.sync.servers > 0)
     if not isinstance(timeline, Timeline):
         raise ArgumentsError(f"timeline is a {type(timeline).__name__}; give what servers did, autopar.timeline(state)")

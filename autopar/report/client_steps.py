@@ -61,7 +61,7 @@ def step_rows(found: Stragglers) -> Sequence[TableRow]:
                     "slower clients, ms": each * sum(client.slowest_s for client in some),
                     _HIDDEN: each * sum(client.hidden_s for client in some),
                     "sent in a step, bytes": sent,
-                    "bytes a second to hide that": sent / own.step_s,
+                    "bandwidth to break even, bytes/s": sent / own.step_s,
                 }
             )
     return rows

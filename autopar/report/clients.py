@@ -103,11 +103,13 @@ def _add_stragglers(made: Parts, plan: Plan, cluster: ClusterSpec | None) -> Non
         straggler_figure(found),
     )
     made.tables["steps"] = rows = step_rows(found)
-    applied = "" if plan.served is None else " Updates are the servers', and so a part of communication."
+    more = "" if plan.served is None else " Updates are the servers', and so a part of communication."
+    if plan.sync is not None and plan.sync.partners == "neighbors":
+        more = " Exchanges count for active clients, who ask; passive ones wait only for what copies and adds weights."
     made.draw(
         "steps",
         "What a step takes where no client is slower: gradients and update, as predicted of this plan's clients, and "
-        f"what is waited for, simulated. Hidden is communication that goes on beside them.{applied}",
+        f"what is waited for, simulated. Hidden is communication that goes on beside them.{more}",
         step_figure(found, rows),
     )
 

@@ -64,6 +64,15 @@ def test_delays_spread_along_the_ring() -> None:
     assert far.ends[:4] == [1, 2, 3, 6]
 
 
+def test_partners_wait_less_than_all_for_all() -> None:
+    """Where steps vary, by a third: the slowest of two costs less than the slowest of 16."""
+    load = ClientLoad(16, STEP, 400, variation=0.3)
+    free = throughput(simulate_served(load, neighbors(16)))
+    average = throughput(simulate_averages(load, means_s=[0.0], due=lambda step: [0]))
+    assert 1.1 * average < throughput(simulate_pairs(load, pairs(16))) < 0.9 * free
+    assert free == pytest.approx(16, rel=0.02)
+
+
 def test_weights_of_partners_travel_behind_each_step() -> None:
     """0.2 s of bytes and 0.05 s of latency, both ways at once."""
     run = simulate_pairs(ClientLoad(2, STEP, 50), pairs(2, size=20.0, bytes_s=100.0, latency_s=0.05))

@@ -51,6 +51,14 @@ def test_stragglers_as_they_were_measured(slower: int) -> None:
     assert 0.99 < tied / MEASURED["Hybrid()"][slower] < {1: 1.38, 2: 1.19, 10: 1.03, 100: 1.01}[slower]
 
 
+@pytest.mark.parametrize(("slower", "steps", "measured", "most"), [(1, 60, 3.49, 1.15), (4, 15, 1.04, 1.01)])
+def test_partners_as_they_were_measured(slower: int, steps: int, measured: float, most: float) -> None:
+    """In so few steps the delay of the slow one hasn't reached all."""
+    (time,) = autopar.simulate(planned(DPSGD()), cluster=HERE, slow={3: slower}, step_s=0.1).times
+    counted = 0.1 * sum(steps / client.ends[steps - 1] for client in time.clients)
+    assert 0.98 < counted / measured < most
+
+
 def test_what_the_plan_sends_takes_its_time() -> None:
     """Hybrid: 2(C-1)/C b in 2(C-1) messages beside the step. DPSGD: b behind it. ADPSGD: b each way, of two clients
     to a passive one and back."""

@@ -211,7 +211,7 @@ def test_what_a_step_is_made_of(sync: Any) -> None:
         )
         assert row["communication waited for, ms"] == pytest.approx(1e3 * exchange_s)
         assert row["communication hidden, ms"] == pytest.approx(1e3 * hidden_s)
-        assert row["bytes a second to hide that"] == row["sent in a step, bytes"] / simulated.step_s
+        assert row["bandwidth to break even, bytes/s"] == row["sent in a step, bytes"] / simulated.step_s
     sent = {Hybrid: 1.5, Average: 0.15}.get(type(sync), 1.0) * 2 * 32 * 32 * 4
     assert rows[0]["sent in a step, bytes"] == pytest.approx(sent)
     assert (rows[0]["communication hidden, ms"] > 0) == isinstance(sync, Hybrid | ADPSGD)
