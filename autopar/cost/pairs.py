@@ -1,4 +1,4 @@
-"""Clients of a ring in time that wait for their partners alone (`autopar.sync.DPSGD`): delays spread along the ring."""
+"""Simulates clients of a ring that wait for their partners alone (`autopar.sync.DPSGD`): delays spread along it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pairs:
     Attributes:
       ring: Who does with whom.
       cluster: What connects them.
-      devices: Of a client, which have adjacent numbers. Each sends the weights to its counterpart.
+      devices: How many a client has, with adjacent numbers. Each sends the weights to its counterpart.
       sent_bytes: Step, counted from 1 -> what each of them sends behind it.
     """
 

@@ -1,5 +1,5 @@
-"""Workers and servers in time, message by message: wires that all workers share, servers that do one thing at a time,
-a staleness bound. Of a ring the passive clients are the servers, each of its neighbours' messages and its own.
+"""Simulates workers and servers, message by message: wires that all workers share, servers that do one thing at a time,
+a staleness bound. In a ring passive clients are the servers: each takes its neighbours' messages, and its own.
 
 A server takes one message after the other. Sources: MXNET-MPI, section 2.3 (a server's link is shared by all workers),
 and `servers.server` and `servers.ring`, whose rules these are.
@@ -51,7 +51,8 @@ class Served:
       bound: s, the staleness bound; None: there is none.
       every: Of workers that train replicas, steps from an exchange with a centre to the next; 0: they have none, and
         pull and push in each step.
-      ring: Whose passive clients are the servers, each asked by one neighbour in a step; None: there is none.
+      ring: The ring whose passive clients are the servers; an active one asks one of them in a step. None: there is
+        none.
       receive_s, send_s: Seconds in which a worker copies what it pulled to its device, and what it pushes from there.
     """
 

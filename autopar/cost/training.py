@@ -1,4 +1,4 @@
-"""What trains in time, event by event: a clock, the wires that all clients share, and clients that begin and end steps.
+"""Lets clients train in time, event by event: a clock, the wires that all share, steps that begin and end.
 
 A message takes its sender's outgoing wire and its receiver's incoming one, each of which carries one message after the
 other, in the order in which they come; what waits for the second one doesn't keep the first one busy.

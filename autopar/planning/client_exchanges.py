@@ -69,10 +69,10 @@ def pairs_of(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad)
     """Says how clients average with a neighbour behind each step: of tables by rows those that any client has ever
     touched, at most."""
 
-    def sent_bytes(step: int) -> float:
+    def sent(step: int) -> float:
         return sum(_sent_bytes(plan, sync, load.count * step))
 
-    return Pairs(Ring(load.count), cluster, plan.devices, sent_bytes)
+    return Pairs(Ring(load.count), cluster, plan.devices, sent_bytes=sent)
 
 
 def _sent_bytes(plan: Plan, sync: SyncPlan, minibatches: int) -> list[float]:

@@ -35,8 +35,8 @@ _HIDDEN = "communication hidden, ms"
 
 
 def step_rows(found: Stragglers) -> Sequence[TableRow]:
-    """A row for each way where no client is slower, of a ring for its active and its passive clients; milliseconds of
-    a step, on average."""
+    """Returns a row for each way, of `ADPSGD` one for active and one for passive clients: what a step takes on average
+    where no client is slower."""
     rows: list[TableRow] = []
     own = found.found[found.own][0]
     update_s = own.update_s or 0.0
@@ -68,7 +68,7 @@ def step_rows(found: Stragglers) -> Sequence[TableRow]:
 
 
 def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> ReportFigure:
-    """A bar for each way, by parts of the step; above it a line for what is hidden beside them."""
+    """Draws a bar for each row, by parts of the step; a thin one above it is what is hidden beside them."""
     figure, (axes,) = blank(height=1.1 + 0.3 * len(rows))
     values: list[dict[str, Any]] = [dict(row) for row in rows]
     left = [0.0] * len(rows)
