@@ -21,10 +21,11 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "Async(staleness=4)": {"kind": "Async", "staleness": 4},
     "Async(), unbounded": {"kind": "Async"},
     "Hybrid()": {"kind": "Hybrid"},
+    "DPSGD()": {"kind": "DPSGD"},
     "ADPSGD()": {"kind": "ADPSGD"},
 }
 #: Those that wait for the slowest.
-TIED = ("Average(), SYNC", "Hybrid()")
+TIED = ("Average(), SYNC", "Hybrid()", "DPSGD()")
 
 
 def stragglers() -> None:

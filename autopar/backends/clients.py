@@ -26,7 +26,7 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.ring import Ring
+from autopar.ir.ring import Ring, check_even
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup
 from autopar.launch.progress import PROGRESS
@@ -262,11 +262,8 @@ def check_ring(sync: Sync | None, clients: int) -> None:
     Raises:
       ArgumentsError: they don't.
     """
-    if isinstance(sync, Replicated) and sync.is_ring and clients > 1 and clients % 2:
-        raise ArgumentsError(
-            f"sync={sync.call}: {clients} clients make an odd ring: two adjacent ones would ask each other, or "
-            "one would have no partner. Give clients= an even number, or train on one process less"
-        )
+    if isinstance(sync, Replicated) and sync.is_ring:
+        check_even(clients, f"sync={sync.call}", "Give clients= an even number, or train on one process less")
 
 
 def servers_of(sync: Sync | None, processes: int) -> int:

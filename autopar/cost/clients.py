@@ -1,6 +1,7 @@
 """Clients in time: what each one's own steps take, how long it waits, and how many minibatches it does.
 
-Clients that average their replicas are simulated here, workers and servers message by message in `cost.served`.
+Clients that average over all replicas are simulated here, pairs of a ring in `cost.pairs`, workers and servers, and
+rings whose active clients ask passive ones, message by message in `cost.served`.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ class ClientTime:
       computing_s: Seconds of its own steps.
       slowest_s: Seconds for which it waited for slower clients: a mean's, or those that a staleness bound holds it for.
       exchange_s: Seconds for which it waited for wires, servers and copies.
+      hidden_s: Seconds for which exchanges that it waits for were on their way while it did something else.
     """
 
     ends: list[float] = field(default_factory=list)
     computing_s: float = 0.0
     slowest_s: float = 0.0
     exchange_s: float = 0.0
+    hidden_s: float = 0.0
 
     @property
     def minibatches(self) -> int:
@@ -118,7 +121,7 @@ def simulate_averages(
     """
     clients, own = [ClientTime() for _ in range(load.count)], [load.seconds(w) for w in range(load.count)]
     now, wires_free = [0.0] * load.count, 0.0
-    on_their_way: list[tuple[int, float, float]] = []  # the step that merges it, all have sent it, it is there
+    on_their_way: list[tuple[int, float, float, float]] = []  # the step that merges it; when it was sent, begun, there
     steps = -(-load.steps // (2 * every)) * 2 * every
     for step in range(1, steps + 1):
         for w, client in enumerate(clients):
@@ -126,12 +129,15 @@ def simulate_averages(
             client.computing_s += seconds
             now[w] += seconds
         for n in due(step):
-            wires_free = max(wires_free, *now) + means_s[n]
-            on_their_way.append((step + delay, max(now), wires_free))
+            begun = max(wires_free, *now)
+            wires_free = begun + means_s[n]
+            on_their_way.append((step + delay, max(now), begun, wires_free))
         merged = [way for way in on_their_way if way[0] <= step]
         on_their_way = [way for way in on_their_way if way[0] > step]
         for w, client in enumerate(clients):
-            for _, sent, there in merged:
+            done = now[w]
+            for _, sent, begun, there in merged:
+                client.hidden_s += max(0.0, min(done, there) - begun)
                 client.slowest_s += max(0.0, sent - now[w])
                 now[w] = max(now[w], sent)
                 client.exchange_s += max(0.0, there - now[w])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.errors import ArgumentsError
+
 
 @dataclass(frozen=True, slots=True)
 class Ring:
@@ -36,3 +38,20 @@ class Ring:
     def number(self, turn: int) -> int:
         """Returns which exchange of an active client with its neighbour of that turn it is, from 0."""
         return turn if self.clients == 2 else turn // 2
+
+
+def check_even(clients: int, name: str, remedy: str) -> None:
+    """Check that so many clients make a ring. One alone has no partner, and needs none.
+
+    Args:
+      clients: How many.
+      name, remedy: What asks for a ring, and what to do where it can't be; for the message.
+
+    Raises:
+      ArgumentsError: their number is odd.
+    """
+    if clients > 1 and clients % 2:
+        raise ArgumentsError(
+            f"{name}: {clients} clients make an odd ring: two adjacent ones would ask each other, or one would have no "
+            f"partner. {remedy}"
+        )

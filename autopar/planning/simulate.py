@@ -83,8 +83,8 @@ def simulate(
       cluster: Of which devices; the plan's by default.
       devices: Numbers of devices, ascending, or one; `COUNTS` by default. Machines are filled one after the other, the
         last one wholly. Of a plan with stages multiples of their devices: copies of the pipeline, each with as many
-        examples, whose gradients are added up. With `sync=` multiples of a client's devices; all of the cluster's by
-        default.
+        examples, whose gradients are added up. With `sync=` multiples of a client's devices, even ones of a ring; all
+        of the cluster's by default.
       methods: Of each table by its path, or of all: a method of strategies, or "ps on hosts" (a rank for each device);
         "auto": the fastest at each number of devices, but what the plan has on hosts stays there.
       overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.

@@ -11,24 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.clients import ClientLoad, ClientRun, ClientTime, simulate_averages
-from autopar.cost.collectives import all_reduce_s
-from autopar.cost.served import Served, ServerLoad, simulate_served
+from autopar.cost.clients import ClientLoad, ClientTime, simulate_averages
+from autopar.cost.pairs import simulate_pairs
+from autopar.cost.served import simulate_served
 from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
-from autopar.ir.center_shares import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
-from autopar.planning.workload import client_workload, goes_by_rows, named_methods, table_bytes, untouched_bytes
+from autopar.ir.ring import check_even
+from autopar.planning.client_exchanges import means_s, pairs_of, served_of
+from autopar.planning.workload import client_workload, named_methods
 from autopar.servers.timeline import Timeline
 
 #: Steps of a client that are simulated by default, at least and at most; and messages that are simulated for that.
 _LEAST, _STEPS, _MESSAGES = 20, 200, 300_000
-#: Pairs of a worker and a server, all of whose messages are simulated.
+#: Pairs of a worker and a server, or of clients' devices, all of whose messages are simulated.
 _MOST_PAIRS = 1 << 16
-#: What servers keep, and what is pulled of it and pushed to it: the sizes of a `ServerPlan`.
-_BYTES = ("leaf_bytes", "pull_bytes", "push_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class SyncTime:
       devices: N, of all clients.
       clients: What each of them did.
       rates: Minibatches a second of each, once training goes on evenly.
-      timeline: What servers did, as `autopar.timeline` has it; None without servers.
+      timeline: What servers, or passive clients of a ring, did, as `autopar.timeline` has it; None without them.
     """
 
     devices: int
@@ -110,9 +108,15 @@ class SyncTime:
 
     @property
     def staleness(self) -> float:
-        """Returns how many pushes of others a server applied since the pull of a push's weights, on average."""
-        late = () if self.timeline is None else self.timeline.staleness
+        """Returns how many pushes of others a server applied since the pull of a push's weights, on average; 0 without
+        servers."""
+        late = self.timeline.staleness if self.timeline is not None and self.has_servers else ()
         return float(np.mean(late)) if len(late) else 0.0
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether servers keep something, and not the clients of a ring for each other."""
+        return self.timeline is not None and not self.timeline.ring
 
     @property
     def limit(self) -> str:
@@ -136,6 +140,7 @@ class SyncSimulation:
       slow: Client -> how many times as long its own steps take.
       step_s: Seconds of a client's own step that nobody disturbs.
       times: One for each number of devices.
+      update_s: What of it applies the update; None where that isn't known: a step's seconds were given.
     """
 
     step: str
@@ -144,6 +149,7 @@ class SyncSimulation:
     slow: Mapping[int, float]
     step_s: float
     times: tuple[SyncTime, ...]
+    update_s: float | None = None
 
     @property
     def speedups(self) -> tuple[float, ...]:
@@ -159,7 +165,7 @@ class SyncSimulation:
             "most of the time",
         ]
         for t, speedup in zip(self.times, self.speedups, strict=True):
-            stale = "-" if t.timeline is None else f"{t.staleness:.2f}"
+            stale = f"{t.staleness:.2f}" if t.has_servers else "-"
             lines.append(
                 f"{t.devices:>8}{len(t.clients):>9}{t.minibatches_s:>15.2f}{speedup:>10.2f}{t.waiting:>9.0%}"
                 f"{stale:>11}  {t.limit}"
@@ -196,32 +202,34 @@ def simulate_clients(
 
     Raises:
       ArgumentsError: a number of devices that isn't a multiple of a client's; a slow worker that there isn't; more
-        servers than processes; a ring; or a step that is predicted to take no time.
+        servers than processes; an odd ring; or a step that is predicted to take no time.
     """
     way = plan.way
     assert way is not None, "clients train"
-    if plan.sync is not None and plan.sync.partners in ("pairs", "neighbors"):
-        raise ArgumentsError(
-            f"simulate: {plan.step} has sync={plan.sync.way}, and rings aren't simulated. Give Average(), Async() or "
-            "Elastic(), or count by (n-1) + 1/c, which ADPSGD comes near to with one of n clients c times slower"
-        )
     wrong = [n for n in numbers if n % plan.devices]
     if wrong:
         raise ArgumentsError(
             f"devices={wrong[0]}: a client of {plan.step} has {plan.devices} devices; give multiples of them"
         )
+    if plan.sync is not None and plan.sync.partners in ("pairs", "neighbors"):
+        for n in numbers:
+            remedy = f"Give devices= for an even number of clients, which have {plan.devices} each"
+            check_even(n // plan.devices, f"devices={n}, sync={plan.sync.way}", remedy)
     options.check_workers(min(numbers) // plan.devices)
-    step_s = options.step_s or _own_step_s(plan, cluster, methods, overlap)
+    step_s, update_s = options.step_s, None
+    if step_s is None:
+        step_s, update_s = _own_step_s(plan, cluster, methods, overlap)
     times = []
     for n in numbers:
         load = ClientLoad(n // plan.devices, step_s, options.steps or _STEPS, options.slow, variation)
         there = cluster.of(math.ceil(n / cluster.devices), min(n, cluster.devices))
         times.append(_time(plan, there, load, options))
-    return SyncSimulation(plan.step, way.name, cluster, dict(options.slow), step_s, tuple(times))
+    mode = way.name if plan.sync is None else f"{way.name}, {plan.sync.way}"
+    return SyncSimulation(plan.step, mode, cluster, dict(options.slow), step_s, tuple(times), update_s)
 
 
-def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) -> float:
-    """Predicts the seconds of a client's own step; without updates, where servers do them.
+def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) -> tuple[float, float]:
+    """Predicts the seconds of a client's own step, and what of them applies the update: nothing where servers do that.
 
     Raises:
       ArgumentsError: no time.
@@ -232,131 +240,54 @@ def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) 
     parts = dict(time.by_part())
     if plan.served is not None:
         del parts["dense updates"], parts["tables"]
-    seconds = sum(parts.values())
+    terms = [term for part in ("dense updates", "tables") if part in parts for term in time.parts[part]]
+    seconds, update_s = sum(parts.values()), sum(term.seconds for term in terms if term.name.startswith("update"))
     if not seconds:
         raise ArgumentsError(f"{plan.step} is predicted to take no time on {cluster}: give step_s=, in seconds")
-    return seconds
+    return seconds, update_s
 
 
 def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> SyncTime:
     """Simulates the clients on all devices of a cluster, or those of them that there are clients for."""
-    n = load.count * plan.devices
-    if plan.served is not None:
-        served = _pulling(plan, plan.served, cluster, load, options)
-    elif plan.sync is not None and plan.sync.servers:
-        served = _exchanging(plan, plan.sync, cluster, load, options)
+    devices, served = load.count * plan.devices, served_of(plan, cluster, load, options.servers)
+    if served is not None:
+        is_ring = served.ring is not None
+        asked = 1 if is_ring else len(served.servers)
+        load = _followed(load, options, asked, "" if is_ring else f" and {asked} servers", served.every)
+        run = simulate_served(load, served)
+        events = [np.array(each, np.int64).reshape(-1, 3) for each in run.events]
+        timeline = Timeline(load.count, served.bound, events, ring=is_ring)
+        return SyncTime(devices, run.clients, run.rates, timeline)
+    sync = plan.sync
+    assert sync is not None, "clients train"
+    if sync.partners == "pairs" and load.count > 1:
+        load = _followed(load, options, plan.devices, "")
+        run = simulate_pairs(load, pairs_of(plan, sync, cluster, load))
     else:
-        assert plan.sync is not None, "clients train"
-        run = _averages(plan, plan.sync, cluster, load)
-        return SyncTime(n, run.clients, run.rates, None)
-    pairs = load.count * len(served.servers)
-    if pairs > _MOST_PAIRS:
-        raise ArgumentsError(
-            f"{load.count} workers and {len(served.servers)} servers are too many to follow each of their messages; "
-            "give fewer devices=, or servers="
-        )
-    if options.steps is None:
-        load = dataclasses.replace(load, steps=max(4 * served.every, _LEAST, min(_STEPS, _MESSAGES // pairs)))
-    run = simulate_served(load, served)
-    events = [np.array(each, np.int64).reshape(-1, 3) for each in run.events]
-    return SyncTime(n, run.clients, run.rates, Timeline(load.count, served.bound, events))
+        seconds = means_s(plan, sync, cluster, load)
+        run = simulate_averages(load, means_s=seconds, due=sync.due, every=sync.every, delay=sync.delay)
+    return SyncTime(devices, run.clients, run.rates, None)
 
 
-def _averages(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> ClientRun:
-    """Simulates clients that average their replicas."""
-    each = max(1, cluster.devices // plan.devices)  # clients of a machine
-    ends = dataclasses.replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
-    copies = min(plan.devices, cluster.devices)  # of a sum, which share a machine's interfaces
-    sent = _sent_bytes(plan, sync, load.count)
-    means = [all_reduce_s(ends, size, copies=copies) if load.count > 1 else 0.0 for size in sent]
-    return simulate_averages(load, means_s=means, due=sync.due, every=sync.every, delay=sync.delay)
-
-
-def _sent_bytes(plan: Plan, sync: SyncPlan, clients: int) -> list[float]:
-    """Returns the bytes of each fragment that are averaged: of tables whose other rows no step moves those rows alone
-    that clients have touched, at most."""
-    rest = {
-        table.path: untouched_bytes(table, clients * sync.every)
-        for table in plan.tables
-        if (table.path in sync.by_rows if sync.clients > 1 else goes_by_rows(table))
-    }
-    pairs = zip(sync.fragments, sync.fragment_bytes, strict=True)
-    return [size - sum(rest.get(path, 0.0) for path in fragment) for fragment, size in pairs]
-
-
-def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> Served:
-    """Says how workers pull and push: what the plan's servers keep, or an equal part of it, if there are others."""
-    total = ServerPlan((), *(sum(getattr(s, name) for s in served.servers) for name in _BYTES))
-    touched = [_touched_bytes(plan, served, server) for server in served.servers]
-    leaves = sum(len(server.leaves) for server in served.servers)
-    count = _servers(options, len(served.servers), served.clients, load.count, load.count * plan.devices, leaves)
-    servers, memory_s = served.servers, 1 / cluster.device.memory_bytes_s
-    if count != len(servers):
-        servers = [dataclasses.replace(total, **{name: getattr(total, name) // count for name in _BYTES})] * count
-        touched = [sum(touched) / count] * count
-    return Served(
-        servers=[
-            ServerLoad(
-                device=n,
-                pull_bytes=server.pull_bytes,
-                push_bytes=server.push_bytes,
-                read_s=cluster.to_host(server.pull_bytes),
-                update_s=cluster.to_host(server.push_bytes) + (2 * touched[n] + server.push_bytes) * memory_s,
-            )
-            for n, server in enumerate(servers)
-        ],
-        cluster=cluster,
-        devices=range(0, load.count * plan.devices, plan.devices),
-        bound=served.staleness,
-        receive_s=cluster.to_host(total.pull_bytes),
-        send_s=cluster.to_host(total.push_bytes),
-    )
-
-
-def _exchanging(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> Served:
-    """Says how workers exchange weights with a centre, of which servers keep what they would keep."""
-    sizes = {leaf.path: leaf.nbytes for leaf in plan.dense} | {table.path: table_bytes(table) for table in plan.tables}
-    weights = [sizes[path] for fragment in sync.fragments for path in fragment]
-    processes, size, memory_s = load.count * plan.devices, sum(weights), 1 / cluster.device.memory_bytes_s
-    count = _servers(options, sync.servers, sync.clients, load.count, processes, processes)
-    parts = [sum(span.nbytes for span in share) for share in center_shares(weights, count)]
-
-    def update_s(part: int) -> float:
-        """Predicts what reads weights and centre, and writes centre and moves."""
-        return 2 * cluster.to_host(part) + 4 * part * memory_s
-
-    return Served(
-        servers=[ServerLoad(n, part, part, update_s=update_s(part)) for n, part in enumerate(parts)],
-        cluster=cluster,
-        devices=range(0, load.count * plan.devices, plan.devices),
-        every=sync.every,
-        receive_s=cluster.to_host(size) + 3 * size * memory_s,
-        send_s=cluster.to_host(size),
-    )
-
-
-def _servers(options: ClientOptions, planned: int, clients: int, count: int, processes: int, leaves: int) -> int:
-    """Returns how many servers there are.
+def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: str, every: int = 0) -> ClientLoad:
+    """Returns a load of so many steps that each of their messages can be followed.
 
     Args:
+      load: What they do.
       options: What is asked for.
-      planned, clients: Servers and clients of the plan.
-      count, processes: Clients and processes that are simulated.
-      leaves: That servers keep: a server has one at least.
+      messages: How many a client sends in an exchange.
+      servers: Words for the error: with how many servers; "" without any.
+      every: k, steps from an exchange of replicas with a centre to the next; 0: there is no centre.
 
     Raises:
-      ArgumentsError: more than processes.
+      ArgumentsError: too many messages.
     """
-    if options.servers is not None and options.servers > processes:
-        raise ArgumentsError(f"servers={options.servers} of {processes} processes: give as many at most")
-    wanted = options.servers or (planned if planned < clients else planned * count // clients)
-    return max(1, min(wanted, processes, leaves))
-
-
-def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
-    """Returns the bytes of what a push updates on a server: all of it, but of tables by rows those rows alone."""
-    touched = float(server.leaf_bytes)
-    for table in plan.tables:
-        if table.path in served.by_rows:
-            touched -= untouched_bytes(table, 1) * sum(p in server.leaves for p in (table.path, *table.slots))
-    return touched
+    count = load.count * messages
+    if count > _MOST_PAIRS:
+        raise ArgumentsError(
+            f"{load.count} workers{servers} are too many to follow each of their messages; give fewer devices="
+            + ", or servers=" * bool(servers)
+        )
+    if options.steps is not None:
+        return load
+    return dataclasses.replace(load, steps=max(4 * every, _LEAST, min(_STEPS, _MESSAGES // count)))

@@ -56,9 +56,10 @@ def report(
     - measured: predicted against measured times.
     - Of a pipeline, schedule and devices: each device's tasks in time; how long it computes and waits. Of an
       asynchronous one, staleness: how far stale weights, and predicted ones, are from those that they stand for.
-    - Of a step with `sync=`, stragglers: simulated minibatches where one client is slower, by this way and others. Of
-      what servers did, staleness: pushes by their staleness; workers: the minibatches of each. `Report.notes` has what
-      `explain` says of clients.
+    - Of a step with `sync=`, stragglers: simulated minibatches where one client is slower, by this way and others;
+      steps: what a step takes of each, by gradients, update, and communication, hidden or waited for. Of what servers
+      did, staleness: pushes by their staleness; workers: the minibatches of each, and so of what neighbours in a ring
+      did. `Report.notes` has what `explain` says of clients.
 
     Args:
       plan: Of `autopar.plan`.
@@ -66,11 +67,11 @@ def report(
       measured: Times of steps, in seconds: label -> (predicted, measured), or (label, predicted, measured) of each.
       table: The path of the table that figures are of; the one with the most bytes by default.
       staleness: What `autopar.staleness` measured.
-      timeline: What servers did: `autopar.timeline(state)`, or of a simulation.
+      timeline: What servers, or clients of a ring, did: `autopar.timeline(state)`, or of a simulation.
 
     Raises:
       ArgumentsError: matplotlib isn't installed; `plan` is none; there is no such table, or its sizes aren't known;
-        `measured` has another form; or `timeline` isn't of servers.
+        `measured` has another form; or `timeline` isn't of such a plan's clients.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -107,16 +108,20 @@ def _check_timeline(plan: Plan, timeline: Timeline) -> None:
     """Check that a timeline can be shown beside a plan.
 
     Raises:
-      ArgumentsError: it is none, or the plan has no servers.
+      ArgumentsError: it is none, or of something else than the plan has.
     """
+    is_ring = plan.sync is not None and plan.sync.partners == "neighbors"
     has_servers = plan.served is not None or (plan.sync is not None and plan.sync.servers > 0)
     if not isinstance(timeline, Timeline):
         raise ArgumentsError(f"timeline is a {type(timeline).__name__}; give what servers did, autopar.timeline(state)")
-    if not has_servers:
+    if not has_servers and not is_ring:
         raise ArgumentsError(
             f"timeline= is what servers did, and {plan.name} has none: leave it out, or plan the step with "
-            "sync=autopar.sync.Async(...) or Elastic(...)"
+            "sync=autopar.sync.Async(...), Elastic(...) or ADPSGD()"
         )
+    if timeline.ring != is_ring:
+        done, by = ("a ring", "servers") if timeline.ring else ("servers", "a ring")
+        raise ArgumentsError(f"the timeline is of {done}, and {plan.name} trains by {by}: give that of its own state")
 
 
 def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:

@@ -11,7 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
+from autopar.ir.ring import Ring
 from autopar.planning.explain_notes import replica_notes, server_notes
+from autopar.report.client_steps import step_figure, step_rows
 from autopar.report.data import TableRow
 from autopar.report.modes import FACTORS, Stragglers, simulate_stragglers
 from autopar.report.page import Parts
@@ -51,7 +53,7 @@ def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: 
     made.tables["exchanges"] = exchange_rows(plan)
     _add_stragglers(made, plan, cluster)
     if timeline is not None:
-        _add_workers(made, timeline, "minibatches" if plan.served is not None else "exchanges")
+        _add_workers(made, timeline, "minibatches" if plan.served is not None or timeline.ring else "exchanges")
         if plan.served is not None and len(timeline.staleness):
             _add_staleness(made, timeline)
     return f"by {plan.way}"
@@ -59,9 +61,10 @@ def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: 
 
 def _add_workers(made: Parts, timeline: Timeline, noun: str) -> None:
     made.tables["workers"], steps = worker_rows(timeline, noun), timeline.steps
+    applied = "" if timeline.ring else " that servers applied"
     made.draw(
         "workers",
-        f"The {noun} of each worker that servers applied: {steps.sum():,} in all, at least {steps.min():,} and at most "
+        f"The {noun} of each worker{applied}: {steps.sum():,} in all, at least {steps.min():,} and at most "
         f"{steps.max():,} of one.",
         worker_figure(timeline, noun),
     )
@@ -98,6 +101,16 @@ def _add_stragglers(made: Parts, plan: Plan, cluster: ClusterSpec | None) -> Non
         f"them c times slower, in those of one by itself ({1e3 * own.step_s:.3g} ms each). This plan is {found.own}. "
         "Grey: (n-1) + 1/c, where nobody waits, and n/c, where all wait for the slowest.",
         straggler_figure(found),
+    )
+    made.tables["steps"] = rows = step_rows(found)
+    more = "" if plan.served is None else " Updates are the servers', and so a part of communication."
+    if plan.sync is not None and plan.sync.partners == "neighbors":
+        more = " Exchanges count for active clients, who ask; passive ones wait only for what copies and adds weights."
+    made.draw(
+        "steps",
+        "What a step takes where no client is slower: gradients and update, as predicted of this plan's clients, and "
+        f"what is waited for, simulated. Hidden is communication that goes on beside them.{more}",
+        step_figure(found, rows),
     )
 
 
@@ -187,7 +200,7 @@ def straggler_rows(found: Stragglers) -> Sequence[TableRow]:
             "minibatches a second": simulated.times[0].minibatches_s,
             "speed-up": simulated.speedups[0],
             "(n-1) + 1/c": free,
-            "staleness": "" if simulated.times[0].timeline is None else simulated.times[0].staleness,
+            "staleness": simulated.times[0].staleness if simulated.times[0].has_servers else "",
             "most of the time": simulated.times[0].limit,
         }
         for way, several in found.found.items()
@@ -206,6 +219,12 @@ def staleness_rows(timeline: Timeline) -> Sequence[TableRow]:
 
 def worker_rows(timeline: Timeline, noun: str) -> Sequence[TableRow]:
     """A row for each worker."""
+    if timeline.ring:
+        ring = Ring(timeline.workers)
+        return [
+            {"worker": c, noun: int(count), "in the ring": "active" if ring.is_active(c) else "passive"}
+            for c, count in enumerate(timeline.steps)
+        ]
     late, workers = timeline.staleness, np.concatenate([pushes[:, 0] for pushes in timeline.pushes])
     rows: list[TableRow] = []
     for worker, count in enumerate(timeline.steps):

@@ -33,6 +33,8 @@ from autopar.report.style import (
     format_share,
     keep_apart,
     label_ends,
+    lay_bars,
+    legend_above,
     log_axes,
     name_axes,
     write,
@@ -103,7 +105,7 @@ def parts_figure(parts: Mapping[str, Sequence[Term]]) -> ReportFigure:
     axes.barh(names, [1e3 * s for s in seconds.values()], color=BLUE, height=0.65)
     for k, value in enumerate(seconds.values()):
         write(axes, format_seconds(value) if value else "0", (1e3 * value, k), (3, 0), up="center")
-    _bars(axes, f"predicted time (ms), {format_seconds(sum(seconds.values()))} in all")
+    lay_bars(axes, f"predicted time (ms), {format_seconds(sum(seconds.values()))} in all")
     return fit_size(figure)
 
 
@@ -122,10 +124,9 @@ def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -
         own = method == taken
         words = f"{format_seconds(total / 1e3)}{', this plan' if own else ''}"
         write(axes, words, (total, k), (3, 0), up="center", bold=own)
-    _bars(axes, "predicted time in a step (ms)")
+    lay_bars(axes, "predicted time in a step (ms)")
     axes.set_title(path, fontsize=FONT, loc="left", pad=18)  # above the legend
-    legend = {"frameon": False, "ncols": 3, "handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0}
-    axes.legend(fontsize=FONT, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderpad=0.2, borderaxespad=0.0, **legend)
+    legend_above(axes)
     return fit_size(figure)
 
 
@@ -198,12 +199,3 @@ def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) ->
     colour, dashes = METHOD_STYLES[method]
     pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # nothing has no place on a log axis
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)
-
-
-def _bars(axes: Axes, x: str) -> None:
-    """Horizontal bars, the first one on top, with room for their numbers."""
-    axes.invert_yaxis()
-    axes.margins(x=0.28)
-    axes.set_xlim(left=0)
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(x, fontsize=FONT)

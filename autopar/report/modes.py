@@ -28,11 +28,13 @@ class Stragglers:
     Attributes:
       clients: n.
       own: The plan's way.
-      found: Way -> a simulation for each of `FACTORS`; the plan's is the first one.
+      plans: Way -> its plan; the plan's own is the first one.
+      found: Way -> a simulation for each of `FACTORS`.
     """
 
     clients: int
     own: str
+    plans: Mapping[str, Plan]
     found: Mapping[str, tuple[SyncSimulation, ...]]
 
     def speedups(self, way: str) -> tuple[float, ...]:
@@ -65,14 +67,15 @@ def simulate_stragglers(plan: Plan, cluster: ClusterSpec) -> Stragglers:
             "call autopar.simulate"
         )
     numbers, found, step_s = [clients * plan.devices], dict[str, tuple[SyncSimulation, ...]](), None
-    for way, other in ways(plan).items():
+    plans = ways(plan)
+    for way, other in plans.items():
         simulated = []
         for factor in FACTORS:
             options = ClientOptions({clients - 1: factor}, step_s, steps=_STEPS)
             simulated.append(simulate_clients(other, cluster, numbers, options))
             step_s = simulated[-1].step_s
         found[way] = tuple(simulated)
-    return Stragglers(clients, next(iter(found)), found)
+    return Stragglers(clients, next(iter(found)), plans, found)
 
 
 def ways(plan: Plan) -> Mapping[str, Plan]:

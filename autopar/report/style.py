@@ -129,6 +129,21 @@ def write(
     return text
 
 
+def lay_bars(axes: Axes, x: str) -> None:
+    """Put the first of horizontal bars on top, with room for their numbers."""
+    axes.invert_yaxis()
+    axes.margins(x=0.28)
+    axes.set_xlim(left=0)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel(x, fontsize=FONT)
+
+
+def legend_above(axes: Axes, columns: int = 3) -> None:
+    """Name the colours of bars above a panel."""
+    gaps = {"handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0, "borderpad": 0.2, "borderaxespad": 0.0}
+    axes.legend(fontsize=FONT, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False, ncols=columns, **gaps)
+
+
 def keep_apart(texts: Sequence[Annotation]) -> None:
     """Take texts away that would lie on an earlier one, where all of a figure has its place."""
     kept: list[Bbox] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -15,14 +16,14 @@ import pytest
 import autopar
 from autopar.cost import Device, Link
 from autopar.measure.cluster import Cluster
-from autopar.sync import Async, Average, Elastic
+from autopar.sync import ADPSGD, DPSGD, Async, Average, Elastic, Hybrid
 from tests.unit.planning.test_simulate_clients import table_plan
 from tests.unit.report.test_report import Page, lines_of
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib: pip install 'autopar[report]'")
 # After what needs matplotlib.
 from autopar.report.clients import straggler_figure
-from autopar.report.modes import FACTORS, simulate_stragglers, ways
+from autopar.report.modes import FACTORS, name_of, simulate_stragglers, ways
 
 CLUSTER = Cluster("chalk", 4, 1, Device("chalk", 1e9, 1e8, 1e10), Link(0.0, 1e9), Link(1e-4, 1e8), 1e9)
 #: One server for three workers: 0 pushes twice, 1 once, 0 again, 2 once; and a second server, in another order.
@@ -57,8 +58,8 @@ def made(plan: autopar.Plan) -> autopar.Report:
 
 
 def test_what_a_report_has(made: autopar.Report) -> None:
-    assert list(made.figures) == list(made.captions) == ["stragglers", "workers", "staleness", "measured"]
-    assert list(made.tables) == ["parameters", "exchanges", "stragglers", "workers", "staleness", "measured"]
+    assert list(made.figures) == list(made.captions) == ["stragglers", "steps", "workers", "staleness", "measured"]
+    assert list(made.tables) == ["parameters", "exchanges", "stragglers", "steps", "workers", "staleness", "measured"]
     assert made.title == "step by 1 worker, 1 server, asynchronous SGD"
     assert "Servers: 1 worker trains one state" in made.notes[0] and len(made.notes) == 2
     (server,) = made.tables["exchanges"]
@@ -97,6 +98,9 @@ def test_stragglers_are_those_that_are_simulated(plan: autopar.Plan, made: autop
         (Async(staleness=4), ["Async(staleness=4)", "Average()", "Async()"]),
         (Async(staleness=1), ["Async(staleness=1)", "Average()", "Async(staleness=4)", "Async()"]),
         (Elastic(0.2), ["Elastic(interval=64)", "Average()", "Async(staleness=4)", "Async()"]),
+        (Hybrid(), ["Hybrid()", "Average()", "Async(staleness=4)", "Async()"]),
+        (DPSGD(), ["DPSGD()", "Average()", "Async(staleness=4)", "Async()"]),
+        (ADPSGD(), ["ADPSGD()", "Average()", "Async(staleness=4)", "Async()"]),
     ],
 )
 def test_ways_beside_a_plans_own(sync: Any, names: list[str]) -> None:
@@ -172,6 +176,55 @@ def test_what_was_simulated_can_be_shown(plan: autopar.Plan) -> None:
     assert sum(row["pushes"] for row in found.tables["staleness"]) == len(timeline.staleness)
 
 
+def test_minibatches_of_a_ring() -> None:
+    """Own steps of passive clients, 1 and 3, and the exchanges of active ones, 0 and 2, which are one a step (figure 6
+    of Zhang et al.)."""
+    events = [[(0, 0, 0), (1, 0, 0), (1, 1, 2), (2, 0, 3)], [(3, 0, 0), (2, 0, 1), (0, 0, 2), (2, 1, 3)]]
+    timeline = autopar.Timeline(4, None, [np.array(each) for each in events], ring=True)
+    found = autopar.report(planned(ADPSGD()), timeline=timeline)
+    assert list(found.figures) == ["workers"] and "minibatches of each worker: 8 in all" in found.captions["workers"]
+    kinds = [(0, 2, "active"), (1, 2, "passive"), (2, 3, "active"), (3, 1, "passive")]
+    assert [tuple(row.values()) for row in found.tables["workers"]] == kinds
+    assert [bar.get_width() for bar in found.figures["workers"].axes[0].patches] == [2, 2, 3, 1]
+    simulated = autopar.simulate(planned(ADPSGD()), cluster=CLUSTER, slow={0: 5.0})
+    shown = autopar.report(planned(ADPSGD()), timeline=simulated.times[0].timeline)
+    minibatches = [client.minibatches for client in simulated.times[0].clients]
+    assert [row["minibatches"] for row in shown.tables["workers"]] == minibatches
+
+
+@pytest.mark.parametrize("sync", [Hybrid(), DPSGD(), ADPSGD(), Average(every=10), Async()])
+def test_what_a_step_is_made_of(sync: Any) -> None:
+    """By the first of what is simulated of each way, where no client is slower. Bars begin where others end."""
+    made = planned(sync)
+    slow = dataclasses.replace(CLUSTER, between=Link(1e-4, 6e5))
+    found, simulated = autopar.report(made, cluster=slow), autopar.simulate(made, cluster=slow, steps=60)
+    rows = [row for row in found.tables["steps"] if row["mode"] == name_of(made)]
+    clients = simulated.times[0].clients
+    groups = [clients[::2], clients[1::2]] if isinstance(sync, ADPSGD) else [clients]
+    assert [row["clients"] for row in rows] == (["active", "passive"] if isinstance(sync, ADPSGD) else ["all"])
+    for row, some in zip(rows, groups, strict=True):
+        assert row["gradients, ms"] + row["update, ms"] == pytest.approx(1e3 * simulated.step_s)
+        assert (row["update, ms"] > 0) == (not isinstance(sync, Async))
+        exchange_s, hidden_s = (
+            sum(getattr(client, name) for client in some) / sum(client.minibatches for client in some)
+            for name in ("exchange_s", "hidden_s")
+        )
+        assert row["communication waited for, ms"] == pytest.approx(1e3 * exchange_s)
+        assert row["communication hidden, ms"] == pytest.approx(1e3 * hidden_s)
+        assert row["bandwidth to break even, bytes/s"] == row["sent in a step, bytes"] / simulated.step_s
+    sent = {Hybrid: 1.5, Average: 0.15}.get(type(sync), 1.0) * 2 * 32 * 32 * 4
+    assert rows[0]["sent in a step, bytes"] == pytest.approx(sent)
+    assert (rows[0]["communication hidden, ms"] > 0) == isinstance(sync, Hybrid | ADPSGD)
+    (axes,) = found.figures["steps"].axes
+    for k, row in enumerate(found.tables["steps"]):
+        bars = [bar for bar in axes.patches if round(bar.get_y() + bar.get_height() / 2 - k, 6) == 0]
+        total = sum(row[name] for name in row if name.endswith(", ms")) - row["communication hidden, ms"]
+        assert max(bar.get_x() + bar.get_width() for bar in bars) == pytest.approx(total)
+    assert axes.get_yticklabels()[0].get_text().startswith("this plan")
+    legend = axes.get_legend().get_window_extent()
+    assert 0 <= legend.x0 and legend.x1 <= found.figures["steps"].bbox.x1
+
+
 def test_exchanges_with_a_center() -> None:
     """Each is of one pair of weights: nothing is stale."""
     found = autopar.report(planned(Elastic(0.2)), timeline=TIMELINE)
@@ -193,12 +246,24 @@ def test_what_is_left_out_is_said(plan: autopar.Plan, cluster: Any, said: str) -
     assert said in found.notes[-1] and found.notes[-1] in found._repr_html_().replace("&#x27;", "'")
 
 
+def test_an_odd_ring_is_left_out() -> None:
+    found = autopar.report(planned(DPSGD()), cluster=CLUSTER.of(3))
+    assert "No figure of stragglers: devices=3, sync=DPSGD(): 3 clients make an odd ring" in found.notes[-1]
+
+
 def test_bad_timelines_are_told(plan: autopar.Plan) -> None:
     with pytest.raises(autopar.ArgumentsError, match="timeline is a list; give what servers did, autopar.timeline"):
         autopar.report(plan, timeline=[[0, 0, 0]])  # type: ignore[arg-type]
     for other in (planned(Average()), planned(None)):
         with pytest.raises(autopar.ArgumentsError, match=re.escape("of step has none: leave it out, or plan")):
             autopar.report(other, timeline=TIMELINE)
+    with pytest.raises(autopar.ArgumentsError, match="the timeline is of servers, and the plan of step .* by a ring:"):
+        autopar.report(planned(ADPSGD()), timeline=TIMELINE)
+    ring = autopar.Timeline(2, None, [np.zeros((0, 3), np.int64)], ring=True)
+    with pytest.raises(autopar.ArgumentsError, match="the timeline is of a ring, and the plan of step .* by servers:"):
+        autopar.report(plan, timeline=ring)
+    with pytest.raises(autopar.ArgumentsError, match=re.escape("of step has none: leave it out, or plan")):
+        autopar.report(planned(DPSGD()), timeline=ring)
     with pytest.raises(autopar.ArgumentsError, match="cluster is a str; give a Cluster"):
         autopar.report(plan, cluster="dgx-h100")  # type: ignore[arg-type]
 
