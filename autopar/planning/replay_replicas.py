@@ -124,16 +124,20 @@ def replay_replicas(
         if not averaging.is_ring:
             since |= touched.none(sent[0])
         for c, own in enumerate(results):
-            means: dict[int, Array] = {}
+            kept: dict[int, Any] = {}
+            means: dict[int, Any] = {}
             theirs = [sent[other] for other in averaging.partners(c, shared[c], len(sent))]
-            for k in sent[0]:
+            for k, mine in sent[c].items():
                 some = rows.get(k)
+                mean = _mean([each[k] if some is None else touched.picked(k, each[k], some) for each in theirs])
                 if some is None:
-                    means[k] = _mean([each[k] for each in theirs])
+                    kept[k], means[k] = copied(mine) if averaging.is_beside else mine, mean
+                elif averaging.is_beside:
+                    kept[k] = touched.rows_of(k, some, touched.picked(k, mine, some))
+                    means[k] = touched.rows_of(k, some, mean)
                 else:
-                    mean = _mean([touched.picked(k, each[k], some) for each in theirs])
-                    means[k] = touched.put(k, sent[c][k], some, mean, in_place=False)
-            shared[c], new = averaging.merged(shared[c], weights[c], sent[c], means)
+                    means[k] = touched.put(k, mine, some, mean, in_place=False)
+            shared[c], new = averaging.merged(shared[c], weights[c], kept, means)
             for k, array in {**pairs[c][1], **new}.items():
                 own[states[k]] = array
             leaves[c] = {k: own[out] for k, out in states.items()}

@@ -18,7 +18,7 @@ from autopar.ir.sync_plan import SyncPlan
 from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.sync import Replicated
 from autopar.tables.kinds import copied
-from autopar.tables.replica import OnItsWay, Replica, Replicas, moved
+from autopar.tables.replica import OnItsWay, Replica, Replicas, Rows, moved
 
 Array = Any
 
@@ -50,6 +50,12 @@ class Averaging:
     def in_place(self) -> bool:
         """Whether nobody reads what was sent, once there is a mean of it."""
         return self._outer is None and not self._plan.delay
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether weights are on their way while the next step updates them in place. That would wait for whoever reads
+        them, so copies are sent; of tables by rows these are all that is kept."""
+        return self._outer is None and self._plan.delay > 0
 
     def begin(self, clients: Clients, weights: Mapping[int, Array]) -> Replicas:
         """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
@@ -92,11 +98,10 @@ class Averaging:
 
     def sent(self, replicas: Replicas, weights: Mapping[int, Array]) -> dict[int, Array]:
         """Returns what a client sends behind its step: weights of the fragments whose turn it is, or how far they went
-        from where all were. Copies, where it is on its way while the next step updates the weights in place: that would
-        wait for whoever reads them."""
+        from where all were."""
         due = [k for n in self._plan.due(replicas.steps) for k in self._fragments[n]]
         if self._sync.outer is None:
-            return {k: copied(weights[k]) if self._plan.delay else weights[k] for k in due}
+            return {k: weights[k] for k in due}
         return dict(zip(due, _differences([replicas.anchors[k] for k in due], [weights[k] for k in due]), strict=True))
 
     @property
@@ -114,7 +119,11 @@ class Averaging:
         return range(clients) if turn is None or clients == 1 else [client, Ring(clients).neighbor(client, turn)]
 
     def merged(
-        self, replicas: Replicas, weights: Mapping[int, Array], sent: Mapping[int, Array], means: Mapping[int, Array]
+        self,
+        replicas: Replicas,
+        weights: Mapping[int, Array],
+        sent: Mapping[int, Array | Rows],
+        means: Mapping[int, Array | Rows],
     ) -> tuple[Replicas, dict[int, Array]]:
         """Returns what replicas share from now on, and the weights that became others. `means`: of what was sent."""
         anchors, outer, pending = dict(replicas.anchors), dict(replicas.outer), dict(replicas.pending)
@@ -179,20 +188,28 @@ class MeansRunner(ReplicaRunner):
         replicas, arrived = self.averaging.arrived(replicas, weights)
         now = weights.but(arrived)
         sent = self.averaging.sent(replicas, now)
-        replicas, means = self._means(replicas, sent)
+        replicas, sent, means = self._means(replicas, sent)
         replicas, new = self.averaging.merged(replicas, now, sent, means)
         return replicas, arrived | new
 
-    def _means(self, replicas: Replicas, sent: Mapping[int, Array]) -> tuple[Replicas, dict[int, Array]]:
-        """Returns what replicas share, and the mean of what clients send: of some tables the rows that any touched."""
+    def _means(
+        self, replicas: Replicas, sent: Mapping[int, Array]
+    ) -> tuple[Replicas, Mapping[int, Array | Rows], dict[int, Array | Rows]]:
+        """Returns what replicas share, what is kept of what clients send, and the mean of that: of some tables the rows
+        that any touched."""
         tables = [k for k in sent if k in self.touched]
         bits = [jnp.asarray(replicas.touched[k].bits) for k in tables]
         unions = zip(tables, self.clients.union(bits), strict=True)
         rows = {k: some for k, union in unions if (some := self.touched.rows(k, np.asarray(union))) is not None}
-        parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in sent.items()]
-        means = dict(zip(sent, self.clients.mean(parts, self.averaging.turn(replicas)), strict=True))
-        for k, some in rows.items():
-            means[k] = self.touched.put(k, sent[k], some, means[k], in_place=self.averaging.in_place)
+        is_beside = self.averaging.is_beside
+        kept: dict[int, Any] = {k: copied(x) if is_beside and k not in rows else x for k, x in sent.items()}
+        parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in kept.items()]
+        means: dict[int, Any] = dict(zip(kept, self.clients.mean(parts, self.averaging.turn(replicas)), strict=True))
+        for (k, x), part in zip(sent.items(), parts, strict=True):
+            if k in rows and is_beside:
+                kept[k], means[k] = (self.touched.rows_of(k, rows[k], each) for each in (part, means[k]))
+            elif k in rows:
+                means[k] = self.touched.put(k, x, rows[k], means[k], in_place=self.averaging.in_place)
         if not self.averaging.is_ring:
             replicas = dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)})
-        return replicas, means
+        return replicas, kept, means

@@ -16,7 +16,7 @@ import numpy as np
 from autopar.compile import Compiled
 from autopar.ir.sync_plan import SyncPlan
 from autopar.measure.alpha import id_reader
-from autopar.tables.replica import Touched
+from autopar.tables.replica import Rows, Touched
 
 Array = Any
 #: Rows that are sent at least, where so many were touched or fewer: programs are compiled for powers of two.
@@ -81,6 +81,10 @@ class TouchedRows:
     def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
         """[n, ...]: rows of a table."""
         return _picked(array, rows.astype(np.int32), self._axis(k))
+
+    def rows_of(self, k: int, rows: np.ndarray, values: Array) -> Rows:
+        """Rows of a table by themselves, [n, ...]."""
+        return Rows(self._axis(k), rows.astype(np.int32), values)
 
     def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
         """The table with other rows."""

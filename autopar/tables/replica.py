@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.clients import Clients
@@ -21,18 +23,33 @@ _MOST_CALLS = 64
 
 
 @dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a table.
+
+    Attributes:
+      axis: Of the rows.
+      places: Their numbers, int32[n], some of them several times.
+      values: [n, ...]: the rows.
+    """
+
+    axis: int
+    places: np.ndarray
+    values: Array
+
+
+@dataclass(frozen=True, eq=False)
 class OnItsWay:
     """A mean that isn't merged yet.
 
     Attributes:
       due: The step behind which it is.
-      sent: Input -> the weight as it was when it was sent.
-      new: Input -> what it becomes, but for what this client has changed since.
+      sent: Input -> the weight as it was when it was sent, or the rows that were sent of it.
+      new: Input -> what it becomes, or these rows do, but for what this client has changed since.
     """
 
     due: int
-    sent: Mapping[int, Array]
-    new: Mapping[int, Array]
+    sent: Mapping[int, Array | Rows]
+    new: Mapping[int, Array | Rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,10 +192,22 @@ def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
     return next(iter(found), None)
 
 
+def moved(weight: Array, sent: Array | Rows, new: Array | Rows) -> Array:
+    """A weight that became a new one, all of it or some rows, while this client went on from the one that it sent."""
+    if isinstance(sent, Rows) and isinstance(new, Rows):
+        return _moved_rows(weight, sent.places, sent.values, new.values, sent.axis)
+    return _moved(weight, sent, new)
+
+
 @jax.jit
-def moved(weight: Array, sent: Array, new: Array) -> Array:
-    """A weight that became a new one while this client went on from the one that it sent."""
+def _moved(weight: Array, sent: Array, new: Array) -> Array:
     return new + (weight - sent)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _moved_rows(weight: Array, places: Array, sent: Array, new: Array, axis: int) -> Array:
+    rows = jnp.moveaxis(jnp.take(weight, places, axis), axis, 0)
+    return weight.at[(slice(None),) * axis + (places,)].set(jnp.moveaxis(_moved(rows, sent, new), 0, axis))
 
 
 def settled(leaf: Replica) -> Any:
