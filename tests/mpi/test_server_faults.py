@@ -55,7 +55,7 @@ def with_fault(fault: str, sync: str, steps: int = 12, pause: float = 0.0) -> st
         (BOUNDED, "sys.exit(3)", r"rank 1 .*left with exit code 3, last in step 4 "),
         (ELASTIC, "os.kill(os.getpid(), 9)", ""),
         *[(sync, "os.kill(os.getpid(), 9)", "") for sync in (HYBRID, PAIRS, NEIGHBORS)],
-        *[(sync, "raise ValueError('bad batch')", FAILED) for sync in (HYBRID, PAIRS, NEIGHBORS)],
+        *[long(sync, "raise ValueError('bad batch')", FAILED) for sync in (HYBRID, PAIRS, NEIGHBORS)],
         long(UNBOUNDED, "os.kill(os.getpid(), 9)", ""),
     ],
 )
@@ -65,18 +65,22 @@ def test_a_rank_that_fails_ends_the_job(run_ranks: Run, sync: str, fault: str, m
     assert re.search(message, job.output), job.output
 
 
-def test_a_server_that_fails_ends_the_job(run_ranks: Run) -> None:
-    """Its thread does, while others wait for what it should have answered."""
+@pytest.mark.parametrize(
+    ("sync", "rank", "made_of", "method"),
+    [(BOUNDED, 0, "timeline import Standing", "push"), (NEIGHBORS, 1, "ring import Neighbor", "_count")],
+)
+def test_a_server_that_fails_ends_the_job(run_ranks: Run, sync: str, rank: int, made_of: str, method: str) -> None:
+    """Its thread does, while others wait for what it should have answered. In a ring a passive client has one."""
     fault = (
-        "import threading; from autopar.servers.timeline import Standing; push = Standing.push; Standing.push = "
-        "lambda self, w: push(self, w) if threading.current_thread() is threading.main_thread() else 1 / 0"
+        f"import threading; from autopar.servers.{made_of} as Kept; call = Kept.{method}; Kept.{method} = "
+        "lambda *a: call(*a) if threading.current_thread() is threading.main_thread() else 1 / 0"
     )
-    job = run_ranks(3, with_fault(fault, BOUNDED).replace("rank == 1", "rank == 0"))
+    job = run_ranks(ranks_of(sync), with_fault(fault, sync).replace("rank == 1", f"rank == {rank}"))
     check_ended(job)
-    assert re.search(r"rank 0 .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
+    assert re.search(rf"rank {rank} .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
 
 
-@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), HYBRID, PAIRS, NEIGHBORS])
+@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), long(HYBRID), long(PAIRS), NEIGHBORS])
 def test_a_rank_that_is_stopped_is_named(run_ranks: Run, sync: str) -> None:
     job = run_ranks(ranks_of(sync), with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
     check_ended(job)
