@@ -49,6 +49,7 @@ with paused_collection():
     from autopar.planning.why import Why, why
     from autopar.report import Report, report
     from autopar.run.step import ParallelStep
+    from autopar.schedules import large_batch_schedule
     from autopar.servers.timeline import Timeline
     from autopar.state.checkpoint import Restored, restore, save
     from autopar.state.draining import ended, paired
@@ -116,6 +117,7 @@ __all__ = [
     "explain",
     "init",
     "kvstore",
+    "large_batch_schedule",
     "materialize",
     "measure_alpha",
     "paired",

@@ -1,4 +1,4 @@
-"""A rank that fails, hangs or leaves in training with servers, where others may not wait for it."""
+"""A rank that fails, hangs or leaves in training with servers or in a ring, where others may not wait for it."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ os.write(1, f"done {final[0]:.6f}\\n".encode())
 """
 UNBOUNDED, BOUNDED = "autopar.sync.Async()", "autopar.sync.Async(staleness=2)"
 ELASTIC = "autopar.sync.Elastic(alpha=0.4, interval=2)"
+FAILED = r"rank 1 .*failed, in step 4 (.*\n)*.*ValueError: bad batch"
+HYBRID, PAIRS, NEIGHBORS = "autopar.sync.Hybrid()", "autopar.sync.DPSGD()", "autopar.sync.ADPSGD()"
+
+
+def ranks_of(sync: str) -> int:
+    """A ring has an even number of clients."""
+    return 4 if sync in (PAIRS, NEIGHBORS) else 3
 
 
 def with_fault(fault: str, sync: str, steps: int = 12, pause: float = 0.0) -> str:
@@ -43,56 +50,65 @@ def with_fault(fault: str, sync: str, steps: int = 12, pause: float = 0.0) -> st
 @pytest.mark.parametrize(
     ("sync", "fault", "message"),
     [
-        (UNBOUNDED, "raise ValueError('bad batch')", r"rank 1 .*failed, in step 4 (.*\n)*.*ValueError: bad batch"),
-        long(BOUNDED, "raise ValueError('bad batch')", r"rank 1 .*failed, in step 4 (.*\n)*.*ValueError: bad batch"),
+        (UNBOUNDED, "raise ValueError('bad batch')", FAILED),
+        long(BOUNDED, "raise ValueError('bad batch')", FAILED),
         (BOUNDED, "sys.exit(3)", r"rank 1 .*left with exit code 3, last in step 4 "),
         (ELASTIC, "os.kill(os.getpid(), 9)", ""),
+        *[(sync, "os.kill(os.getpid(), 9)", "") for sync in (HYBRID, PAIRS, NEIGHBORS)],
+        *[long(sync, "raise ValueError('bad batch')", FAILED) for sync in (HYBRID, PAIRS, NEIGHBORS)],
         long(UNBOUNDED, "os.kill(os.getpid(), 9)", ""),
     ],
 )
 def test_a_rank_that_fails_ends_the_job(run_ranks: Run, sync: str, fault: str, message: str) -> None:
-    job = run_ranks(3, with_fault(fault, sync))
+    job = run_ranks(ranks_of(sync), with_fault(fault, sync))
     check_ended(job)
     assert re.search(message, job.output), job.output
 
 
-def test_a_server_that_fails_ends_the_job(run_ranks: Run) -> None:
-    """Its thread does, while others wait for what it should have answered."""
+@pytest.mark.parametrize(
+    ("sync", "rank", "made_of", "method"),
+    [(BOUNDED, 0, "timeline import Standing", "push"), (NEIGHBORS, 1, "ring import Neighbor", "_count")],
+)
+def test_a_server_that_fails_ends_the_job(run_ranks: Run, sync: str, rank: int, made_of: str, method: str) -> None:
+    """Its thread does, while others wait for what it should have answered. In a ring a passive client has one."""
     fault = (
-        "import threading; from autopar.servers.timeline import Standing; push = Standing.push; Standing.push = "
-        "lambda self, w: push(self, w) if threading.current_thread() is threading.main_thread() else 1 / 0"
+        f"import threading; from autopar.servers.{made_of} as Kept; call = Kept.{method}; Kept.{method} = "
+        "lambda *a: call(*a) if threading.current_thread() is threading.main_thread() else 1 / 0"
     )
-    job = run_ranks(3, with_fault(fault, BOUNDED).replace("rank == 1", "rank == 0"))
+    job = run_ranks(ranks_of(sync), with_fault(fault, sync).replace("rank == 1", f"rank == {rank}"))
     check_ended(job)
-    assert re.search(r"rank 0 .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
+    assert re.search(rf"rank {rank} .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
 
 
-@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC)])
+@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), long(HYBRID), long(PAIRS), NEIGHBORS])
 def test_a_rank_that_is_stopped_is_named(run_ranks: Run, sync: str) -> None:
-    job = run_ranks(3, with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
+    job = run_ranks(ranks_of(sync), with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
     check_ended(job)
     assert re.search(r"rank 1 .*no sign of life for \d+ s .*last seen in step \d", job.ranks[0]), job.output
 
 
-def test_a_rank_that_others_wait_for_is_named(run_ranks: Run) -> None:
-    """By the bound: the others wait for pulls."""
-    job = run_ranks(3, with_fault("time.sleep(60)", BOUNDED, steps=40), AUTOPAR_WATCHDOG="3")
+@pytest.mark.parametrize("sync", [BOUNDED, HYBRID, PAIRS])
+def test_a_rank_that_others_wait_for_is_named(run_ranks: Run, sync: str) -> None:
+    """By the bound, the others wait for pulls; by means, for those of the next step."""
+    job = run_ranks(ranks_of(sync), with_fault("time.sleep(60)", sync, steps=40), AUTOPAR_WATCHDOG="3")
     check_ended(job)
-    message = r"rank 1 .*made no progress for \d+ s, in step 4 .*; ranks 0, 2 wait for it"
+    message = r"rank 1 .*made no progress for \d+ s, in step 4 .*; ranks 0, 2(, 3)? wait for it"
     assert re.search(message, job.ranks[0]), job.output
 
 
-def test_a_rank_that_nobody_waits_for_is_named(run_ranks: Run) -> None:
-    job = run_ranks(3, with_fault("time.sleep(7)", UNBOUNDED, steps=70, pause=0.1), AUTOPAR_WATCHDOG="3")
+@pytest.mark.parametrize("sync", [UNBOUNDED, NEIGHBORS])
+def test_a_rank_that_nobody_waits_for_is_named(run_ranks: Run, sync: str) -> None:
+    script = with_fault("time.sleep(7)", sync, steps=70, pause=0.1)
+    job = run_ranks(ranks_of(sync), script, AUTOPAR_WATCHDOG="3")
     assert job.code == 0, job.output
     named = r"rank 1 .*made no progress for \d+ s, in step 4 .*; the others go on without it"
     assert len(re.findall(named, job.ranks[0])) == 1 and not re.search(named, job.ranks[2]), job.output
     assert len(set(re.findall("done (.*)", job.output))) == 1, job.output
 
 
-@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC)])
+@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), NEIGHBORS])
 def test_a_rank_may_do_fewer_steps(run_ranks: Run, sync: str) -> None:
-    job = run_ranks(3, with_fault("break", sync, pause=0.05))
+    job = run_ranks(ranks_of(sync), with_fault("break", sync, pause=0.05))
     assert job.code == 0 and len(set(re.findall("done (.*)", job.output))) == 1, job.output
 
 
