@@ -110,6 +110,7 @@ def _cut(
     if not placing.placed:
         raise NotLocal("nothing is computed of the leaves")
     values = [placing.require(atom, axis) for atom in new]
+    placing.keep_read()
     pieces = []
     for number in range(cut.count):
         writer = _PieceWriter(placing, number, placing.placed[-1].equation)

@@ -13,7 +13,8 @@ from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import NotLocal, Placed, place_spread
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.operations import split
-from autopar.ir.program import Atom, Equation, Literal, Var
+from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.slicing import needed_equations
 
 #: Operations on rows -> their operands that lie in pieces as the result does.
 _ON_ROWS: Mapping[str, tuple[str, ...]] = {
@@ -78,7 +79,7 @@ class Placing:
       elsewhere: What may be had in pieces from elsewhere.
       given, whole: Of what is in pieces what comes from elsewhere, and what is had whole and cut where it is.
       placed: The equations that pieces compute.
-      others: Results of equations that are computed as they are -> the equation.
+      others: Results of equations that all servers compute -> the equation.
       order: The place of each equation.
     """
 
@@ -96,7 +97,7 @@ class Placing:
         self.order = {equation: n for n, equation in enumerate(equations)}
         for equation in equations:
             along = {k: self.axes[a] for k, a in enumerate(equation.inputs) if isinstance(a, Var) and a in self.axes}
-            if not along:  # all servers compute it
+            if not along:
                 self.others.update(dict.fromkeys(equation.outputs, equation))
             elif equation.op == "ap.changes":
                 self._changes(equation, along)
@@ -130,6 +131,15 @@ class Placing:
         if self.axes[atom] != axis:
             raise NotLocal("a value lies otherwise")
         return atom
+
+    def keep_read(self) -> None:
+        """Takes pieces of what is had whole in any case, as a sum over it is computed, where it is."""
+        read = [a for p in self.placed for k, a in enumerate(p.equation.inputs) if k not in p.along]
+        others = Block((), tuple(dict.fromkeys(self.others.values())), ())
+        needed = needed_equations(others, [*read, *self.whole])
+        whole = {*read, *(a for equation in needed for a in equation.inputs)}
+        self.whole += [v for v in self.given if v in whole]
+        self.given = [v for v in self.given if v not in whole]
 
     def _compute(self, var: Var, axis: int) -> bool:
         """Has pieces compute a value that goes element by element, of pieces of what it is made of; says whether."""
