@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack, cast, overload
 import jax
 import numpy as np
 
-from autopar.backends.clients import clients_of, servers_of
+from autopar.backends.clients import clients_of, server_ranks_of, servers_of
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.cost.rates import StageRates
@@ -185,6 +185,7 @@ def parallelize(
     hosts = asks_for_hosts(strategy)
     rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = everyone().size if hosts else devices.count
+    servers = 1 if clients is None else servers_of(sync, clients.processes.size)
     planner = Planner(
         fun=step,
         options=Options(
@@ -202,7 +203,8 @@ def parallelize(
             sync=sync,
             clients=1 if clients is None else clients.count,
             worker_devices=devices.mesh.size if whole else 1,
-            servers=1 if clients is None else servers_of(sync, clients.processes.size),
+            servers=servers,
+            server_ranks=() if clients is None else server_ranks_of(servers),
         ),
         machine=Machine(
             rates=rates if plan is None else None,

@@ -34,12 +34,13 @@ from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
+from autopar.passes.plan_servers import served_plan
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.shield import shield, shield_stages, shield_worker
 from autopar.passes.split_pipeline import split_pipeline
-from autopar.passes.split_servers import served_plan, split_servers
+from autopar.passes.split_servers import split_servers
 from autopar.passes.split_stages import split_stages
 from autopar.passes.split_update import split_update
 from autopar.passes.staging.divided import DividedLeaves
@@ -138,7 +139,14 @@ def _replicate(program: Program, bound: BoundPlan, request: Request) -> Result:
     if isinstance(options.sync, Async):
         return program, bound, "servers keep the state"
     return program, *replicate(
-        program, bound, options.sync, options.clients, options.batch_axis, options.plan, options.servers
+        program,
+        bound,
+        options.sync,
+        options.clients,
+        options.batch_axis,
+        options.plan,
+        options.servers,
+        options.server_ranks,
     )
 
 
@@ -171,7 +179,7 @@ def _split_servers(program: Program, bound: BoundPlan, request: Request) -> Resu
         return program, bound, "no servers"
     is_cut = any(e.op == "ap.microbatches" for e in program.block.equations)
     served = split_servers(program, options.servers, None if is_cut else gradient_equations(program))
-    plan = served_plan(program, bound, served, options.sync, options.clients)
+    plan = served_plan(program, bound, served, options.sync, options.clients, options.server_ranks)
     check_replicas(options.plan, program.name, options.plan and options.plan.served, plan)
     program = dataclasses.replace(program, served=served)
     return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {options.servers} servers"

@@ -275,6 +275,11 @@ def servers_of(sync: Sync | None, processes: int) -> int:
     return checked_servers("sync", getattr(sync, "servers", None), processes)
 
 
+def server_ranks_of(servers: int) -> tuple[int, ...]:
+    """Returns the ranks of the first so many dedicated servers; none where the job has none."""
+    return tuple(range(job().workers, job().workers + servers)) if job().servers else ()
+
+
 def checked_servers(name: str, wanted: int | None, processes: int) -> int:
     """Returns how many servers there are to be: dedicated ones where the job has some, else of so many processes.
 

@@ -52,6 +52,8 @@ class Options:
     worker_devices: int = 1
     #: Servers that keep the state, if any do.
     servers: int = 1
+    #: Their ranks where they are processes of their own; (): they are threads of the workers.
+    server_ranks: tuple[int, ...] = ()
     #: T, devices over which products are divided.
     tensor: int = 1
     #: An earlier plan, by which the step is to be run.

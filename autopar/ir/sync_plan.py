@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class SyncPlan:
       nonlinear: Of means in every step, what of the update isn't linear in gradients, with its place; "": nothing is,
         or it isn't known.
       averages_gradients: Whether they are known to be what averaging gradients is.
+      server_ranks: Of the processes that keep a centre, and do nothing else; (): they train, too.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SyncPlan:
     partners: str = "all"
     nonlinear: str = ""
     averages_gradients: bool = False
+    server_ranks: tuple[int, ...] = ()
 
     @property
     def sent_bytes(self) -> float:
@@ -79,15 +81,21 @@ class ServerPlan:
     """A server keeps some leaves.
 
     Attributes:
-      leaves: Paths of what it keeps.
+      leaves: Paths of what it keeps, with the place of a piece.
       leaf_bytes: Of these.
       pull_bytes, push_bytes: Of what a worker pulls of it and pushes to it in a step.
+      pieces: Paths of leaves of which it keeps a piece -> how much of the leaf that is.
     """
 
     leaves: tuple[str, ...]
     leaf_bytes: int
     pull_bytes: int
     push_bytes: int
+    pieces: Mapping[str, float] = field(default_factory=dict)
+
+    def part_of(self, path: str) -> float:
+        """Returns how much of a leaf it keeps."""
+        return 1.0 if path in self.leaves else self.pieces.get(path, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,7 @@ class ServedPlan:
       by_rows: Paths of the tables of which workers pull rows alone.
       clocks: Paths of leaves that everyone counts by itself.
       examples: Of a worker's minibatch; 0 where that isn't known.
+      ranks: Of the servers that are processes of their own; (): they are threads of the workers.
     """
 
     name: str
@@ -111,6 +120,7 @@ class ServedPlan:
     by_rows: tuple[str, ...]
     clocks: tuple[str, ...]
     examples: int
+    ranks: tuple[int, ...] = ()
 
     @property
     def sent_bytes(self) -> int:

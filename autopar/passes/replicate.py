@@ -30,6 +30,7 @@ def replicate(
     batch_axis: BatchAxis,
     earlier: Plan | None = None,
     servers: int = 1,
+    server_ranks: Sequence[int] = (),
 ) -> tuple[BoundPlan, str]:
     """Put a `SyncPlan` into the plan.
 
@@ -41,6 +42,7 @@ def replicate(
       batch_axis: Which axis of the batch's leaves runs over its examples.
       earlier: A plan by which the step is to be run.
       servers: How many may keep a centre.
+      server_ranks: Of those that are processes of their own.
 
     Raises:
       PlanError: the earlier plan has other replicas.
@@ -93,6 +95,7 @@ def replicate(
         alpha=sync.alpha if by_servers else 0.0,
         slope=sync.slope,
         server_bytes=tuple(sum(span.nbytes for span in share) for share in shares),
+        server_ranks=tuple(server_ranks[: len(shares)]),
         way=sync.call,
         nonlinear="" if broken is None else f"{broken.op} ({broken.where})",
         averages_gradients=bool(gradients) and broken is None,

@@ -3,25 +3,24 @@
 A worker runs the gradient program, and what the update computes of gradients alone (a clip's norm); servers run the
 rest of the update on what workers push. Where the cut is, is chosen by bytes: of two values of which one follows from
 the other the smaller one travels. Leaves that the update ties together are kept by one server, or by all in pieces, if
-they are large and it goes element by element (`cut_leaves`); what only counts (clocks) everyone has. Sources: Li et
-al., "Scaling Distributed Machine Learning with the Parameter Server" (2014), section 3; MXNET-MPI, section 2.
+they are large and it goes element by element (`cut_leaves`): tables of which rows are looked up by columns. What only
+counts (clocks) everyone has. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server"
+(2014), section 3; MXNET-MPI, section 2.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import jax_compat
 from autopar.errors import StrategyError
 from autopar.ir.balance import balanced_pieces
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.served import Piece, ServedStep, ServerPart
 from autopar.ir.slicing import nearest_line, needed_equations
-from autopar.ir.sync_plan import ServedPlan, ServerPlan
-from autopar.passes.cut_leaves import cut_leaves, joined, sliced
-from autopar.sync import Async
+from autopar.passes.cut_leaves import CutLeaves, cut_leaves, joined
 
 
 def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
@@ -37,34 +36,6 @@ def split_servers(program: Program, servers: int, gradient: Collection[Equation]
     """
     cut = [e for e in program.block.equations if e.op == "ap.microbatches"] if gradient is None else gradient
     return _Cutter(program, servers, set(cut)).run()
-
-
-def served_plan(program: Program, bound: BoundPlan, served: ServedStep, sync: Async, clients: int) -> ServedPlan:
-    """Returns what is decided of a step that `split_servers` has cut, as the plan has it."""
-    paths = [input_.path for input_ in program.inputs]
-    lifted = {k for space in program.rows.spaces if bound.family(space.family) is not None for k in space.leaves}
-    pulled = {v: k for part in served.servers for k, v in zip(part.leaves, part.pull.inputs, strict=False)}
-    lookups = (e for part in served.servers for e in part.pull.equations if e.op == "ap.pull")
-    looked_up = {pulled[e.inputs[0]] for e in lookups if e.inputs[0] in pulled}
-    along = [axis for k, axis in enumerate(bound.placements) if axis is not None and program.inputs[k].role == "batch"]
-    sizes = [v.shape[a] for v, a in zip(program.block.inputs, bound.placements, strict=False) if a is not None]
-    return ServedPlan(
-        name=sync.name,
-        clients=clients,
-        staleness=sync.staleness,
-        servers=tuple(
-            ServerPlan(
-                tuple(f"{paths[served.leaf_of(k)]}{served.pieces.get(k, '')}" for k in part.leaves),
-                part.leaf_bytes,
-                part.pull_bytes,
-                part.push_bytes,
-            )
-            for part in served.servers
-        ),
-        by_rows=tuple(paths[k] for k in sorted(lifted & looked_up - served.whole)),
-        clocks=tuple(paths[k] for k in served.clocks),
-        examples=max(sizes, default=0) if along else 0,
-    )
 
 
 @dataclass(frozen=True)
@@ -100,8 +71,10 @@ class _Cutter:
         #: By number what servers keep: leaves of the state, and pieces of such, which have numbers behind those.
         self._kept: dict[int, Var] = {k: self._inputs[k] for k in self._served}
         self._pieces: dict[int, Piece] = {}
-        #: Updates of pieces; and of workers, who put together what they pull, and take apart what they push.
+        #: Updates and lookups of pieces; and what workers do to put together what they pull, and take apart what they
+        #: push.
         self._of_pieces: list[Equation] = []
+        self._lookups: list[Equation] = []
         self._joins: list[Equation] = []
         self._slices: list[Equation] = []
         apart = [e for e in self._equations if e not in gradient]
@@ -124,14 +97,14 @@ class _Cutter:
         self._check_effects(of_update)
         whole, pulls = self._pulled(pushed)
         ids, routes = self._sent(v for e in pulls for v in _free([], e.inputs[1:]))
-        of_pulls = self._in_order([*pulls, *routes])
         counted = [k for k in self._clocks if self._counts_by_itself(k, of_update)]
-        shares = self._shares(of_update, pushed, whole, {e.inputs[0] for e in pulls})
+        shares = self._shares(of_update, pushed, whole, pulls)
         of_update += self._of_pieces
+        of_pulls = [*self._in_order([*pulls, *routes]), *self._lookups]
         new = [self._new[k] for share in shares for k in share]
         read = _free(needed_equations(Block((), tuple(of_update), ()), new), new)
         pushed = [v for v in (*pushed, *(v for e in self._slices for v in e.outputs)) if v in read]
-        cut = _Cut(of_update, pushed, of_pulls, ids, whole, pulls)
+        cut = _Cut(of_update, pushed, of_pulls, ids, whole, [*pulls, *self._lookups])
         parts = [self._part(leaves, cut, () if n else counted) for n, leaves in enumerate(shares)]
         pulled = [v for part in parts for v in part.pull.outputs if isinstance(v, Var)]
         own = [*self._clocks, *(k for k in range(len(self._inputs)) if k not in self._new)]
@@ -202,7 +175,7 @@ class _Cutter:
         return [k for v, k in leaves.items() if v in others], pulls
 
     def _shares(
-        self, of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int], looked_up: Collection[Atom]
+        self, of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int], pulls: Sequence[Equation]
     ) -> list[list[int]]:
         """What each server keeps that has any, by number: leaves that the update ties together have one server. While
         one has much more than others, its largest ones are cut.
@@ -211,12 +184,24 @@ class _Cutter:
           of_update: Equations of the update.
           pushed: What workers push.
           whole: Leaves that workers pull whole.
-          looked_up: Those of which they pull rows.
+          pulls: Lookups of rows.
         """
 
         def cut(group: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-            is_looked_up = any(self._kept[k] in looked_up for k in group)
-            return [] if is_looked_up else self._cut(group, of_update, pushed, whole)
+            new, lookups = [self._new[k] for k in group], {k: self._lookups_of(k, pulls) for k in group}
+            row_axes = {e.params["axis"] for k in group for e in lookups[k]}
+            equations = needed_equations(Block((), tuple(of_update), ()), new)
+            leaves = [self._kept[k] for k in group]
+            found = cut_leaves(leaves, new, equations, pushed, self._count, uncut=row_axes)
+            if found is None:
+                return []
+            for n, k in enumerate(group):
+                pieces = [p.states[n] for p in found.pieces]
+                if k in whole:
+                    self._joins += joined(pieces, found.axis, self._kept[k], equations[-1])
+                for lookup in lookups[k]:
+                    self._look_up(lookup, pieces, found.axis)
+            return self._numbers(group, found)
 
         def size(group: tuple[int, ...]) -> int:
             return _bytes(self._kept[k] for k in group)
@@ -224,28 +209,29 @@ class _Cutter:
         shares = balanced_pieces(self._tied(of_update), self._count, size, cut)
         return [sorted(k for group in share for k in group) for share in shares]
 
-    def _cut(
-        self, group: tuple[int, ...], of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int]
-    ) -> list[tuple[int, ...]]:
-        """Leaves in pieces for all servers, by their new numbers; none if their update doesn't allow it."""
-        new = [self._new[k] for k in group]
-        equations = needed_equations(Block((), tuple(of_update), ()), new)
-        found = cut_leaves([self._kept[k] for k in group], new, equations, pushed, self._count)
-        if found is None:
-            return []
+    def _lookups_of(self, leaf: int, pulls: Sequence[Equation]) -> list[Equation]:
+        return [e for e in pulls if e.inputs[0] is self._kept[leaf]]
+
+    def _look_up(self, lookup: Equation, pieces: Sequence[Var], axis: int) -> None:
+        """Has servers look up the rows of pieces of a leaf, and workers put these together."""
+        (rows,), parts = lookup.outputs, []
+        for piece in pieces:
+            parts.append(Var(rows.type.resized(axis, piece.shape[axis])))
+            inputs = (piece, *lookup.inputs[1:])
+            self._lookups.append(dataclasses.replace(lookup, inputs=inputs, outputs=(parts[-1],)))
+        self._joins += joined(parts, axis, rows, lookup)
+
+    def _numbers(self, group: tuple[int, ...], found: CutLeaves) -> list[tuple[int, ...]]:
+        """Returns new numbers of leaves in pieces, of each piece those of its leaves."""
         numbers = []
-        for p, piece in enumerate(found.pieces):
+        for piece in found.pieces:
             first = len(self._inputs) + len(self._pieces)
             numbers.append(tuple(range(first, first + len(group))))
             for k, number, state, value in zip(group, numbers[-1], piece.states, piece.new, strict=True):
                 self._pieces[number] = Piece(k, found.axis, piece.start, piece.stop)
                 self._kept[number], self._new[number] = state, value
             self._of_pieces += piece.equations
-            for var, part in piece.given.items():
-                self._slices += sliced(var, found.axes[var], p, part, equations[-1])
-        for n, k in enumerate(group):
-            if k in whole:
-                self._joins += joined([p.states[n] for p in found.pieces], found.axis, self._kept[k], equations[-1])
+            self._slices += piece.slices
         return numbers
 
     def _tied(self, equations: Sequence[Equation]) -> list[tuple[int, ...]]:

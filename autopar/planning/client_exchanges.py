@@ -89,7 +89,8 @@ def _sent_bytes(plan: Plan, sync: SyncPlan, minibatches: int) -> list[float]:
 
 def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served:
     """Says how workers pull and push: what the plan's servers keep, or an equal part of it, if there are others."""
-    total = ServerPlan((), *(sum(getattr(s, name) for s in served.servers) for name in _BYTES))
+    sums = {name: sum(getattr(s, name) for s in served.servers) for name in _BYTES}
+    total = dataclasses.replace(served.servers[0], leaves=(), pieces={}, **sums)
     touched = [_touched_bytes(plan, served, server) for server in served.servers]
     leaves = sum(len(server.leaves) for server in served.servers)
     count = _servers(wanted, len(served.servers), served.clients, load.count, load.count * plan.devices, leaves)
@@ -184,5 +185,5 @@ def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
     touched = float(server.leaf_bytes)
     for table in plan.tables:
         if table.path in served.by_rows:
-            touched -= untouched_bytes(table, 1) * sum(p in server.leaves for p in (table.path, *table.slots))
+            touched -= untouched_bytes(table, 1) * sum(map(server.part_of, (table.path, *table.slots)))
     return touched

@@ -10,7 +10,7 @@ from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.examples import example_axes
 from autopar.ir.plan import Plan
-from autopar.ir.sync_plan import SyncPlan
+from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
@@ -144,7 +144,8 @@ def replica_notes(plan: Plan) -> Iterator[str]:
             f"towards each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, "
             "and receives as much."
         )
-        yield f"Servers keep {', '.join(map(format_bytes, sync.server_bytes))} of the centre."
+        sizes = ", ".join(map(format_bytes, sync.server_bytes))
+        yield f"Servers keep {sizes} of the centre{_ranks(sync.server_ranks)}."
         yield from _table_notes(plan, sync)
         known = "it isn't known above which one weights may diverge: give Elastic(curvature=)"
         if sync.slope is not None:
@@ -231,10 +232,31 @@ def server_notes(plan: Plan) -> Iterator[str]:
     )
     sizes = ", ".join(format_bytes(server.leaf_bytes) for server in served.servers)
     rows = f" Of {', '.join(served.by_rows)} only the rows of a minibatch travel." * bool(served.by_rows)
-    yield f"Servers keep {sizes}. A worker exchanges {format_bytes(served.sent_bytes)} a step with them.{rows}"
+    yield (
+        f"Servers keep {sizes}{_ranks(served.ranks)}. A worker exchanges {format_bytes(served.sent_bytes)} a step with "
+        f"them.{rows}"
+    )
+    if count > 1 and served.by_rows:
+        yield f"Tables: {'; '.join(_homes(served, path) for path in served.by_rows)}."
     if served.clocks:
         more = f" and {len(served.clocks) - 3} others" * (len(served.clocks) > 3)
         yield (
             f"{', '.join(served.clocks[:3])}{more}: counted by each server, of all pushes, and by each worker, of its "
             "own."
         )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Names servers that are processes of their own."""
+    if not ranks:
+        return ""
+    return f"; {'they are ranks' if len(ranks) > 1 else 'it is rank'} {', '.join(map(str, ranks))}, which only serve"
+
+
+def _homes(served: ServedPlan, path: str) -> str:
+    """Says which servers keep a table."""
+    homes = [n for n, server in enumerate(served.servers) if server.part_of(path)]
+    if len(homes) == 1:
+        return f"{path} is on server {homes[0]}, whole"
+    which = "all servers" if len(homes) == len(served.servers) else f"servers {', '.join(map(str, homes))}"
+    return f"{path} is on {which}, each of which keeps some of its columns"

@@ -82,13 +82,14 @@ def ways(plan: Plan) -> Mapping[str, Plan]:
     """Returns the plan by its way's name, and those of averaging in every step and of servers with a bound and without
     one, which aren't its own."""
     served = plan.served if plan.served is not None else _served(plan)
+    leaves = dict.fromkeys([*served.by_rows, *(path for server in served.servers for path in server.leaves)])
     average = SyncPlan(
         name="",
         clients=served.clients,
         every=1,
         delay=0,
         outer=False,
-        fragments=(tuple(path for server in served.servers for path in server.leaves),),
+        fragments=(tuple(leaves),),
         fragment_bytes=(size := _weight_bytes(plan, served),),
         mean_bytes=size,
         by_rows=served.by_rows,

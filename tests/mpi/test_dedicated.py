@@ -23,13 +23,13 @@ SERVED = (
     "check_what_must_fail",
 )
 
-CENTRE = ("check_large_weights_of_a_centre_are_kept_by_all",)
+PIECES = ("check_large_weights_of_a_centre_are_kept_by_all", "check_tables_are_kept_by_all")
 
 
 @pytest.mark.parametrize(("workers", "servers"), [(2, 2), long(2, 1), long(1, 2), long(3, 2)])
 def test_workers_and_servers(workers: int, servers: int, tmp_path: Path) -> None:
     cases = {"dedicated_cases": (), "kvstore_cases": ()} | (
-        {"served_cases": SERVED, "piece_cases": CENTRE} if workers == 2 else {}
+        {"served_cases": SERVED, "piece_cases": PIECES} if workers == 2 else {}
     )
     run_cases(cases, workers + servers, 1, tmp_path, timeout_s=600, servers=servers)
 

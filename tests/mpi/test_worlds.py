@@ -122,7 +122,11 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "kvstore_cases": {(3, 1): (), (4, 1): ()},
     "ring_cases": {(4, 1): (), (2, 2): ("check_replays_have_the_same_bits",)},
     "served_cases": {(2, 2): ("check_workers_of_several_processes",), (3, 1): (), (4, 1): ()},
-    "piece_cases": {(2, 2): ("check_large_leaves_are_kept_by_all",), (3, 1): (), (4, 1): ()},
+    "piece_cases": {
+        (2, 2): ("check_large_leaves_are_kept_by_all", "check_tables_are_kept_by_all"),
+        (3, 1): (),
+        (4, 1): (),
+    },
 }
 
 

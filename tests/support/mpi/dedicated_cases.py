@@ -101,6 +101,7 @@ def check_a_centre() -> None:
         state = trained(step, make_state(tx), range(9))
         timeline, made = autopar.timeline(state), autopar.average(state)
     assert len(timeline.events) == SERVERS and timeline.steps.tolist() == [4] * RANKS
+    assert step.plan.sync.server_ranks == tuple(range(RANKS, RANKS + SERVERS))
     batches = [[minibatch(w, k) for k in range(9)] for w in range(RANKS)]
     same(made, autopar.replay_timeline(step, make_state(tx), batches, timeline)[0])
 

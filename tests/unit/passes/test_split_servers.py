@@ -119,12 +119,14 @@ CASES += [("sgd", "first rows")]
 #: Losses in which examples meet others.
 CASES += [(name, kind) for name in ("sgd", "adagrad", "clip", "lamb") for kind in ("contrastive", "in order")]
 CASES += [("clip", kind) for kind in ("decay in the loss", "norms", "scaled loss", "batch norm")]
-#: Those whose leaves may be cut. Of the others a table of which rows are looked up is the largest, or all are tied.
-IN_PIECES = {(name, "plain") for name in ("schedule", "adamw", "clip", "noise", "lion")}
-IN_PIECES |= {
-    ("sgd", "decay in the loss"),
-    *(("clip", kind) for kind in ("norms", "batch norm", "contrastive", "in order")),
-}
+#: Those whose leaves are kept whole: all are tied, or rows are updated twice.
+WHOLE = {(name, "plain") for name in ("every second", "if finite", "lamb", "adafactor")}
+WHOLE |= {("lamb", "contrastive"), ("lamb", "in order"), ("sgd", "scaled loss"), ("clip", "scaled loss")}
+WHOLE |= {("clip", "decay in the loss"), ("sgd", "twice")}
+#: Those that look up rows, of which each server keeps some columns.
+BY_COLUMNS = {("sgd", kind) for kind in ("plain", "dropout", "batch norm", "warm-up", "norms", "polyak")}
+BY_COLUMNS |= {("adagrad", "plain"), ("adaptive clip", "plain"), ("sgd", "first rows")}
+BY_COLUMNS |= {(name, kind) for name in ("sgd", "adagrad") for kind in ("contrastive", "in order")}
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "in pieces"])
@@ -138,7 +140,10 @@ def test_one_worker_does_the_step(name: str, kind: str, cut: bool, monkeypatch: 
         theirs = start(OPTIMIZERS[name])
         known = compiled(step, 2 if cut else SERVERS, theirs, batch(0))
         pieces = known.program.served.pieces
-        assert bool(pieces) == (cut and (name, kind) in IN_PIECES)
+        assert bool(pieces) == (cut and (name, kind) not in WHOLE)
+        by_rows = known.plan.served.by_rows
+        columns = [piece for piece in pieces.values() if known.program.inputs[piece.leaf].path in by_rows]
+        assert [piece.axis for piece in columns] == ([1, 1] if cut and (name, kind) in BY_COLUMNS else [])
         mine, tree = jax.tree.leaves(theirs), jax.tree.structure(jax.eval_shape(step, theirs, batch(0)))
         run, plain = jax.jit(one_worker(known.program)), jax.jit(step)
         for k in range(STEPS):

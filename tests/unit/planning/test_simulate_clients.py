@@ -185,6 +185,20 @@ def test_rows_of_tables_are_what_servers_update() -> None:
     assert autopar.simulate(made, cluster=memory, devices=1).step_s > 0
 
 
+def test_columns_of_tables_are_updated_by_rows() -> None:
+    """A server that keeps half of the columns does half of the work."""
+    made = table_plan(Async())
+    whole = made.served.servers[0]
+    halved = {name: getattr(whole, name) // 2 for name in ("leaf_bytes", "pull_bytes", "push_bytes")}
+    half = dataclasses.replace(whole, leaves=("emb[:, 0:8]",), pieces={"emb": 0.5}, **halved)
+    cut = dataclasses.replace(made, served=dataclasses.replace(made.served, servers=(half, half)))
+    memory = dataclasses.replace(CHALK, device=dataclasses.replace(CHALK.device, memory_bytes_s=1e6))
+    found, like = (
+        autopar.simulate(plan, cluster=memory, devices=4, servers=2, step_s=1e-4).times[0] for plan in (cut, made)
+    )
+    assert found.minibatches_s == pytest.approx(like.minibatches_s, rel=0.01)
+
+
 @pytest.mark.parametrize(("every", "rows"), [(1, 400), (10, 4000), (1000, 100_000)])
 def test_means_of_rows_that_clients_have_touched(every: int, rows: int) -> None:
     """Of 4 clients, at most; a plan of one client, which sends nothing, doesn't have them."""
