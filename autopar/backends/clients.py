@@ -8,6 +8,7 @@ gather what was made. So every client has the same bits, and whoever adds up in 
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,14 +24,15 @@ from jax.sharding import PartitionSpec as P
 from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
-from autopar.errors import ArgumentsError, AutoparError
+from autopar.errors import ArgumentsError, AutoparError, LaunchError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring, check_even
 from autopar.ir.strategy import Strategy, asks_for_hosts
-from autopar.launch.group import MpiGroup, StoreGroup
+from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
 from autopar.launch.progress import PROGRESS
-from autopar.mpi.world import SERVERS_VARIABLE, World, job, world
+from autopar.mpi.limits import machine_name
+from autopar.mpi.world import CLIENTS_VARIABLE, SERVERS_VARIABLE, job
 from autopar.sync import Replicated, Sync
 
 Array = Any
@@ -116,7 +118,7 @@ class Clients:
     def members(self) -> MpiGroup | None:
         """The ranks of this client, among themselves; None where it has one. Collective over all, the first time."""
         size = self.processes.size // self.count
-        return None if size == 1 else _part_of_ranks(self.own, self.count)
+        return None if size == 1 else part_of_ranks(self.own, self.count)
 
     def said(self, value: Any) -> list[Any]:
         """Gives what each process of this client says, on all of them. Collective within the client."""
@@ -211,15 +213,6 @@ def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) ->
     return _thread().submit(dispatch).result()
 
 
-@functools.cache
-def _part_of_ranks(own: int, count: int) -> MpiGroup:
-    """The ranks of one of some equal parts. Collective, the first time."""
-    ranks = world()
-    each = ranks.size // count
-    comm = ranks.comm.Split(own, ranks.rank)
-    return MpiGroup(World(comm.Get_rank(), each, comm), range(own * each, (own + 1) * each))
-
-
 def clients_of(
     sync: Sync | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
 ) -> Clients | None:
@@ -251,9 +244,33 @@ def clients_of(
         )
     if isinstance(sync, Replicated) and sync.slope is not None:
         sync.check_stable(sync.slope)
-    clients = Clients.of(devices, sync.clients)
+    count = sync.clients if sync.clients is not None else said_clients(devices.processes)
+    clients = Clients.of(devices, count)
     check_ring(sync, clients.count)
     return clients
+
+
+def said_clients(processes: StoreGroup) -> int | None:
+    """Returns how many clients the environment says that processes are (`launch --clients`); None: it doesn't.
+    Collective.
+
+    Raises:
+      LaunchError: it says something else.
+      ArgumentsError: "machines" that haven't as many adjacent processes each.
+    """
+    text = os.environ.get(CLIENTS_VARIABLE, "")
+    if text != "machines":
+        if text and not (text.isdecimal() and int(text)):
+            raise LaunchError(f"{CLIENTS_VARIABLE}={text!r} is no number of clients, and not 'machines'")
+        return int(text) if text else None
+    names = processes.values(machine_name(), "machines of the processes")
+    count = len(set(names))
+    if names != [name for name in dict.fromkeys(names) for _ in range(len(names) // count)]:
+        raise ArgumentsError(
+            f"{CLIENTS_VARIABLE}=machines: the {count} machines haven't as many adjacent processes each. Start as many "
+            "on each, machine by machine, or give clients="
+        )
+    return count
 
 
 def check_ring(sync: Sync | None, clients: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -219,6 +220,15 @@ class MpiGroup(Group):
             while not all_done.Test():
                 time.sleep(_PAUSE_S)
             return self.comm.allgather(value)
+
+
+@functools.cache
+def part_of_ranks(own: int, count: int) -> MpiGroup:
+    """The ranks of one of so many equal parts of the job, for as long as it runs. Collective, the first time."""
+    ranks = world()
+    each = ranks.size // count
+    comm = ranks.comm.Split(own, ranks.rank)
+    return MpiGroup(World(comm.Get_rank(), each, comm), range(own * each, (own + 1) * each))
 
 
 @dataclass(frozen=True)

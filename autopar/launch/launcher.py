@@ -26,7 +26,7 @@ from typing import Any, Literal
 from autopar.errors import LaunchError
 from autopar.launch.cluster_file import Host, HostFile, read_cluster
 from autopar.mpi.limits import cores
-from autopar.mpi.world import SERVERS_VARIABLE
+from autopar.mpi.world import CLIENTS_VARIABLE, SERVERS_VARIABLE
 
 Flavor = Literal["hydra", "open-mpi", "other"]
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         mpirun = find_mpirun(options.mpirun)
         cluster = read_cluster(options.cluster) if options.cluster else None
-        ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog, options.servers)
+        ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog, options.servers, options.clients)
         script = Path(options.script).absolute()
         if not script.is_file():
             raise LaunchError(f"{options.script}: there is no such script")
@@ -113,17 +113,23 @@ def plan_ranks(
     cluster: HostFile | None,
     watchdog: str | None = None,
     servers: int | None = None,
+    clients: str | None = None,
 ) -> list[RankGroup]:
     """Which ranks there are, and with which variables.
 
     `count` and `devices` (CPU devices a rank) are None with a cluster, which says both. `watchdog`: seconds or "off".
-    `servers`: how many of the ranks are dedicated servers.
+    `servers`: how many of the ranks are dedicated servers. `clients`: how many clients the others are, or "machines".
     """
     total = count if cluster is None else cluster.processes
     if servers is not None and total is not None and servers >= total:
         raise LaunchError(f"--servers {servers} of {total} processes: one at least must be left to train")
     common = (("AUTOPAR_WATCHDOG", watchdog),) if watchdog else ()
     common += ((SERVERS_VARIABLE, str(servers)),) if servers else ()
+    if clients is not None:
+        training = None if total is None else total - (servers or 0)
+        if clients != "machines" and training is not None and training % int(clients):
+            raise LaunchError(f"--clients {clients} of {training} processes that train: each client has as many")
+        common += ((CLIENTS_VARIABLE, clients),)
     if cluster is None:
         if count is None:
             raise LaunchError("how many processes? -n 4, or --cluster cluster.toml")
@@ -262,6 +268,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="how many of the processes, the last ones, only keep what sync= and kvstore train (AUTOPAR_SERVERS)",
     )
+    parser.add_argument(
+        "--clients",
+        type=_clients,
+        metavar="N|machines",
+        help="how many clients train by a sync= that doesn't say it, or one on each machine (AUTOPAR_CLIENTS)",
+    )
     parser.add_argument("--cluster", metavar="FILE", help="hosts, processes and devices: cluster.toml or Parallax's")
     parser.add_argument("--watchdog", type=_watchdog, metavar="SECONDS|off", help="how long a rank may stand (300)")
     parser.add_argument(
@@ -280,6 +292,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
+
+
+def _clients(text: str) -> str:
+    return text if text == "machines" else str(_positive(text))
 
 
 def _watchdog(text: str) -> str:

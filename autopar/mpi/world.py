@@ -37,6 +37,9 @@ OFF_VARIABLE = "AUTOPAR_MPI"
 #: How many of the ranks, the last ones, are dedicated servers; 0 or unset: none.
 SERVERS_VARIABLE = "AUTOPAR_SERVERS"
 
+#: How many clients train by `sync=` that doesn't say it, or "machines": one on each. Unset: every process is one.
+CLIENTS_VARIABLE = "AUTOPAR_CLIENTS"
+
 #: The process id of the rank, for its children to see that they are none.
 RANK_PID_VARIABLE = "AUTOPAR_RANK_PID"
 

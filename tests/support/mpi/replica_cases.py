@@ -341,6 +341,13 @@ def check_clients_of_several_processes() -> None:
         batches = autopar.shard({"x": np.arange(40)}, batch_size=10, step=step)
         mine = [np.asarray(local(batch["x"])).tolist() for batch in batches]
         assert mine == [np.arange(10 * k, 10 * k + 10).tolist() for k in (client, client + 2)], mine
+    for text, count in (("1", 1), ("machines", 1), (str(RANKS), RANKS)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("AUTOPAR_CLIENTS", text)
+            said = autopar.parallelize(step_of(tx), sync=Average(every=2))
+            chosen = autopar.parallelize(step_of(tx), sync=Average(every=2, clients=RANKS))
+        assert said.clients is not None and said.clients.count == count
+        assert chosen.clients is not None and chosen.clients.count == RANKS
     with pytest.raises(autopar.ArgumentsError, match=f"don't divide {RANKS} processes"):
         autopar.parallelize(step_of(tx), sync=Average(clients=RANKS + 1))
 

@@ -63,6 +63,10 @@ def test_ranks_of_this_machine() -> None:
         line(launcher.Mpirun("/opt/x", "other"), ranks)
     served = launcher.plan_ranks(4, None, None, servers=3)
     assert line(HYDRA, served) == "/opt/bin/mpiexec -n 4 -env AUTOPAR_SERVERS 3 RUN"
+    grouped = launcher.plan_ranks(6, None, None, servers=2, clients="2")
+    assert line(HYDRA, grouped) == "/opt/bin/mpiexec -n 6 -env AUTOPAR_SERVERS 2 -env AUTOPAR_CLIENTS 2 RUN"
+    with pytest.raises(LaunchError, match="--clients 3 of 4 processes that train"):
+        launcher.plan_ranks(6, None, None, servers=2, clients="3")
     with pytest.raises(LaunchError, match="--servers 4 of 4 processes"):
         launcher.plan_ranks(4, None, None, servers=4)
 
