@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.served import started
 from tests.support.mpi.namespaces import ENVIRONMENT, hosts
 
-HOSTS, RATE, TASK, STEPS, TURNS = 2, "1gbit", "wide layers", 20, 5
+HOSTS, RATE, TASK, STEPS, TURNS = 2, "1gbit", "wide layers", 20, 3
 EXAMPLES = (32, 256, 512)
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "alone": {"every": 2 * STEPS},
@@ -31,7 +31,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
 def hybrid() -> None:
     """Each system's milliseconds a step: medians of some turns, systems in turn."""
     with tempfile.TemporaryDirectory() as folder, hosts(HOSTS, Path(folder), rate=RATE) as made:
-        options: Any = {"wrapper": made.wrapper, "environment": ENVIRONMENT}
+        options: Any = {"wrapper": made.wrapper, "environment": {**ENVIRONMENT, "PJRT_NPROC": "2"}}
         with started("hosts", HOSTS, "benchmarks.replicas_ranks", **options) as ranks:
             print(f"{TASK}, {HOSTS} hosts at {RATE}/s, ms a step:", flush=True)
             for examples in EXAMPLES:
