@@ -114,8 +114,7 @@ def parallelize(
         to methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
         to "ps" is kept in shards, with its slots, and gathered for use (by ("ps", "hosts") from host memory); of one
         that it gives to "tensor" the products are divided over the devices of `tensor_axis`, and nothing is gathered.
-      sparse: "exact" (the default); "lazy": only touched rows move, whatever the optimizer does to the others (another
-        function: TensorFlow's LazyAdam); "off".
+      sparse: "exact" (the default); "lazy": only touched rows move, another function (TensorFlow's LazyAdam); "off".
       plan: Run the step as this plan says, in place of `strategy`, `sparse` and `emit`: one that `autopar.plan` made,
         or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
         the step is planned.
@@ -133,9 +132,8 @@ def parallelize(
         StrategyError with its line.
       pipeline: Run the step in stages on devices of their own, through which microbatches follow one another
         (`Pipeline`). Which weights a stage has is found; new states lie where their stages are. All tables are dense.
-      sync: Train a replica on every client, a process or some of them, on minibatches of its own:
-        `autopar.sync.Average(...)`. Or train one state that servers keep, each process by itself,
-        `autopar.sync.Async(...)`; or by another way of `autopar.sync`. Other functions by design; docs/replicas.md.
+      sync: Train a replica on each client (a process, or some), `autopar.sync.Average(...)`, or one state that servers
+        keep, `autopar.sync.Async(...)`, or by another way of `autopar.sync`. Another function by design; docs/replicas.md.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.

@@ -183,8 +183,12 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
 
 @functools.cache
 def ring_bytes() -> int | None:
-    """From how many bytes on the ranks of this job add up in rings, as the first one's calibration says. Collective."""
-    kept = _kept(*_devices_here(None))
+    """From how many bytes on the ranks of this job add up in rings, as the first one's calibration says; None: never,
+    or it has none. Collective."""
+    try:
+        kept = _kept(*_devices_here(None))
+    except ArgumentsError:  # machines that differ aren't calibrated
+        kept = None
     return everyone().first(None if kept is None else rings_from(kept), "what calibration found of rings")
 
 
