@@ -133,7 +133,7 @@ def parallelize(
       pipeline: Run the step in stages on devices of their own, through which microbatches follow one another
         (`Pipeline`). Which weights a stage has is found; new states lie where their stages are. All tables are dense.
       sync: Train a replica on each client (a process, or some), `autopar.sync.Average(...)`, or one state that servers
-        keep, `autopar.sync.Async(...)`, or by another way of `autopar.sync`. Another function by design; docs/replicas.md.
+        keep, `autopar.sync.Async(...)`, or another way of `autopar.sync`. Another function by design; docs/replicas.md.
 
     Returns:
       A `ParallelStep`, which you call like `step`; `.plan`, `.lower(...)` and `.__wrapped__` are there as well.
