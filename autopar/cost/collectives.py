@@ -58,8 +58,8 @@ def host_all_reduce_s(cluster: ClusterSpec, size: float) -> float:
 
 
 def rings_from(cluster: ClusterSpec) -> int | None:
-    """From how many bytes on ranks add up faster in rings than by MPI's AllReduce, by what was measured; None: never,
-    or unknown."""
+    """Returns from how many bytes on ranks add up faster in rings than by MPI's AllReduce, by what was measured; None:
+    never, or unknown."""
     if not all(by in cluster.measured for by in _OF_RANKS):
         return None
     slower = [k for k in _EXPONENTS if not _are_rings_faster(cluster, 1 << k)]

@@ -183,8 +183,8 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
 
 @functools.cache
 def ring_bytes() -> int | None:
-    """From how many bytes on the ranks of this job add up in rings, as the first one's calibration says; None: never,
-    or it has none. Collective."""
+    """Returns from how many bytes on the ranks of this job add up in rings, as the first one's calibration says; None:
+    never, or it has none. Collective."""
     try:
         kept = _kept(*_devices_here(None))
     except ArgumentsError:  # machines that differ aren't calibrated
@@ -277,7 +277,7 @@ def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) ->
 
 
 def _kept(devices: Devices, machines: int) -> Cluster | None:
-    """What `calibrate` has kept of these devices; None if it hasn't."""
+    """Returns what `calibrate` has kept of these devices; None if it hasn't."""
     try:
         kept = Cluster.load(cache_file(devices, "cluster-{}.toml"))
     except AutoparError:

@@ -123,7 +123,7 @@ class NodeRings:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to other machines, in bytes."""
+        """Returns what this rank has sent to other machines, in bytes."""
         return self._far.sent_bytes
 
     def all_reduce(self, flat: np.ndarray, op: str) -> None:

@@ -1,4 +1,4 @@
-"""What replays of replicas share: a client's steps in this process, and the mean of what all come to."""
+"""Holds what replays of replicas share: a client's steps in this process, and the mean of what all come to."""
 
 from __future__ import annotations
 
