@@ -241,7 +241,8 @@ def _split_stages(program: Program, bound: BoundPlan, request: Request) -> Resul
         return program, bound, "one program"
     hosted = [f for f in bound.families if f.on_hosts]
     owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
-    stages = split_stages(program, {f.family for f in hosted}, owners=owners)
+    families = {f.family for f in hosted}
+    stages = split_stages(program, families, owners=owners, bucket_bytes=request.options.bucket_bytes)
     bound = bound.noting(stages=tuple(map(str, stages.items)))
     return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
 

@@ -28,7 +28,7 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.balance import balanced
 from autopar.launch.group import everyone
-from autopar.measure.cluster import ring_bytes
+from autopar.measure.cluster import reductions_here
 from autopar.mpi.alone import check_ranks
 from autopar.mpi.exchange import Exchange
 from autopar.servers.keys import KeepKeys, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
@@ -97,7 +97,7 @@ class KVStore:
         group = clients.members
         self._members = None if group is None else Exchange(group.rank, group.size, group.comm)
         if self._members is not None:
-            self._members.rings_from = ring_bytes()
+            self._members.rings_from = reductions_here().rings_from
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
         """Keep some keys, with the first rank's values; balanced over the servers by bytes. Collective.

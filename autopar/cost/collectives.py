@@ -8,10 +8,17 @@ bandwidth are taken.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from autopar.ir.cluster import ClusterSpec
 
 #: AllReduce between ranks: by MPI, and in rings (`autopar.mpi.rings`).
 _OF_RANKS = ("mpi_all_reduce", "ring_all_reduce")
+#: What a sum takes longer than a program that it is made beside.
+_BESIDE = "beside_all_reduce"
+#: Seconds that a program takes longer in two parts, between which a sum is begun.
+_CUT_S = 2e-3
 #: Sizes that are compared, as powers of two.
 _EXPONENTS = range(12, 31)
 #: How often a byte that is added passes through memory: two are read, one is written.
@@ -62,9 +69,38 @@ def rings_from(cluster: ClusterSpec) -> int | None:
     never, or unknown."""
     if not all(by in cluster.measured for by in _OF_RANKS):
         return None
-    slower = [k for k in _EXPONENTS if not _are_rings_faster(cluster, 1 << k)]
-    least = max(slower, default=_EXPONENTS[0] - 1) + 1
-    return 1 << least if least in _EXPONENTS else None
+    return _least(lambda size: _are_rings_faster(cluster, size))
+
+
+def bucket_bytes(cluster: ClusterSpec) -> int | None:
+    """Returns from how many bytes on a sum is worth being made beside a program that computes other gradients, by what
+    was measured; None: never, or unknown."""
+    if _BESIDE not in cluster.measured:
+        return None
+    return _least(lambda size: host_all_reduce_s(cluster, size) - all_reduce_s(cluster, size, _BESIDE) > _CUT_S)
+
+
+class Reductions(NamedTuple):
+    """How ranks add up.
+
+    Attributes:
+      rings_from: Bytes from which on they do so in rings; None: never.
+      bucket_bytes: Bytes from which on gradients are added up while others are computed; None: never.
+    """
+
+    rings_from: int | None = None
+    bucket_bytes: int | None = None
+
+
+def reductions(cluster: ClusterSpec) -> Reductions:
+    """Returns how ranks add up, by what was measured."""
+    return Reductions(rings_from(cluster), bucket_bytes(cluster))
+
+
+def _least(holds: Callable[[int], bool]) -> int | None:
+    """The least size from which on something holds for all."""
+    exponent = max((k for k in _EXPONENTS if not holds(1 << k)), default=_EXPONENTS[0] - 1) + 1
+    return 1 << exponent if exponent in _EXPONENTS else None
 
 
 def _are_rings_faster(cluster: ClusterSpec, size: int) -> bool:

@@ -29,6 +29,8 @@ class Options:
     hosts: bool = False
     #: Devices of each rank then.
     rank_devices: int = 1
+    #: Bytes of gradients that ranks begin to add up while later ones are computed; None: all are added up at once.
+    bucket_bytes: int | None = None
     #: Whether tables that don't fit the devices may leave them for the hosts.
     may_leave: bool = True
     #: Parts of the batch, one after the other.

@@ -36,14 +36,21 @@ class ProgramStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeStage:
-    """Equations of one kind that are carried out together, between compiled programs."""
+    """Equations of one kind that are carried out together, between compiled programs.
+
+    Attributes:
+      bucket: Which part of a level's reductions this is, which goes on beside the programs that follow it; None: it is
+        awaited at once, as are those parts before it.
+    """
 
     op: str
     level: int
     equations: tuple[Equation, ...]
+    bucket: int | None = None
 
     def __str__(self) -> str:
-        return f"{plain_name(self.op)} ({len(self.equations)})"
+        beside = "" if self.bucket is None else ", beside what follows"
+        return f"{plain_name(self.op)} ({len(self.equations)}{beside})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -42,8 +42,9 @@ from autopar.launch.toml_file import TomlTable
 SECTIONS = ("device", "link", "measured")
 LEVELS = ("inside", "between")
 LINKS = (*LEVELS, "host")
-#: What `measured` may name: collectives on the devices, and between ranks MPI's and in rings.
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "mpi_all_reduce", "mpi_all_to_all", "ring_all_reduce")
+#: What `measured` may name: collectives on the devices, and between ranks MPI's, in rings, and beside programs.
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+COLLECTIVES += ("mpi_all_reduce", "mpi_all_to_all", "ring_all_reduce", "beside_all_reduce")
 
 _Check = tuple[Callable[[Any], bool], str]
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar.backends.devices import Devices
-from autopar.cost.collectives import rings_from
+from autopar.cost.collectives import Reductions, reductions
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
@@ -182,14 +182,14 @@ def calibrate(mesh: Mesh | None = None) -> Cluster:
 
 
 @functools.cache
-def ring_bytes() -> int | None:
-    """Returns from how many bytes on the ranks of this job add up in rings, as the first one's calibration says; None:
-    never, or it has none. Collective."""
+def reductions_here() -> Reductions:
+    """Returns how the ranks of this job add up, as the first one's calibration says, if it has one. Collective."""
     try:
         kept = _kept(*_devices_here(None))
     except ArgumentsError:  # machines that differ aren't calibrated
         kept = None
-    return everyone().first(None if kept is None else rings_from(kept), "what calibration found of rings")
+    own = Reductions() if kept is None else reductions(kept)
+    return Reductions(*everyone().first(own, "what calibration found of reductions"))
 
 
 def require_cluster(cluster: Any) -> ClusterSpec:

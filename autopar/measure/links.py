@@ -7,10 +7,13 @@ own number in the others.
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
@@ -28,8 +31,13 @@ _BYTES = (*_CPU_BYTES, 1 << 25)
 #: Of what ranks reduce, or of what one sends another one, in bytes; elements of a row; seconds of a round.
 _RANK_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
 _REDUCED_BYTES = (*_RANK_BYTES, 1 << 24)
+#: Of what they reduce while their devices compute; length of the matrices that are multiplied meanwhile.
+_BESIDE_BYTES = (1 << 16, 1 << 19, 1 << 21)
+_LENGTH = 384
 _WIDTH = 64
 _TARGET_S = 0.02
+#: How much longer a program is than the sum beside it; what is too short to be told from nothing.
+_LONGER, _LEAST_S = 2, 1e-6
 
 
 def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
@@ -74,14 +82,32 @@ def measure_ranks(group: Group) -> dict[str, dict[str, Link]]:
 
 
 def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]]]:
-    """(bytes, seconds) of sums, by MPI and in rings, and of rows from each rank to each other one."""
+    """(bytes, seconds) of sums, by MPI and in rings, of what they take longer than a program that they are made beside,
+    and of rows from each rank to each other one."""
     reduced: dict[str, list[tuple[float, float]]] = {}
+    compute, matrix = (
+        jax.jit(_products),
+        jax.device_put(np.ones((_LENGTH, _LENGTH), np.float32), jax.local_devices()[0]),
+    )
+    product_s = _seconds(comm, lambda: compute(matrix, 8).block_until_ready()) / 8
     for size in _REDUCED_BYTES:
         array = np.ones(size // 4, np.float32)
         memory = np.empty(exchange.packed_bytes([array]), np.uint8)
-        for name, exchange.rings_from in (("mpi_all_reduce", None), ("ring_all_reduce", 0)):
-            seconds = _seconds(comm, lambda a=array, m=memory: exchange.reduce([a], memory=m))
-            reduced.setdefault(name, []).append((float(size), seconds))
+
+        def reduce(array: np.ndarray = array, memory: np.ndarray = memory) -> None:
+            exchange.reduce([array], memory=memory)
+
+        ways = {"mpi_all_reduce": None, "ring_all_reduce": 0}
+        seconds = {}
+        for name, exchange.rings_from in ways.items():
+            seconds[name] = _seconds(comm, reduce)
+            reduced.setdefault(name, []).append((float(size), seconds[name]))
+        if size in _BESIDE_BYTES:
+            faster = min(seconds, key=seconds.__getitem__)
+            exchange.rings_from = ways[faster]
+            program = functools.partial(compute, matrix, math.ceil(_LONGER * seconds[faster] / product_s))
+            added = _added_seconds(comm, program, reduce)
+            reduced.setdefault("beside_all_reduce", []).append((float(size), added))
     sent = []
     for size in _RANK_BYTES:
         count = size // 4 // _WIDTH
@@ -89,6 +115,21 @@ def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]
         rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
         sent.append((float(size), _seconds(comm, lambda a=requested, r=rows, o=out: exchange.fetch(a, r, o))))
     return {**reduced, "mpi_all_to_all": sent}
+
+
+def _products(x: jax.Array, count: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, count, lambda _, y: (x @ y) * (1 / _LENGTH), x)
+
+
+def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[], None]) -> float:
+    """Of one run beside a program, over what the program takes alone."""
+
+    def both() -> None:
+        result = program()
+        run()
+        result.block_until_ready()
+
+    return max(_seconds(comm, both) - _seconds(comm, lambda: program().block_until_ready()), _LEAST_S)
 
 
 def _seconds(comm: Any, run: Callable[[], Any]) -> float:

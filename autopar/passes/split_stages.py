@@ -2,7 +2,9 @@
 
 The stage of a value is the longest path to it, counted in exchanges. An equation is the owner's if it reads an owner's
 rows, else the devices'; constants are made where they are read. What nobody needs earlier is computed in the latest
-stage that it may be in: the first one holds what ids depend on and nothing else. One exchange of each kind a stage.
+stage that it may be in: the first one holds what ids depend on and nothing else. One exchange of each kind a
+stage; where many gradients are added up, the backward pass is cut, and the earlier ones (a bucket: Li et al., PyTorch
+Distributed, 2020, section 3.2.3) are added up beside the rest of it.
 With one rank only tables are outside of compiled programs: fetching, delivering and reducing is nothing then.
 """
 
@@ -12,6 +14,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.analysis.local import NotLocal
+from autopar.analysis.work import equation_work
 from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages
@@ -39,7 +42,13 @@ _TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.red
 _OF_DEVICES = frozenset({"ap.lookup", "ap.lookup_ids", "ap.aggregate"})
 
 
-def split_stages(program: Program, hosted: Collection[int], *, owners: bool) -> Stages:
+#: Parts of a stage's reductions at most.
+_BUCKETS = 8
+#: A part of a stage's operations that is worth a program of its own, for a bucket to be added up beside it.
+_LEAST_SHARE = 1 / 32
+
+
+def split_stages(program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None = None) -> Stages:
     """The stages of a localized program.
 
     Args:
@@ -47,16 +56,17 @@ def split_stages(program: Program, hosted: Collection[int], *, owners: bool) -> 
       hosted: Families on hosts; the rows of others are the programs' own.
       owners: Whether owners have programs of their own: there are several ranks, or dense leaves, whose slots a device
         is never to have.
+      bucket_bytes: What is added up beside a later program, at least; None: nothing is.
 
     Raises:
       NotLocal: an exchange within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
     if not owners:
-        return _Split(program.block, None, hosted).run()
+        return _Split(program.block, None, hosted).run(None)
     owned = program.local.owned
     equations = [part for equation in program.block.equations for part in _by_owner(equation, owned)]
-    return _Split(program.block.with_equations(equations), owned, hosted).run()
+    return _Split(program.block.with_equations(equations), owned, hosted).run(bucket_bytes)
 
 
 def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
@@ -93,20 +103,26 @@ class _Split:
         self.side: dict[Atom, Side] = {}
         self.stage: dict[Equation, int] = {}
 
-    def run(self) -> Stages:
+    def run(self, bucket_bytes: int | None) -> Stages:
         for equation in self.block.equations:
             self._place(equation)
         last = max([0, *self.stage.values()])
         self._sink(max([0, *(stage for e, stage in self.stage.items() if e not in self.exchanged)]))
         items: list[ProgramStage | ExchangeStage] = []
         for level in range(last + 1):
+            here = [e for e in self.block.equations if self.stage.get(e) == level]
+            exchanged = [e for e in here if e in self.exchanged]
             for side in self.sides:
-                segment = self._segment(level, side)
-                if segment is not None:
-                    items.append(segment)
+                mine = [e for e in here if e not in self.exchanged and self._side(e) == side]
+                if side == "device" and bucket_bytes is not None:
+                    for bucket, (part, sums) in enumerate(_buckets(mine, exchanged, bucket_bytes)):
+                        items += [self._segment(level, side, part), ExchangeStage("ap.reduce", level, sums, bucket)]
+                        mine = [e for e in mine if e not in part]
+                        exchanged = [e for e in exchanged if e not in sums]
+                if mine:
+                    items.append(self._segment(level, side, mine))
             for op in self.exchanges:
-                mine = (e for e in self.block.equations if e.op == op and e in self.exchanged)
-                equations = tuple(e for e in mine if self.stage.get(e) == level)
+                equations = tuple(e for e in exchanged if e.op == op)
                 if equations:
                     items.append(ExchangeStage(op, level, equations))
         return Stages(_with_last_uses(items, set(self.block.outputs)))
@@ -154,12 +170,7 @@ class _Split:
             for atom in equation.inputs:
                 first[atom] = min(first.get(atom, stage), stage)
 
-    def _segment(self, level: int, side: Side) -> ProgramStage | None:
-        mine = [
-            e for e, stage in self.stage.items() if stage == level and e not in self.exchanged and self._side(e) == side
-        ]
-        if not mine:
-            return None
+    def _segment(self, level: int, side: Side, mine: Collection[Equation]) -> ProgramStage:
         inside = set(mine)
         constants = self._constants(mine)
         made = {v for e in (*constants, *mine) for v in e.outputs}
@@ -171,7 +182,7 @@ class _Split:
         kept = tuple(v for e in mine for v in e.outputs if v in elsewhere)
         return ProgramStage(side, level, Block(tuple(read), (*constants, *mine), kept))
 
-    def _constants(self, equations: Sequence[Equation]) -> list[Equation]:
+    def _constants(self, equations: Collection[Equation]) -> list[Equation]:
         """The constants that equations read, in order."""
         wanted: set[Atom] = {a for e in equations for a in e.inputs}
         constants = []
@@ -180,6 +191,56 @@ class _Split:
                 constants.append(equation)
                 wanted.update(equation.inputs)
         return constants[::-1]
+
+
+def _buckets(
+    mine: Sequence[Equation], exchanged: Sequence[Equation], least: int
+) -> Sequence[tuple[Collection[Equation], tuple[Equation, ...]]]:
+    """Parts of a device program, each with the sums to be added up beside what follows: `least` bytes of them or more.
+
+    Args:
+      mine: What the program computes.
+      exchanged: What follows it.
+    """
+    ready: dict[Atom, int] = {}
+    for k, equation in enumerate(mine):
+        own = k if equation_work(equation)[0] else 0
+        ready.update(dict.fromkeys(equation.outputs, max([own, *(ready.get(a, 0) for a in equation.inputs)])))
+    sums = [e for e in exchanged if e.op == "ap.reduce" and e.params["op"] == "sum" and e.inputs[0] in ready]
+    least = max(least, sum(e.inputs[0].type.nbytes for e in sums) // _BUCKETS)
+    parts: list[tuple[Mapping[Equation, None], tuple[Equation, ...]]] = []
+    rest = dict.fromkeys(mine)
+    bucket: list[Equation] = []
+    for equation in sorted(sums, key=lambda e: ready[e.inputs[0]]):
+        bucket.append(equation)
+        if sum(e.inputs[0].type.nbytes for e in bucket) >= least:
+            part = _behind(rest, bucket)
+            rest = {e: None for e in rest if e not in part}
+            parts.append((part, tuple(bucket)))
+            bucket = []
+    total = sum(equation_work(e)[0] for e in mine)
+    kept: list[tuple[Mapping[Equation, None], tuple[Equation, ...]]] = []
+    for part, added in reversed(parts):  # from the last one, whether what follows is worth it
+        if sum(equation_work(e)[0] for e in rest) >= max(_LEAST_SHARE * total, 1):
+            kept.append((part, added))
+            rest = part
+        elif kept:
+            kept[-1] = {**part, **kept[-1][0]}, (*added, *kept[-1][1])
+            rest = kept[-1][0]
+        else:
+            rest = {**part, **rest}
+    return kept[::-1]
+
+
+def _behind(equations: Collection[Equation], readers: Sequence[Equation]) -> dict[Equation, None]:
+    """Those of some equations, in order, that some readers depend on."""
+    wanted: set[Atom] = {a for e in readers for a in e.inputs}
+    found: list[Equation] = []
+    for equation in reversed(list(equations)):
+        if not wanted.isdisjoint(equation.outputs):
+            found.append(equation)
+            wanted.update(equation.inputs)
+    return dict.fromkeys(found[::-1])
 
 
 def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, None]:

@@ -27,7 +27,7 @@ from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
-from autopar.measure.cluster import ring_bytes
+from autopar.measure.cluster import reductions_here
 from autopar.mpi.exchange import Requested
 from autopar.mpi.host_memory import require_memory
 from autopar.mpi.machines import exchange
@@ -47,10 +47,12 @@ class HostRunner:
         self._bound = bound
         self._check_others()
         exchange_ = exchange()
+        bucket_bytes = None
         if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
-            exchange_.rings_from = ring_bytes()
+            exchange_.rings_from, bucket_bytes = reductions_here()
         self._ranks = Ranks(exchange_, compiled.plan.reduction_backend)
-        self._options = dataclasses.replace(options, rank_devices=self._ranks.mesh.shape["local"])
+        devices = self._ranks.mesh.shape["local"]
+        self._options = dataclasses.replace(options, rank_devices=devices, bucket_bytes=bucket_bytes)
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
             leaf: (axis, hosted[space.family])

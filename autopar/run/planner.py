@@ -36,7 +36,7 @@ from autopar.ir.trace import block_of
 from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
-from autopar.measure.cluster import ring_bytes
+from autopar.measure.cluster import reductions_here
 from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.alone import check_connected, check_ranks
@@ -157,7 +157,7 @@ class Planner:
             if planned is not None:
                 return planned
             notes = [*notes, note]
-        notes = [*notes, *_ring_notes(compiled)]
+        notes = [*notes, *_reduction_notes(compiled)]
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
@@ -300,9 +300,13 @@ def measure(program: Program, options: Options, machine: Machine, example: Seque
     return Measurements(rates, memory, looked_up(program, example), stages)
 
 
-def _ring_notes(compiled: Compiled) -> list[str]:
-    """Says which sums go in rings. Collective, the first time."""
-    least = ring_bytes() if compiled.plan.reduction_backend == "mpi" and everyone().several else None
-    if least is None:
+def _reduction_notes(compiled: Compiled) -> list[str]:
+    """Says which sums go in rings, and which beside programs. Collective, the first time."""
+    if compiled.plan.reduction_backend != "mpi" or not everyone().several:
         return []
-    return [f"sums of {format_bytes(least)} or more are made in rings, by calibration faster than MPI's AllReduce"]
+    ways = (
+        "sums of {} or more are made in rings, by calibration faster than MPI's AllReduce",
+        "gradients are summed in buckets of {} or more while others are computed, by calibration hidden by them",
+    )
+    sizes = reductions_here()
+    return [way.format(format_bytes(least)) for way, least in zip(ways, sizes, strict=True) if least is not None]

@@ -8,6 +8,7 @@ ranks fetched are global arrays of which each rank has its part. The owner's pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
@@ -63,6 +64,7 @@ class Ranks:
         self.is_single = not self.is_global and len(mine) == 1
         self.host = None if mine[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self.buffers = Buffers()
+        self._thread = ThreadPoolExecutor(1, "autopar-reductions")
         self.step = -1
 
     # --- exchanges ---
@@ -170,11 +172,22 @@ class Ranks:
             return np.concatenate([np.asarray(s.data) for s in ids.addressable_shards])
         return np.asarray(ids)
 
-    def reduce(self, values: Sequence[Any], op: str) -> Sequence[Any]:
-        """Values of all ranks, reduced."""
+    def reduce(self, values: Sequence[Any], op: str, *, beside: bool = False) -> Callable[[], Sequence[Any]]:
+        """Values of all ranks, reduced, as what returns them. `beside`: by a thread of its own, which waits for the
+        programs that make them; until it is done the rank exchanges nothing else."""
         if self.exchange.size == 1:
-            return values if self.host is None else [np.asarray(v) for v in values]
-        return self._exchanged("reducing", self.exchange.reduce, [np.asarray(v) for v in values], op)
+            alone = values if self.host is None else [np.asarray(v) for v in values]
+            return lambda: alone
+        if not beside:
+            reduced = self._exchanged("reducing", self.exchange.reduce, [np.asarray(v) for v in values], op)
+            return lambda: reduced
+        reducing = self._thread.submit(lambda: self.exchange.reduce([np.asarray(v) for v in values], op))
+
+        def result() -> Sequence[np.ndarray]:
+            jax.block_until_ready(values)  # until then this rank isn't one that waits for others
+            return self._exchanged("reducing", reducing.result)
+
+        return result
 
     def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
         """The largest of all ranks' needs, where their programs must have one shape."""

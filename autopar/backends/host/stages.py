@@ -74,14 +74,16 @@ class RunningStep:
     Attributes:
       routes: By family, what was asked of whom, and the places.
       needs: By family, rows of this owner and rows that this rank asks for.
-      reduced: By level and operation.
+      reduced: By level, bucket and operation.
+      beside: Reductions that go on beside programs, and where their results go.
       has_written: Whether a table has changed.
     """
 
     values: dict[Atom, Any]
     routes: dict[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    reduced: dict[tuple[int, str], Sequence[Any]] = field(default_factory=dict)
+    reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Any]]] = field(default_factory=dict)
+    beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Any]]]] = field(default_factory=list)
     has_written: bool = False
 
 
@@ -130,7 +132,11 @@ class StagedProgram:
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeStage) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
-        self._actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
+        self._actions: list[Callable[[RunningStep], None]] = []
+        for k, item in enumerate(items):
+            if isinstance(item, ExchangeStage) and item.bucket is None:
+                self._actions.append(self._await_reductions)
+            self._actions.append(self._action(item, may_donate=k > last_route))
 
     def run(self, inputs: Sequence[Any], step: RunningStep) -> list[Any]:
         """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
@@ -147,7 +153,7 @@ class StagedProgram:
         if isinstance(item, ProgramStage):
             return self._segment(item, may_donate)
         if item.op == "ap.reduce":
-            return lambda step: self._reduce(item.equations, step, item.level)
+            return lambda step: self._reduce(item, step)
         if item.op == "ap.route":
             return lambda step: self._route(item.equations, step)
         run = getattr(self, "_" + plain_name(item.op))
@@ -224,13 +230,21 @@ class StagedProgram:
             route = _route(requested, places, self._layouts[family], rows, requested_rows, self._ranks)
             step.values[equation.outputs[0]] = route
 
-    def _reduce(self, equations: Sequence[Equation], step: RunningStep, level: int) -> None:
-        for op in dict.fromkeys(e.params["op"] for e in equations):
-            some = [e for e in equations if e.params["op"] == op]
-            if (level, op) not in step.reduced:
-                step.reduced[level, op] = self._ranks.reduce([self._value(step, e.inputs[0]) for e in some], op)
-            for equation, value in zip(some, step.reduced[level, op], strict=True):
-                step.values[equation.outputs[0]] = value
+    def _reduce(self, item: ExchangeStage, step: RunningStep) -> None:
+        for op in dict.fromkeys(e.params["op"] for e in item.equations):
+            some = [e for e in item.equations if e.params["op"] == op]
+            key = item.level, item.bucket, op
+            if key not in step.reduced:
+                values = [self._value(step, e.inputs[0]) for e in some]
+                step.reduced[key] = self._ranks.reduce(values, op, beside=item.bucket is not None)
+            step.beside.append((some, step.reduced[key]))
+        if item.bucket is None:
+            self._await_reductions(step)
+
+    def _await_reductions(self, step: RunningStep) -> None:
+        for equations, result in step.beside:
+            step.values.update(zip((e.outputs[0] for e in equations), result(), strict=True))
+        step.beside.clear()
 
     # By equation: what it returns from its operands.
 
