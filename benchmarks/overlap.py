@@ -1,8 +1,9 @@
 """A training step on hosts at 1 Gbit/s: gradients added up by MPI, in rings, and in rings beside the backward pass.
 
-`python -m benchmarks overlap`: hosts are network namespaces that share the machine's cores. A table in their memory, and
-dense layers whose gradients are added up; minibatches of several sizes. The ways take turns in the same processes, and
-a way's time is the median of its turns, a turn's that of its slowest rank. Computing is a step whose sums nobody makes.
+`python -m benchmarks overlap`: hosts are network namespaces that share the machine's cores. A table in their memory,
+and dense layers whose gradients are added up; minibatches of several sizes. The ways take turns in the same processes,
+and a way's time is the median of its turns, a turn's that of its slowest rank. Computing is a step whose sums nobody
+makes.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ def overlap() -> None:
                     ms = {name: statistics.median(taken) for name, taken in times.items()}
                     longer = max(ms["computing"], ms["rings"] - ms["computing"])
                     shown = ", ".join(f"{name} {value:.0f}" for name, value in ms.items())
-                    print(
-                        f"  {examples:5d} examples: {shown} ms; beside is {ms['beside'] / longer:.2f} of the longer part"
-                    )
+                    share = ms["beside"] / longer
+                    print(f"  {examples:5d} examples: {shown} ms; beside is {share:.2f} of the longer part", flush=True)
 
 
 class _Rank:

@@ -196,12 +196,28 @@ class OneSided(Neighbor):
         return replies
 
 
+class MixedVersions(Neighbor):
+    """The mean is of one leaf as it is, and of the others as they were a message before."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._older = self._leaves
+
+    def take(self, message: Any) -> Any:
+        before = self._leaves
+        if isinstance(message, Exchange):
+            self._leaves = [*before[:1], *self._older[1:]]
+        self._older = before
+        return super().take(message)
+
+
 def check_what_must_fail() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NeighborSpec, "handler", lambda spec: OneSided(spec.leaves, spec.workers).take)
-        step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=ADPSGD())
-        with pytest.raises(autopar.VerificationError, match="params"):
-            autopar.verify(step, make_state(optax.sgd(0.1)), minibatch(RANK, 0), steps=20)
+    for kind in (OneSided, MixedVersions):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(NeighborSpec, "handler", lambda spec, kind=kind: kind(spec.leaves, spec.workers).take)
+            step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=ADPSGD())
+            with pytest.raises(autopar.VerificationError, match="params"):
+                autopar.verify(step, make_state(optax.sgd(0.1)), minibatch(RANK, 0), steps=20)
 
 
 def check_what_is_refused() -> None:
