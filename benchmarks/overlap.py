@@ -54,6 +54,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self._steps: dict[str, Any] = {}
+        self._add: Any = None
 
     def calibrate(self) -> str:
         import autopar
@@ -88,7 +89,6 @@ class _Rank:
             return jax.tree.map(lambda p, g: p - 1e-4 * g, state, gradients), value
 
         self._ids = np.random.default_rng(0).integers(0, ROWS, exchange().size * examples).astype(np.int32)
-        self._add = exchange().reduce
         for name in (*WAYS, "computing"):
             autopar.run.hosts.reductions_here = lambda name=name: Reductions(*WAYS.get(name, ()))
             planned = autopar.parallelize(step, strategy={"words": ("ps", "hosts"), "layers": "allreduce"})
@@ -103,7 +103,8 @@ class _Rank:
 
         here = exchange()
         here.rings_from = WAYS.get(way, (None, None))[0]
-        here.reduce = (lambda arrays, op="sum", memory=None: list(arrays)) if way == "computing" else self._add
+        self._add = self._add or here.reduce
+        here.reduce = (lambda arrays, *_, **__: list(arrays)) if way == "computing" else self._add
         planned, state = self._steps[way]
         start = time.perf_counter()
         for _ in range(steps):

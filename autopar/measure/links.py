@@ -94,8 +94,8 @@ def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]
         array = np.ones(size // 4, np.float32)
         memory = np.empty(exchange.packed_bytes([array]), np.uint8)
 
-        def reduce(array: np.ndarray = array, memory: np.ndarray = memory) -> None:
-            exchange.reduce([array], memory=memory)
+        def reduce(beside: bool = False, array: np.ndarray = array, memory: np.ndarray = memory) -> None:
+            exchange.reduce([array], memory=memory, beside=beside)
 
         ways = {"mpi_all_reduce": None, "ring_all_reduce": 0}
         seconds = {}
@@ -121,12 +121,12 @@ def _products(x: jax.Array, count: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, count, lambda _, y: (x @ y) * (1 / _LENGTH), x)
 
 
-def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[], None]) -> float:
+def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[bool], None]) -> float:
     """Of one run beside a program, over what the program takes alone."""
 
     def both() -> None:
         result = program()
-        run()
+        run(True)
         result.block_until_ready()
 
     return max(_seconds(comm, both) - _seconds(comm, lambda: program().block_until_ready()), _LEAST_S)

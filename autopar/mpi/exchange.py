@@ -30,7 +30,7 @@ from autopar.mpi.messages import LIMIT, swap
 from autopar.mpi.packing import pack, packing, unpack
 from autopar.mpi.rings import NodeRings, Rings
 from autopar.mpi.rows import as_lines, copied_rows, first_of, number_dtype, require_rows, take_lines, union_rows
-from autopar.mpi.waiting import Waiting, choose_waiting
+from autopar.mpi.waiting import BESIDE, Waiting, choose_waiting
 
 #: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
 FIRST_IDS = 2047
@@ -98,7 +98,8 @@ class Exchange:
         self.own_bytes = dict.fromkeys(("ids", "rows", "gradients"), 0)
         self.limit = LIMIT
         self.rings_from: int | None = None
-        self._rings: Rings | NodeRings | None = None
+        #: By whether the rank computes meanwhile.
+        self._rings: dict[bool, Rings | NodeRings] = {}
         self._comm = comm
         self._scratch = Buffers(sets=1)
         #: Whom this rank may ask for rows, and who may ask it.
@@ -189,7 +190,7 @@ class Exchange:
         return result
 
     def reduce(
-        self, arrays: Sequence[np.ndarray], op: str = "sum", memory: np.ndarray | None = None
+        self, arrays: Sequence[np.ndarray], op: str = "sum", memory: np.ndarray | None = None, *, beside: bool = False
     ) -> list[np.ndarray]:
         """Combines arrays over the ranks: one AllReduce for each dtype, MPI's or one in rings (`rings_from`). The same
         bits on every rank.
@@ -201,6 +202,7 @@ class Exchange:
           arrays: Of the same shapes and dtypes on all ranks.
           op: One of `packing.OPS`.
           memory: Bytes for the results, aligned, at least `packed_bytes(arrays, op)` of them.
+          beside: Whether the rank computes meanwhile, and its cores are wanted; the same on all ranks.
 
         Returns:
           An array for each, aligned: a view of `memory`, or of new memory that they share; an array of its own where
@@ -224,7 +226,7 @@ class Exchange:
         for segment in plan.segments:
             flat = segment.flat(memory)
             pack(segment, arrays, flat)
-            self._all_reduce(flat, segment.op)
+            self._all_reduce(flat, segment.op, beside)
             unpack(segment, specs, flat, results)
         self.sent_bytes["reduce"] += plan.sent
         return results
@@ -246,9 +248,9 @@ class Exchange:
         self.sent_bytes["gather"] += sent + (self.size - 1) * lengths.itemsize
         return results
 
-    def _made_rings(self) -> Rings | NodeRings:
+    def _made_rings(self, waiting: Waiting) -> Rings | NodeRings:
         """Collective."""
-        return Rings(self._comm, self._waiting)
+        return Rings(self._comm, waiting)
 
     def _in_one_buffer(self, sources: Sequence[np.ndarray]) -> tuple[list[slice | None], int]:
         """Where each rank's rows are in a buffer for all others' (None of this rank's own), and how long it is."""
@@ -314,17 +316,18 @@ class Exchange:
             if total is not result:
                 np.copyto(result, total, casting="unsafe")
 
-    def _all_reduce(self, flat: np.ndarray, op: str) -> None:
+    def _all_reduce(self, flat: np.ndarray, op: str, beside: bool) -> None:
         """In place, in as many calls as it takes; the same number on all ranks, since the lengths are the same."""
         from mpi4py import MPI
 
+        waiting = BESIDE if beside else self._waiting
         in_rings = self.rings_from is not None and flat.nbytes >= self.rings_from
-        if in_rings and self._rings is None:
-            self._rings = self._made_rings()
+        if in_rings and beside not in self._rings:
+            self._rings[beside] = self._made_rings(waiting)
         step = max(self.limit // flat.itemsize, 1)
         for start in range(0, flat.size, step):
             part = flat[start : start + step]
-            if in_rings and self._rings is not None:
-                self._rings.all_reduce(part, op)
+            if in_rings:
+                self._rings[beside].all_reduce(part, op)
             else:
-                self._waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))
+                waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))

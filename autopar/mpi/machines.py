@@ -28,6 +28,7 @@ from autopar.mpi.exchange import Exchange, Requested
 from autopar.mpi.limits import machine_name
 from autopar.mpi.rings import NodeRings, Rings
 from autopar.mpi.rows import first_of, require_rows
+from autopar.mpi.waiting import Waiting
 from autopar.mpi.world import World, world
 
 
@@ -132,12 +133,12 @@ class LeaderExchange(Exchange):
         by_leaders = self._scratch.take("by leaders", (requested.far.size, *sums.shape[1:]), sums.dtype)
         return super().deliver(requested.far, self.near.deliver(requested.near, sorted_, by_leaders), out)
 
-    def _made_rings(self) -> Rings | NodeRings:
+    def _made_rings(self, waiting: Waiting) -> Rings | NodeRings:
         are_alike = len({len(ranks) for ranks in self.machines}) == 1
         if not are_alike:
-            return super()._made_rings()
+            return super()._made_rings(waiting)
         machines = [next(m for m, ranks in enumerate(self.machines) if r in ranks) for r in range(self.size)]
-        return NodeRings(self._comm, self._waiting, machines)
+        return NodeRings(self._comm, waiting, machines)
 
     def _parts(self, bounds: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
         """Each owner, where its places are among the given ones, and among those sorted by node leader."""

@@ -181,7 +181,7 @@ class Ranks:
         if not beside:
             reduced = self._exchanged("reducing", self.exchange.reduce, [np.asarray(v) for v in values], op)
             return lambda: reduced
-        reducing = self._thread.submit(lambda: self.exchange.reduce([np.asarray(v) for v in values], op))
+        reducing = self._thread.submit(lambda: self.exchange.reduce([np.asarray(v) for v in values], op, beside=True))
 
         def result() -> Sequence[np.ndarray]:
             jax.block_until_ready(values)  # until then this rank isn't one that waits for others

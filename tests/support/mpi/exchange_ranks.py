@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Mapping
@@ -35,6 +36,9 @@ def main() -> None:
     assert [e.polling for e in direct.values()] == [False, comm.size > 1]
     run(direct, DIRECT)
     run({f"rings, {way}": in_rings(exchange) for way, exchange in direct.items()}, REDUCED)
+    for exchange in direct.values():
+        exchange.reduce = functools.partial(exchange.reduce, beside=True)
+    run({f"rings beside programs, {way}": exchange for way, exchange in direct.items()}, REDUCED)
     by_leaders = {
         f"machines {machines}": LeaderExchange(comm.rank, comm.size, comm.Dup(), machines)
         for machines in leader_cases.MACHINES.get(comm.size, ())

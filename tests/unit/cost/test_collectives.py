@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from autopar.cost import Device, Link
-from autopar.cost.collectives import host_all_reduce_s, rings_from
+from autopar.cost.collectives import bucket_bytes, host_all_reduce_s, rings_from
 from autopar.measure.cluster import Cluster
 
 #: Two machines with a rank each.
@@ -32,3 +32,11 @@ def test_rings_are_taken_from_where_they_are_faster() -> None:
     assert rings_from(measured(mpi_all_reduce=rings, ring_all_reduce=mpi)) is None  # faster for small ones alone
     assert rings_from(measured(mpi_all_reduce=mpi)) is None and rings_from(TWO) is None
     assert rings_from(measured(mpi_all_reduce=mpi, ring_all_reduce=Link(1e-4, 2e8))) == 1 << 12
+
+
+def test_gradients_are_summed_beside_others_from_where_that_hides_more_than_a_cut_takes() -> None:
+    """Of 2 ms + s / 1e8, all but 0.2 ms + s / 1e9: 2 ms more than nothing from some 22,000 bytes on."""
+    mpi = Link(1e-3, 1e8)
+    assert bucket_bytes(measured(mpi_all_reduce=mpi, beside_all_reduce=Link(1e-4, 1e9))) == 1 << 15
+    assert bucket_bytes(measured(mpi_all_reduce=mpi, beside_all_reduce=mpi)) is None  # nothing is hidden
+    assert bucket_bytes(measured(mpi_all_reduce=mpi)) is None and bucket_bytes(TWO) is None
