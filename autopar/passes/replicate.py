@@ -73,7 +73,7 @@ def replicate(
     parts = balanced([sizes[k] for k in found], sync.fragments)
     fragments = [[found[n] for n in part] for part in parts]
     shares = center_shares([*sizes.values()], servers) if by_servers else []
-    by_rows = clients > 1 and not sync.is_asynchronous
+    by_rows = clients > 1 and not by_servers
     rows = dict(_touched(program, bound, found, clients * sync.period)) if by_rows else {}
     is_in_every_step = (sync.partners, sync.period, sync.delay, sync.outer) == ("all", 1, 0, None)
     gradients = backward_pass(program) if is_in_every_step else set()
@@ -88,7 +88,8 @@ def replicate(
         outer=sync.outer is not None,
         fragments=tuple(tuple(program.inputs[k].path for k in fragment) for fragment in fragments),
         fragment_bytes=tuple(sum(sizes[k] for k in fragment) for fragment in fragments),
-        mean_bytes=sum(rows[k] if k in rows else size for k, size in sizes.items()),
+        # Clients differ from a neighbour in more than a step's rows, in all of them at most.
+        mean_bytes=sum(rows[k] if k in rows and sync.partners == "all" else size for k, size in sizes.items()),
         by_rows=tuple(program.inputs[k].path for k in rows),
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
         servers=len(shares),

@@ -156,7 +156,8 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     if sync.partners != "all":
         beside = "beside each step, with the weights that it begins with," if sync.delay else "behind each step"
         waits = "; nobody waits for another one's step" if sync.delay else "; these two wait for each other"
-        rows = f" Of {', '.join(sync.by_rows)} only rows are sent that were ever touched." * bool(sync.by_rows)
+        which = "either has changed since their last exchange" if sync.delay else "were ever touched"
+        rows = f" Of {', '.join(sync.by_rows)} only rows are sent that {which}." * bool(sync.by_rows)
         yield (
             f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {beside} they and "
             f"those of the left or the right neighbour, in turn, become the mean of both{waits}. A client sends at "

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
 
 from autopar.errors import TimelineError
 from autopar.ir.ring import Ring
 from autopar.planning.replayed_client import ReplayedClient, with_means
 from autopar.run.entry import Entry
 from autopar.run.replicas import Weights, fragments_of
-from autopar.servers.elastic import pulled
+from autopar.run.ring_end import TableRingEnd
+from autopar.run.touched_rows import TouchedRows
 from autopar.servers.messages import Exchange, Pulled, Stepped
 from autopar.servers.ring import Neighbor
 from autopar.servers.timeline import Timeline
@@ -26,13 +24,14 @@ def replay_ring(
     """Do what a timeline says. As `replay_elastic`; the state of the end is the mean of all clients'."""
     program, plan, ring = entry.compiled.analysed, entry.compiled.plan.sync, Ring(timeline.workers)
     assert plan is not None, "clients have replicas"
+    touched = TouchedRows(entry.compiled, plan)
     if len(ring.passives) != len(timeline.events) or not timeline.ring:
         raise TimelineError(f"the timeline isn't of a ring of {timeline.workers} clients")
     states, numbers = program.new_states, [k for some in fragments_of(plan, program) for k in some]
     clients = [ReplayedClient(entry.own_runner, states, start, own) for own in calls]
-    neighbors = [
-        Neighbor(dict(enumerate(_copies(clients[c].leaves, numbers))), timeline.workers) for c in ring.passives
-    ]
+    ends = [TableRingEnd(numbers, touched, timeline.workers, c, equal=True) for c in range(timeline.workers)]
+    first = Weights(clients[0].leaves)
+    neighbors = [ends[c].spec({k: first[k] for k in numbers}, c).made(Neighbor) for c in ring.passives]
     todo = [deque(events[:, :2].tolist()) for events in timeline.pushes]
 
     def can_come(event: Sequence[int], passive: int) -> bool:
@@ -46,20 +45,16 @@ def replay_ring(
 
     def do(event: Sequence[int], n: int) -> None:
         number, step = event
-        client = clients[number]
-        sent = _copies(client.leaves, numbers)
+        client, end = clients[number], ends[number]
+        rows = {k: some.calls[-1] for k, some in touched.after(touched.none(numbers), client.call).items()}
+        sent = end.before(client.turn, Weights(client.leaves), rows)
         results = client.computed()
-        made = {k: results[states[k]] for k in numbers}
-        message = Exchange(number, step, sent)
-        if number == ring.passives[n]:
-            message = Stepped(number, step, _copies(made, numbers))
+        made = Weights({k: results[states[k]] for k in numbers})
+        is_own = number == ring.passives[n]
+        message = Stepped(number, step, end.behind(made)) if is_own else Exchange(number, step, sent)
         ((_, reply),) = neighbors[n].take(message)
         assert isinstance(reply, Pulled), "nobody reads"
-        values = dict(zip(numbers, reply.values, strict=True))
-        is_whole = isinstance(message, Stepped)
-        client.end(
-            results, {k: jnp.asarray(x) for k, x in values.items()} if is_whole else pulled(Weights(made), values)
-        )
+        client.end(results, end.after(made, reply.values))
 
     while any(todo):
         before = sum(map(len, todo))
@@ -73,9 +68,3 @@ def replay_ring(
     for n, c in enumerate(ring.passives):  # what came behind its last step
         clients[c].leaves |= dict(zip(numbers, neighbors[n].leaves.values(), strict=True))
     return with_means(start, clients), [client.results for client in clients]
-
-
-def _copies(leaves: Mapping[int, Any], weights: Sequence[int]) -> list[np.ndarray]:
-    """Returns some weights of a client as they are now."""
-    found = Weights(leaves)
-    return [np.array(found[k]) for k in weights]

@@ -41,8 +41,12 @@ class ReplayedClient:
 
     def computed(self) -> list[Any]:
         """Returns the results of its next step, which goes on until `end`."""
-        call = [self.leaves.get(k, x) for k, x in enumerate(self._calls[self.turn])]
-        return jax.block_until_ready(jax.tree.leaves(self._runner(call)))
+        return jax.block_until_ready(jax.tree.leaves(self._runner(self.call)))
+
+    @property
+    def call(self) -> list[Any]:
+        """Returns the flat arguments of its next step."""
+        return [self.leaves.get(k, x) for k, x in enumerate(self._calls[self.turn])]
 
     def end(self, results: list[Any], weights: Mapping[int, Array]) -> None:
         """End a step with some weights in place of those that it made."""

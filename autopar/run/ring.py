@@ -8,8 +8,9 @@ from typing import Any
 
 from autopar.errors import CheckpointError
 from autopar.run.replicas import ReplicaRunner, Weights
+from autopar.run.ring_end import TableRingEnd
 from autopar.servers.ring import RingSession
-from autopar.tables.replica import Replicas
+from autopar.tables.replica import Replica, Replicas
 
 Array = Any
 
@@ -30,9 +31,15 @@ class RingRunner(ReplicaRunner):
 
     def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
         weights = Weights(dict(enumerate(own)))
-        mine = {k: weights[k] for k in self.weights}
-        ring = replicas.ring or RingSession(mine, self.clients)
-        ring.before(mine)
+        # Of a leaf that the user has put in place of a replica, all rows may have changed.
+        known = {k for k in self.weights if isinstance(leaves[k], Replica) or not replicas.steps}
+        touched = {k: some.calls[-1] for k, some in self.touched.after(self.touched.none(known), own).items()}
+        ring = replicas.ring
+        if ring is None:
+            count, number = self.clients.count, self.clients.own
+            end = TableRingEnd(self.weights, self.touched, count, number, equal=not replicas.steps)
+            ring = RingSession(end, {k: weights[k] for k in self.weights}, self.clients)
+        ring.before(weights, touched)
         return dataclasses.replace(replicas, ring=ring)
 
     def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:

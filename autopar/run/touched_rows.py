@@ -55,9 +55,9 @@ class TouchedRows:
         """
         made = {}
         for k, space in self._families.items():
-            so_far, everything = touched.get(k), np.arange(space.extent)
+            so_far = touched.get(k)
             if so_far is None or k not in self._readers:  # or the step updates all rows, at these shapes
-                made[k] = Touched(space.extent, (everything,))
+                made[k] = Touched(space.extent, (self.everything(k),))
                 continue
             ids = self._readers[k](leaves)
             assert ids is not None, "a call has all of its arguments"
@@ -73,24 +73,32 @@ class TouchedRows:
         """The rows that bits name, some of them several times; None if they are so many that all are sent."""
         extent = self._families[k].extent
         (rows,) = np.nonzero(np.unpackbits(bits, count=extent))
+        padded = self.padded(rows)
+        return None if 2 * padded.size > extent else padded
+
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        """Rows, some of them several times, of which programs are compiled for few numbers."""
         count = max(_LEAST, 1 << max(0, rows.size - 1).bit_length())
-        if 2 * count > extent:
-            return None
         return np.resize(rows if rows.size else np.zeros(1, np.int64), count)
+
+    def everything(self, k: int) -> np.ndarray:
+        """All rows of a table."""
+        return np.arange(self._families[k].extent)
 
     def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
         """[n, ...]: rows of a table."""
-        return _picked(array, rows.astype(np.int32), self._axis(k))
+        return _picked(array, rows.astype(np.int32), self.axis(k))
 
     def rows_of(self, k: int, rows: np.ndarray, values: Array) -> Rows:
         """Rows of a table by themselves, [n, ...]."""
-        return Rows(self._axis(k), rows.astype(np.int32), values)
+        return Rows(self.axis(k), rows.astype(np.int32), values)
 
     def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
         """The table with other rows."""
-        return _putter(in_place)(array, rows.astype(np.int32), values, self._axis(k))
+        return _putter(in_place)(array, rows.astype(np.int32), values, self.axis(k))
 
-    def _axis(self, k: int) -> int:
+    def axis(self, k: int) -> int:
+        """Of a table's rows."""
         space = self._families[k]
         return space.axes[space.leaves.index(k)]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,9 @@ from autopar.backends.clients import Clients
 from autopar.ir.ring import Ring
 from autopar.mpi.service import Handler
 from autopar.servers.center import Center
-from autopar.servers.elastic import pulled
 from autopar.servers.link import Link
 from autopar.servers.messages import Exchange, Pulled, Read, Reply, Stepped
+from autopar.servers.shared_rows import SharedRows
 from autopar.servers.spec import Spec
 from autopar.servers.timeline import Timeline
 
@@ -28,18 +28,51 @@ class Neighbor(Center):
     """Keeps a passive client's weights, so that they can be averaged with an active one's at any time: both become the
     mean of one pair. What the client's own steps change is added in one transaction.
 
+    Messages have the values of all other leaves first, and then of each table the rows' numbers, and the rows.
+
     Args:
       leaves: Its weights, by any number; they are copied.
       workers: C.
+      tables: Those of them that are exchanged by rows -> the axis of these.
+      neighbors: The active clients that exchange.
     """
 
-    def __init__(self, leaves: Mapping[int, Array], workers: int) -> None:
-        super().__init__(leaves, 0.5, workers)
+    def __init__(
+        self,
+        leaves: Mapping[int, Array],
+        workers: int,
+        tables: Mapping[int, int] | None = None,
+        neighbors: Sequence[int] = (),
+    ) -> None:
+        self._axes, self._order = tables or {}, tuple(leaves)
+        super().__init__({k: x for k, x in leaves.items() if k not in self._axes}, 0.5, workers)
+        self._tables = {
+            k: SharedRows(np.moveaxis(np.asarray(leaves[k]), axis, 0), neighbors) for k, axis in self._axes.items()
+        }
         self._begun, self._seen = self._leaves, 0  # with which its step under way began, and the messages before it
 
+    @property
+    def leaves(self) -> dict[int, Array]:
+        rows = {k: np.moveaxis(table.rows, 0, self._axes[k]) for k, table in self._tables.items()}
+        whole = {**super().leaves, **rows}
+        return {k: whole[k] for k in self._order}
+
     def take(self, message: Exchange | Stepped | Read) -> list[tuple[int, Reply]]:
-        if not isinstance(message, Stepped):
+        if isinstance(message, Read):
             return super().take(message)
+        count = len(self._leaves)
+        message, rows = replace(message, values=message.values[:count]), message.values[count:]
+        ((worker, reply),) = self._stepped(message) if isinstance(message, Stepped) else super().take(message)
+        assert isinstance(reply, Pulled), "nobody reads"
+        made = list(reply.values)
+        for table, places, values in zip(self._tables.values(), rows[::2], rows[1::2], strict=True):
+            if isinstance(message, Stepped):
+                made += table.step(places, values)
+            else:
+                made += table.exchange(worker, places, values)
+        return [(worker, replace(reply, values=made))]
+
+    def _stepped(self, message: Stepped) -> list[tuple[int, Reply]]:
         version = self._count(message, self._seen)
         new = [jnp.array(x) for x in message.values]
         if self._leaves is not self._begun:
@@ -59,53 +92,79 @@ class NeighborSpec(Spec):
     """Says what a passive client's neighbours are answered with.
 
     Attributes:
-      leaves, workers: As of `Neighbor`.
+      leaves, workers, tables, neighbors: As of `Neighbor`.
     """
 
     leaves: Mapping[int, Array]
     workers: int
+    tables: Mapping[int, int]
+    neighbors: Sequence[int]
 
     def handler(self) -> Handler:
-        return Neighbor(self.leaves, self.workers).take
+        return self.made(Neighbor).take
+
+    def made(self, kind: type[Neighbor]) -> Neighbor:
+        """Returns what answers them."""
+        return kind(self.leaves, self.workers, self.tables, self.neighbors)
+
+
+class RingEnd(Protocol):
+    """What a client sends its neighbours, and makes of their answers (`autopar.run.ring_end`)."""
+
+    def spec(self, weights: Mapping[int, Array], passive: int) -> NeighborSpec:
+        """Returns what answers for a passive client that has some weights."""
+        ...
+
+    def before(
+        self, turn: int, weights: Mapping[int, Array], touched: Mapping[int, np.ndarray]
+    ) -> Sequence[np.ndarray]:
+        """Returns what an active client sends with the weights that a step begins with."""
+        ...
+
+    def behind(self, weights: Mapping[int, Array]) -> Sequence[np.ndarray]:
+        """Returns what a passive client's step has made."""
+        ...
+
+    def after(self, weights: Mapping[int, Array], values: Sequence[np.ndarray]) -> dict[int, Array]:
+        """Returns the weights that an answer makes of those behind a step."""
+        ...
 
 
 class RingSession:
     """Does this process's part of averaging with neighbours. Collective to make.
 
     Args:
+      end: What this client sends, and makes of answers.
       weights: Its client's, by number of the step's input.
       clients: All of them, an even number.
     """
 
-    def __init__(self, weights: Mapping[int, Array], clients: Clients) -> None:
-        self._ring, self._places = Ring(clients.count), list(weights)
+    def __init__(self, end: RingEnd, weights: Mapping[int, Array], clients: Clients) -> None:
+        self._end, self._ring, self._places = end, Ring(clients.count), list(weights)
         passives = self._ring.passives
         self._own = passives.index(clients.own) if clients.own in passives else None
-        here = dict(enumerate(self._sent(weights)))  # of which a passive client's processes make use
-        self._link = Link(
-            [NeighborSpec(here, clients.count)] * len(passives), clients, places=[clients.leader(c) for c in passives]
-        )
+        here = {k: np.array(local(x)) for k, x in weights.items()}  # of which a passive client's processes make use
+        self._link = Link([end.spec(here, c) for c in passives], clients, places=[clients.leader(c) for c in passives])
         #: The exchange under way, or the last one, and steps that are done.
         self._turn, self._steps = -1, 0
 
-    def before(self, weights: Mapping[int, Array]) -> None:
-        """Begin an exchange, if this client is active, beside a step that begins with some weights."""
+    def before(self, weights: Mapping[int, Array], touched: Mapping[int, np.ndarray]) -> None:
+        """Begin an exchange, if this client is active, beside a step that begins with some weights. `touched`: of
+        tables by rows, the rows that it looks up."""
         self._link.drain()  # of a step that was cut short, whose exchange is done all the same
         self._turn += 1
+        values = self._end.before(self._turn, weights, touched)
         if self._own is None:
-            message = Exchange(self._link.number, self._ring.number(self._turn), self._sent(weights))
-            self._link.request(self._partner, message)
+            self._link.request(self._partner, Exchange(self._link.number, self._ring.number(self._turn), values))
 
     def behind(self, weights: Mapping[int, Array]) -> dict[int, Array]:
         """Returns the weights behind a step. `weights`: as the step made them."""
         if self._own is None:
             reply = self._link.answer(self._partner)
-            made = pulled(weights, dict(zip(self._places, reply.values, strict=True)))
         else:
-            reply = self._link.ask(self._own, Stepped(self._link.number, self._steps, self._sent(weights)))
-            made = {k: jnp.asarray(x) for k, x in zip(self._places, reply.values, strict=True)}
+            reply = self._link.ask(self._own, Stepped(self._link.number, self._steps, self._end.behind(weights)))
         self._steps += 1
-        return made
+        return self._end.after(weights, reply.values)
 
     def settled(self) -> dict[int, Array]:
         """Returns a passive client's weights, once all that neighbours have sent are averaged with them; of an active
@@ -125,7 +184,3 @@ class RingSession:
     def _partner(self) -> int:
         """Returns the number of the passive client whose turn it is, among these."""
         return self._ring.passives.index(self._ring.neighbor(self._link.number, self._turn))
-
-    def _sent(self, weights: Mapping[int, Array]) -> list[np.ndarray]:
-        """Copies: a step may update the weights in place."""
-        return [np.array(local(weights[k])) for k in self._places]

@@ -26,6 +26,16 @@ def test_all_have_a_partner_in_every_turn(count: int) -> None:
         assert count == 2 or all(ring.neighbor(c, turn + 1) != other for c, other in enumerate(partners))
 
 
+def test_changes_come_to_all() -> None:
+    """All weights but one are 0: in so many turns they are the same, to the last bit."""
+    for count in (2, 4, 6, 8, 16):
+        ring, x = Ring(count), np.eye(count)[0]
+        for turn in range(ring.rounds):
+            assert turn != ring.rounds // 2 or count < 6 or np.ptp(x) > 2**-15
+            x = np.array([(x[c] + x[ring.neighbor(c, turn)]) / 2 for c in range(count)])
+        assert np.ptp(x) < 2**-22
+
+
 def sent(neighbor: Neighbor, message: Exchange | Stepped) -> float:
     ((_, reply),) = neighbor.take(message)
     assert isinstance(reply, Pulled)
