@@ -130,7 +130,7 @@ def _neighbors(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoa
     """Says how active clients exchange weights with passive ones, from whose first processes these answer; of tables by
     rows those that all clients have touched in as many steps as it takes these to go round, at most."""
     ring = Ring(load.count)
-    size = sum(_sent_bytes(plan, sync, load.count * ring.rounds))
+    size = int(sum(_sent_bytes(plan, sync, load.count * ring.rounds)))
     served = _beside(plan, cluster, load, size, {c * plan.devices: size for c in ring.passives})
     return dataclasses.replace(served, ring=ring)
 
