@@ -132,43 +132,36 @@ class Deferred:
         return Suffixes.of(p, records[len(p.values) + len(p.scale_only.scaled if p.scale_only else ()) + 1 :])
 
     def flush(
-        self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, due: Array | bool, full: bool
+        self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, full: Array | bool
     ) -> tuple[Array, ...]:
         """Changed leaves, stamps, now, segment and segments after rows were brought up to date (`full`: scale-only
-        ones, too), if that is `due`. In place where the leaves are donated: a loop of no round leaves them alone."""
+        ones, too). In place where the leaves are donated."""
         changed, read = self._parts(leaves)
-        n, extent = len(changed), stamps.shape[0]
+        extent = stamps.shape[0]
         size = min(extent, max(1, _FLUSH_ELEMENTS // _row_elements(changed, extent)))
+        takes_all, segment, segments = self.close(entries)
+        takes_all = takes_all | full
+        segment = jnp.where(takes_all, 0, segment)
+        taken = (stamps >= 0) | takes_all
+        places = jnp.cumsum(taken, dtype=jnp.int32) - 1
+        numbered = jax.lax.iota(jnp.int32, extent)
+        chosen = jnp.full((extent + -extent % size,), extent, jnp.int32)
+        chosen = chosen.at[jnp.where(taken, places, chosen.shape[0])].set(numbered, mode="drop")
+        count = places[-1] + 1
 
-        def once(_: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            *changed, stamps = state[: n + 1]
-            takes_all, segment, segments = self.close(entries)
-            takes_all = takes_all | full
-            segment = jnp.where(takes_all, 0, segment)
-            taken = (stamps >= 0) | takes_all
-            places = jnp.cumsum(taken, dtype=jnp.int32) - 1
-            numbered = jax.lax.iota(jnp.int32, extent)
-            chosen = jnp.full((extent + -extent % size,), extent, jnp.int32)
-            chosen = chosen.at[jnp.where(taken, places, chosen.shape[0])].set(numbered, mode="drop")
-            count = places[-1] + 1
+        def group(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+            *changed, stamps = state
+            some = jax.lax.dynamic_slice_in_dim(chosen, k * size, size)
+            pairs = zip((*changed, *read), self.replay.axes, strict=True)
+            mine = [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
+            stamped = stamps.at[some].get(mode="fill", fill_value=_NEVER)
+            new = self.catch_up(mine, stamped, entries)
+            triples = zip(changed, new, self.replay.axes, strict=False)
+            changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
+            return (*changed, set_rows(stamps, self.stamps(new, segment), some, 0))
 
-            def group(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-                *changed, stamps = state
-                some = jax.lax.dynamic_slice_in_dim(chosen, k * size, size)
-                pairs = zip((*changed, *read), self.replay.axes, strict=True)
-                mine = [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
-                stamped = stamps.at[some].get(mode="fill", fill_value=_NEVER)
-                new = self.catch_up(mine, stamped, entries)
-                triples = zip(changed, new, self.replay.axes, strict=False)
-                changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
-                return (*changed, set_rows(stamps, self.stamps(new, segment), some, 0))
-
-            done = jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
-            return (*done, jnp.zeros_like(entries.now), segment, *segments)
-
-        rounds = jnp.where(due, 1, 0)
-        start = (*changed, stamps, entries.now, entries.segment, *entries.segments)
-        return jax.lax.fori_loop(0, rounds, once, start)
+        done = jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
+        return (*done, jnp.zeros_like(entries.now), segment, *segments)
 
     def close(self, entries: Entries) -> tuple[Array, Array, list[Array]]:
         """Whether scale-only rows can't wait any longer, the next segment's number, and the segments with this one."""

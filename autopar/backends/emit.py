@@ -174,22 +174,26 @@ class _Emitter:
         backend = self._backend(equation)
         return backend.sweep(p, lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed)
 
-    def _replay(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """To catch up, or to flush: each device by itself, on what it has of the operands."""
-        deferred, is_flush = deferred_of(equation), equation.op == "ap.flush"
+    def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """Each device by itself, on what it has of the operands."""
+        deferred = deferred_of(equation)
         replay, n = deferred.replay, len(deferred.replay.leaves)
 
         def run(*operands: Array) -> Sequence[Array]:
-            leaves, stamps, entries = operands[:n], operands[n], Entries.of(replay, operands[n + 1 :])
-            if is_flush:
-                return deferred.flush(leaves, stamps, entries, due=entries.now >= replay.length, full=False)
-            return deferred.catch_up(leaves, stamps, entries)
+            return deferred.catch_up(operands[:n], operands[n], Entries.of(replay, operands[n + 1 :]))
 
         if self._devices is None:
             return run(*operands)
         is_spread = self._backends.get(equation.params["family"], self._single).is_spread
         operand_axes, returned = deferred.spread(is_spread)
-        return self._devices.local(run, operand_axes, returned if is_flush else returned[: replay.changed], *operands)
+        return self._devices.local(run, operand_axes, returned[: replay.changed], *operands)
+
+    def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """Nothing: the update log's owner does it, by a program of its own (`tables.deferred.UpdateLog.make_room`), for
+        it comes once in many steps, and would be half of what XLA compiles."""
+        replay = deferred_of(equation).replay
+        leaves, rest = operands[: len(replay.leaves)], operands[len(replay.leaves) :]
+        return [*leaves[: replay.changed], *rest[:3], *rest[3 + len(replay.records) :]]
 
     def _record(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         deferred = deferred_of(equation)
@@ -254,9 +258,9 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
     "ap.sweep": _Emitter._sweep,
-    "ap.catch_up": _Emitter._replay,
+    "ap.catch_up": _Emitter._catch_up,
     "ap.record": _Emitter._record,
-    "ap.flush": _Emitter._replay,
+    "ap.flush": _Emitter._flush,
     "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
     "ap.reduce_rows": _Emitter._reduce_rows,

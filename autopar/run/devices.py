@@ -113,7 +113,7 @@ class DevicesRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments (arrays or Tables), placed where need be."""
-        leaves, entries = self._logs(leaves)
+        leaves, entries, steps = self._logs(leaves)
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
@@ -127,7 +127,7 @@ class DevicesRunner:
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
             self._flags.append(results.pop())
-        self._keep_logs(results, lengths)
+        self._keep_logs(results, lengths, steps)
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
@@ -146,9 +146,10 @@ class DevicesRunner:
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
-    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]]]:
-        """The leaves, those of update logs that go on as they are stored; each log's entries, none where it begins."""
-        leaves, entries = list(leaves), []
+    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]], list[int]]:
+        """The leaves, those of update logs that go on as they are stored; each log's entries, none where it begins; and
+        how many steps it holds."""
+        leaves, entries, steps = list(leaves), [], []
         logs = [common_log([leaves[k] for k in j.replay.leaves], j) for j in self._log_specs]
         going = {id(log) for log in logs if log is not None}
         members = {k for j in self._log_specs for k in j.replay.leaves}
@@ -156,20 +157,23 @@ class DevicesRunner:
             if k not in members and isinstance(leaf, DeferredTable) and id(leaf.log) in going:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
         for spec, log in zip(self._log_specs, logs, strict=True):
+            if log is not None:
+                log.make_room()
             entries.append([] if log is None else list(log.entries))
+            steps.append(0 if log is None else log.steps)
             pairs = zip(spec.replay.leaves, log.leaves if log is not None else (), strict=False)
             for k, stored in pairs:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
-        return leaves, entries
+        return leaves, entries, steps
 
-    def _keep_logs(self, results: list[Any], lengths: Sequence[int]) -> None:
+    def _keep_logs(self, results: list[Any], lengths: Sequence[int], steps: Sequence[int]) -> None:
         """Take the update logs off the end of the results, and make tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
-        for spec, length in zip(self._log_specs, lengths, strict=True):
+        for spec, length, before in zip(self._log_specs, lengths, steps, strict=True):
             entries, rest = rest[:length], rest[length:]
             outs = [self._new_states[k] for k in spec.replay.leaves]
-            log = UpdateLog(spec, [results[out] for out in outs], entries)
+            log = UpdateLog(spec, [results[out] for out in outs], entries, before + 1)
             axes, layout = spec.replay.axes, spec.layout
             layout = None if layout is None or layout.is_plain else layout
             # Those that are only read as well: nobody is to change them before the update was replayed.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.analysis.rules import resized
+from autopar.backends.across import local
 from autopar.backends.deferred import Entries
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
@@ -42,7 +43,8 @@ class UpdateLogSpec:
         self.shardings = tuple(map(devices.sharding, axes))
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            return deferred.flush(operands[:m], operands[m], Entries.of(replay, operands[m + 1 :]), due=True, full=True)
+            leaves, (stamps, *entries, full) = operands[:m], operands[m:]
+            return deferred.flush(leaves, stamps, Entries.of(replay, entries), full=full)
 
         def begin(*leaves: Any) -> tuple[Any, ...]:
             stamps = devices.local(lambda *some: deferred.stamps(some), operand_axes[:n], axes[0], *leaves)
@@ -52,7 +54,7 @@ class UpdateLogSpec:
 
         places = tuple(map(devices.sharding, returned))
         self.flush = jax.jit(
-            lambda *operands: devices.local(run, operand_axes, returned, *operands),
+            lambda *operands: devices.local(run, (*operand_axes, None), returned, *operands),
             out_shardings=places,
             donate_argnums=(*range(n), m, m + 1, m + 2),
         )
@@ -74,33 +76,47 @@ class UpdateLog:
     Attributes:
       leaves: Changed ones, then those that are only read.
       entries: Stamps, now, segment, records, segments.
+      steps: How many it holds at most.
     """
 
     spec: UpdateLogSpec
     leaves: list[jax.Array]
     entries: list[jax.Array]
+    steps: int
     is_up_to_date: bool = False
 
-    @uninterrupted
     def up_to_date(self, k: int) -> jax.Array:
         """A leaf with all rows up to date. The update log is empty then, and goes on with the next step."""
+        if not self.is_up_to_date or self.is_deleted():
+            self._flush(full=True)
+            self.is_up_to_date = True
+        return self.leaves[k]
+
+    def make_room(self) -> None:
+        """Flush the update log where no step has room in it, but for rows that may wait."""
+        if self.steps >= self.spec.replay.length:
+            self.steps = int(local(self.entries[1]))  # it holds fewer if some steps were done again
+            if self.steps >= self.spec.replay.length:
+                self._flush(full=False)
+
+    @uninterrupted
+    def _flush(self, *, full: bool) -> None:
         if self.is_deleted():
             raise DonatedStateError(
                 "the rows were given to a later step, which updated them in place: read the state that it returned, or "
                 "keep old states with parallelize(step, donate=False)"
             )
-        if not self.is_up_to_date:
-            changed = self.spec.replay.changed
-            try:
-                results = self.spec.flush(*self.leaves, *self.entries)
-            except BaseException as error:
-                if self.is_deleted():
-                    note_lost_rows(error)
-                raise
-            self.leaves[:changed] = results[:changed]
-            self.entries[:3] = results[changed : changed + 3]  # there are no segments then
-            self.is_up_to_date = True
-        return self.leaves[k]
+        changed, segments = self.spec.replay.changed, len(self.spec.replay.segments)
+        try:
+            results = self.spec.flush(*self.leaves, *self.entries, full)
+        except BaseException as error:
+            if self.is_deleted():
+                note_lost_rows(error)
+            raise
+        self.leaves[:changed] = results[:changed]
+        self.entries[:3] = results[changed : changed + 3]
+        self.entries[len(self.entries) - segments :] = results[changed + 3 :]
+        self.steps = 0
 
     def is_deleted(self) -> bool:
         """Whether a step got them, and updated them in place."""
