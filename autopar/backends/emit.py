@@ -6,6 +6,7 @@ its source line. What comes out is checked against the program's types: a plan t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class _Emitter:
 
         for equation in block.equations:
             operands = [read(a) for a in equation.inputs]
-            with jax_compat.equation_context(equation.context, equation.info):
+            with jax_compat.equation_context(equation.context, equation.info), _named(equation):
                 results = self._equation(equation, operands)
             for var, value in zip(equation.outputs, results, strict=True):
                 _check(equation, var, value)
@@ -275,6 +276,13 @@ _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence
     "cond": _Emitter._cond,
     "while": _Emitter._while_loop,
 }
+
+
+def _named(equation: Equation) -> contextlib.AbstractContextManager[Any]:
+    """What is autopar's own has its name in profiles: "autopar.fetch"."""
+    if not equation.op.startswith(PREFIX):
+        return contextlib.nullcontext()
+    return jax.named_scope(f"autopar.{plain_name(equation.op)}")
 
 
 def _rarely(value: Array) -> Array:

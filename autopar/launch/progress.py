@@ -93,13 +93,17 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, what: str, kind: MarkKind = "computes") -> Iterator[None]:
-        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`.
+        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`. In
+        profiles it has its name.
 
         At its end that of before is made again; not after an exception, which is told where it was raised.
         """
+        from jax.profiler import TraceAnnotation  # supervisors import this module, and no JAX
+
         step, what_before, kind_before, _ = self._last
         self.mark(step, what, kind)
-        yield
+        with TraceAnnotation(f"autopar: {what}"):
+            yield
         self.mark(step, what_before, kind_before)
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.profiler import StepTraceAnnotation
 
 from autopar import jax_compat
 from autopar.backends.clients import Clients
@@ -128,10 +129,11 @@ class ParallelStep:
         mark(self._calls, self.name)
         self._calls += 1
         try:
-            if has_run:
-                return runner(leaves)
-            with noticing(self.name, "compiling"):
-                results = runner(leaves)
+            with StepTraceAnnotation(self.name, step_num=self._calls - 1):
+                if has_run:
+                    return runner(leaves)
+                with noticing(self.name, "compiling"):
+                    results = runner(leaves)
             ready.has_run = True
             return results
         except (RuntimeError, ValueError) as error:  # without a context manager, which costs a microsecond

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -79,10 +80,11 @@ class Ranks:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
 
     def _exchanged(self, what: str, exchange: Callable[..., T], *args: Any) -> T:
-        """Marked as a wait for others."""
+        """Marked as a wait for others, and named in profiles."""
         if self.exchange.size > 1:
             mark(self.step, what, "waits")
-        result = exchange(*args)
+        with TraceAnnotation(f"autopar: {what}"):
+            result = exchange(*args)
         if self.exchange.size > 1:
             mark(self.step, "computing")
         return result
