@@ -85,10 +85,8 @@ def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]
     """(bytes, seconds) of sums, by MPI and in rings, of what they take longer than a program that they are made beside,
     and of rows from each rank to each other one."""
     reduced: dict[str, list[tuple[float, float]]] = {}
-    compute, matrix = (
-        jax.jit(_products),
-        jax.device_put(np.ones((_LENGTH, _LENGTH), np.float32), jax.local_devices()[0]),
-    )
+    device, compute = jax.local_devices()[0], jax.jit(_products)
+    matrix = jax.device_put(np.ones((_LENGTH, _LENGTH), np.float32), device)
     product_s = _seconds(comm, lambda: compute(matrix, 8).block_until_ready()) / 8
     for size in _REDUCED_BYTES:
         array = np.ones(size // 4, np.float32)
