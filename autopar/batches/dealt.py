@@ -21,7 +21,7 @@ class DealtBatches(Batches):
     given; where they have done their steps with these, as behind a loop that has ended, it is exact.
     """
 
-    def _go_to(self, epoch: int, batch: int) -> None:
+    def _go_to(self, epoch: int, batch: int, kept: str | None = None) -> None:
         source, epochs = self._examples, self._options.epochs
         if not hasattr(self, "_link"):
             count = None if epochs is None else epochs * source.batches
@@ -46,9 +46,10 @@ class DealtBatches(Batches):
         self._dealt = None
         return self._place(next(self._examples.read(epoch, batch)))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         number = self._link.ask(0, Position(self._link.number))
-        self._epoch, self._batch = divmod(number, self._examples.batches)
+        epoch, batch = divmod(number, self._examples.batches)
+        self._position = epoch, batch, None
         return super().state()
 
     @property

@@ -24,6 +24,9 @@ from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis
 from autopar.launch.group import StoreGroup, everyone, odd_one
 
+#: An epoch, the next batch in it, and where the source says that it is, if it does.
+Position = tuple[int, int, str | None]
+
 
 @dataclass(frozen=True)
 class Options:
@@ -75,14 +78,14 @@ class Batches(Iterator[Any]):
                     break
                 self._waiting.append(placed)
         except BaseException:  # A generator that failed is at its end; its source isn't.
-            self._coming = self._placed(*(self._waiting[-1][0] if self._waiting else (self._epoch, self._batch)))
+            self._coming = self._placed(*(self._waiting[-1][0] if self._waiting else self._position))
             raise
         if not self._waiting:
             raise StopIteration
-        (self._epoch, self._batch), batch = self._waiting.popleft()
+        self._position, batch = self._waiting.popleft()
         return batch
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """The position: of the next batch that wasn't given out yet, whatever was read ahead.
 
         Where a `for` loop over the batches is interrupted, its body has been run to its end for all before it.
@@ -92,12 +95,15 @@ class Batches(Iterator[Any]):
           seed: That of `shuffle=`, -1 without it.
           sources: How many sources a batch is made of: processes under `per_process`, else 1. A position in a source
             that is the same on all processes is good for any number of processes.
+          source: The position that the source keeps by itself, a text; not where it keeps none, or `per_process`.
         """
-        o = self._options
-        return {"epoch": self._epoch, "batch": self._batch, "seed": o.seed, "sources": o.sources}
+        o, (epoch, batch, kept) = self._options, self._position
+        own = {} if kept is None or o.sources > 1 else {"source": kept}
+        return {"epoch": epoch, "batch": batch, "seed": o.seed, "sources": o.sources, **own}
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Go on from a position. Examples that can be indexed are found at once; of other sources the batches of the
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position. Examples that can be indexed are found at once, and so are batches of a source whose
+        iterator keeps its own position (`get_state`, `set_state`), as Grain's do. Of other sources the batches of the
         epoch before it are read and left out, so they must come in the same order.
 
         Args:
@@ -106,8 +112,9 @@ class Batches(Iterator[Any]):
         Raises:
           ArgumentsError: it is of another seed, or of another number of sources.
         """
-        mine = self.state()
+        mine = {name: value for name, value in self.state().items() if name != "source"}
         try:
+            kept = state["source"] if "source" in state else None
             state = {name: operator.index(state[name]) for name in mine}
         except (TypeError, KeyError, IndexError) as error:
             raise ArgumentsError(f"{state!r} is no position: give what state() returned, such as {mine}") from error
@@ -119,35 +126,35 @@ class Batches(Iterator[Any]):
                     f"the position is one with {name}={state[name]}, and here it is {mine[name]}: it means other "
                     f"examples. Give shard the same {option}= as before{also}"
                 )
-        self._go_to(state["epoch"], state["batch"])
+        self._go_to(state["epoch"], state["batch"], kept)
 
-    def _go_to(self, epoch: int, batch: int) -> None:
-        self._epoch, self._batch = epoch, batch
-        self._waiting: collections.deque[tuple[tuple[int, int], Any]] = collections.deque()
-        self._coming = self._placed(epoch, batch)
+    def _go_to(self, epoch: int, batch: int, kept: str | None = None) -> None:
+        self._position: Position = epoch, batch, kept
+        self._waiting: collections.deque[tuple[Position, Any]] = collections.deque()
+        self._coming = self._placed(*self._position)
 
-    def _placed(self, epoch: int, start: int) -> Iterator[tuple[tuple[int, int], Any]]:
+    def _placed(self, epoch: int, start: int, kept: str | None) -> Iterator[tuple[Position, Any]]:
         """All batches from a position on, each with the position after it."""
         while self._options.epochs is None or epoch < self._options.epochs:
             number = None
-            for part in self._parts(epoch, start):
+            for part in self._parts(epoch, start, kept):
                 number = part.number
-                yield (epoch, number + 1), self._place(part)
+                yield (epoch, number + 1, part.kept), self._place(part)
             if number is None and start == 0:
                 return  # a source without any batch, which may be gone through without end
-            epoch, start = epoch + 1, 0
+            epoch, start, kept = epoch + 1, 0, None
 
-    def _parts(self, epoch: int, start: int) -> Iterator[Part]:
+    def _parts(self, epoch: int, start: int, kept: str | None) -> Iterator[Part]:
         options, source = self._options, self._source
         if isinstance(source, Examples):
             return source.read(epoch, start)
         if options.sources > 1:
             return agreed(source, options.devices.processes, options.last, epoch, start)
-        return self._whole(source, epoch, start)
+        return self._whole(source, epoch, start, kept)
 
-    def _whole(self, source: Stream, epoch: int, start: int) -> Iterator[Part]:
+    def _whole(self, source: Stream, epoch: int, start: int, kept: str | None) -> Iterator[Part]:
         """Batches that each process has whole."""
-        for part in source.read(epoch, start):
+        for part in source.read(epoch, start, kept):
             full = source.full
             assert full is not None, "a batch was read"
             if not self._compared and self._options.devices.processes.several:

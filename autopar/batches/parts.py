@@ -64,6 +64,7 @@ class Part:
       total: How many the global batch has.
       reals: How many examples of each source that the batch is made of are no padding.
       held: Which ones of the global batch are here.
+      kept: Where the source is behind it, if it says so.
     """
 
     number: int
@@ -73,6 +74,7 @@ class Part:
     total: int
     reals: tuple[int, ...]
     held: Held
+    kept: str | None = None
 
 
 def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:

@@ -5,6 +5,9 @@ Of examples that can be indexed a process reads only those that its own devices 
 
 from __future__ import annotations
 
+import base64
+import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -21,7 +24,8 @@ Last = Literal["error", "drop", "pad"]
 
 
 class Stream:
-    """An iterable of batches.
+    """An iterable of batches. One whose iterator keeps its own position, as Grain's do (`get_state`, `set_state`), goes
+    on from it.
 
     Attributes:
       full: Examples in its first batch, once that was read.
@@ -42,9 +46,10 @@ class Stream:
                 "again: a list, a data loader, an object with an __iter__"
             )
 
-    def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """Batches of an epoch from number `start` on; those before are read, too, and left out."""
-        if self._once and self._begun:
+    def read(self, epoch: int, start: int, kept: str | None = None) -> Iterator[Part]:
+        """Batches of an epoch from number `start` on; those before are read, too, and left out, unless the source's own
+        position is known: `kept`, of the part before."""
+        if self._once and self._begun and kept is None:
             raise ArgumentsError(
                 f"a {type(self._source).__name__} can be read once only: restore a position before the first batch is "
                 "asked for, with a fresh one"
@@ -58,13 +63,16 @@ class Stream:
                 "shard takes batches to go through, or, with batch_size=, examples that can be indexed, not a "
                 f"{type(self._source).__name__}"
             ) from error
-        for number, batch in enumerate(batches):
+        first = 0
+        if kept is not None and hasattr(batches, "set_state"):
+            first, self.full = start, _set_position(batches, kept)
+        for number, batch in enumerate(batches, first):
             if number < start and self.full is not None:
                 continue
             part = self.latest = self._part(number, batch)
             self.full = part.size if self.full is None else self.full
             if number >= start:
-                yield part
+                yield dataclasses.replace(part, kept=_position_of(batches, self.full))
         if batch is not None:
             self.latest = self._part(number, batch)
 
@@ -73,6 +81,29 @@ class Stream:
         axes = axes_of(batch, self._batch_axis, self._added)
         size = size_of(batch, axes, f"batch {number}")
         return Part(number, batch, axes, size, size, (size,), Held(((0, size),)))
+
+
+def _position_of(batches: Any, full: int) -> str | None:
+    """A source's own position, and how many examples its first batch had, as JSON; None if it keeps none."""
+    if not hasattr(batches, "get_state"):
+        return None
+    state = batches.get_state()
+    known = {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"state": state}
+    try:
+        return json.dumps({"full": full, **known}, default=lambda value: value.item())
+    except (TypeError, ValueError, AttributeError):
+        return None  # it can't be kept
+
+
+def _set_position(batches: Any, kept: str) -> int:
+    """Take a source to a position; returns how many examples its first batch had."""
+    try:
+        known = json.loads(kept)
+        full, state = known["full"], base64.b64decode(known["bytes"]) if "bytes" in known else known["state"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArgumentsError(f"source={kept!r} is no position of a source: give what state() returned") from error
+    batches.set_state(state)
+    return full
 
 
 class Examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,6 +156,57 @@ def test_a_position_behind_the_full_batches() -> None:
     rest.restore({"epoch": 0, "batch": 2, "seed": -1, "sources": 1})
     (padded,) = rest
     np.testing.assert_array_equal(padded["mask"], [1, 1, 1, 1, 1, 0, 0, 0])
+
+
+class Seekable:
+    """Batches whose iterator keeps its own position, as Grain's do: a dict, or bytes as those of its DataLoader."""
+
+    def __init__(self, kind: type = dict) -> None:
+        self.kind, self.read = kind, 0
+
+    def __iter__(self) -> SeekableIterator:
+        return SeekableIterator(self)
+
+
+class SeekableIterator(Iterator[dict[str, np.ndarray]]):
+    def __init__(self, source: Seekable) -> None:
+        self._source, self._next = source, 0
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self._next == 4:
+            raise StopIteration
+        self._source.read += 1
+        self._next += 1
+        return {"x": np.arange(2 if self._next == 4 else 4) + 10 * self._next}
+
+    def get_state(self) -> Any:
+        return {"next": self._next} if self._source.kind is dict else str(self._next).encode()
+
+    def set_state(self, state: Any) -> None:
+        self._next = state["next"] if self._source.kind is dict else int(state)
+
+
+@pytest.mark.parametrize("kind", [dict, bytes])
+@pytest.mark.parametrize("given", [0, 2, 3, 4, 6])
+def test_a_source_that_keeps_its_own_position_goes_on_from_it(kind: type, given: int) -> None:
+    """No batch before it is read again; an epoch's last one isn't full, also where it is the first that is read."""
+    options: Any = {"epochs": 2, "last": "pad", "ahead": 2}
+    batches = autopar.shard(Seekable(kind), **options)
+    for _ in range(given):
+        next(batches)
+    position = json.loads(json.dumps(batches.state()))
+    again = Seekable(kind)
+    restored = autopar.shard(again, **options)
+    restored.restore(position)
+    found, wanted = list(restored), list(batches)
+    assert len(found) == 8 - given == again.read
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a["x"], b["x"])
+        np.testing.assert_array_equal(a["mask"], b["mask"])
+    if given:
+        with pytest.raises(autopar.ArgumentsError, match="is no position of a source"):
+            restored.restore({**position, "source": "?"})
+            next(restored)
 
 
 def test_a_generator_is_gone_through_once() -> None:
