@@ -28,7 +28,7 @@ import numpy as np
 from autopar.analysis.fading import fading_numbers
 from autopar.analysis.scale_only import factors
 from autopar.backends.fading import Suffixes, beside, times
-from autopar.backends.indices import along, set_rows
+from autopar.backends.indices import along, set_rows, sorted_unique
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 
@@ -162,6 +162,20 @@ class Deferred:
 
         done = jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
         return (*done, jnp.zeros_like(entries.now), segment, *segments)
+
+    def catch_up_in_place(
+        self, leaves: Sequence[Array], stamps: Array, entries: Entries, ids: Array
+    ) -> tuple[Array, ...]:
+        """Changed leaves and stamps with some rows up to date. `ids`: flat int32, out of range is no row."""
+        changed, read = self._parts(leaves)
+        extent = stamps.shape[0]
+        rows = sorted_unique(jnp.where(ids < extent, ids, extent), ids.shape[0], extent)
+        pairs = zip((*changed, *read), self.replay.axes, strict=True)
+        mine = [x.at[along(axis, rows)].get(mode="clip") for x, axis in pairs]
+        new = self.catch_up(mine, stamps.at[rows].get(mode="fill", fill_value=_NEVER), entries)
+        triples = zip(changed, new, self.replay.axes, strict=False)
+        caught = [set_rows(leaf, some, rows, axis) for leaf, some, axis in triples]
+        return (*caught, set_rows(stamps, jnp.full(rows.shape, entries.now), rows, 0))
 
     def close(self, entries: Entries) -> tuple[Array, Array, list[Array]]:
         """Whether scale-only rows can't wait any longer, the next segment's number, and the segments with this one."""

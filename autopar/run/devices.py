@@ -22,6 +22,7 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.run.buffers import with_own_buffers
+from autopar.run.read_rows import ReadRows
 from autopar.tables.deferred import DeferredTable, UpdateLog, UpdateLogSpec, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.sharded import Table
@@ -65,6 +66,7 @@ class DevicesRunner:
         self._layouts = bound.layouts
         self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
         self._states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
+        self._read_rows = None if self._states or devices.count > 1 else ReadRows(analysed)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
@@ -113,6 +115,8 @@ class DevicesRunner:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments (arrays or Tables), placed where need be."""
+        if self._read_rows is not None:
+            leaves = self._read_rows.current(leaves)
         leaves, entries, steps = self._logs(leaves)
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash

@@ -60,6 +60,12 @@ class UpdateLogSpec:
         )
         self._begin = jax.jit(begin, out_shardings=self.shardings)
 
+        def catch_up(*operands: Any) -> tuple[Any, ...]:
+            leaves, (stamps, *entries, ids) = operands[:m], operands[m:]
+            return deferred.catch_up_in_place(leaves, stamps, Entries.of(replay, entries), ids)
+
+        self.catch_up = jax.jit(catch_up, donate_argnums=(*range(n), m))
+
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """An empty update log for leaves that are up to date: stamps and entries."""
         return list(self._begin(*leaves[: self.replay.changed]))
@@ -91,6 +97,20 @@ class UpdateLog:
             self._flush(full=True)
             self.is_up_to_date = True
         return self.leaves[k]
+
+    @uninterrupted
+    def catch_up(self, ids: Sequence[jax.Array]) -> None:
+        """Bring some rows up to date, on the one device that has all. `ids`: flat int32, out of range is no row."""
+        if not ids:
+            return
+        changed = self.spec.replay.changed
+        try:
+            results = self.spec.catch_up(*self.leaves, *self.entries, jnp.concatenate(ids))
+        except BaseException as error:
+            if self.is_deleted():
+                note_lost_rows(error)
+            raise
+        self.leaves[:changed], self.entries[0] = results[:changed], results[changed]
 
     def make_room(self) -> None:
         """Flush the update log where no step has room in it, but for rows that may wait."""

@@ -1,0 +1,101 @@
+"""`ReadRows`: of a table whose rows wait, an evaluation brings those up to date that it reads, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.analysis.row_ids import collect_ids
+from autopar.backends.emit import emit
+from autopar.ir.program import Block, Program
+from autopar.ir.rowspace import Access, RowSpace
+from autopar.measure.alpha import id_program
+from autopar.tables.deferred import DeferredTable, UpdateLog
+from autopar.tables.leaf import TableLeaf
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """The rows that are looked up in a leaf.
+
+    Attributes:
+      run: Makes them, flat; out of range is no row.
+      reads: The inputs that it is given.
+    """
+
+    run: Callable[..., Sequence[Array]]
+    reads: Sequence[int]
+
+    def of(self, leaves: Sequence[Any]) -> Sequence[Array]:
+        return self.run(*(leaves[k] for k in self.reads))
+
+
+class ReadRows:
+    """Finds what an evaluation reads of tables.
+
+    Args:
+      program: The analysed evaluation, which has no state.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._known: dict[tuple[int, int], _Ids | None] = {}
+
+    def current(self, leaves: Sequence[Any]) -> list[Any]:
+        """A call's flat arguments, with the stored array, its rows up to date where they are read, in place of tables
+        of which nothing is read but rows, by numbers that don't follow from such tables."""
+        by_log: dict[int, tuple[UpdateLog, list[int]]] = {}
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, DeferredTable) and leaf.layout is None:
+                by_log.setdefault(id(leaf.log), (leaf.log, []))[1].append(k)
+        made = list(leaves)
+        for log, places in by_log.values():
+            if log.is_up_to_date or log.is_deleted():
+                continue
+            found = [ids for k in places if (ids := self._ids(k, leaves[k].axis)) is not None]
+            if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for ids in found for k in ids.reads):
+                continue
+            log.catch_up([rows for ids in found for rows in ids.of(leaves)])
+            for k in places:
+                made[k] = log.leaves[leaves[k].place]
+        return made
+
+    def _ids(self, k: int, axis: int) -> _Ids | None:
+        """The rows that are looked up in a leaf; None if it is read otherwise."""
+        if (k, axis) not in self._known:
+            self._known[k, axis] = self._found(k, axis)
+        return self._known[k, axis]
+
+    def _found(self, k: int, axis: int) -> _Ids | None:
+        lookups = _lookups(self._program.block, k, axis)
+        if not lookups:
+            return None if lookups is None else _Ids(tuple, ())
+        extent = self._program.block.inputs[k].shape[axis]
+        space = RowSpace(k, extent, (k,), (axis,), (k,), tuple(lookups))
+        block, used = id_program(self._program, collect_ids(self._program.block, space))
+        if any(e.effects for e in block.walk()):
+            return None
+        reads = [n for n, is_read in enumerate(used) if is_read]
+        block = Block(tuple(block.inputs[n] for n in reads), block.equations, block.outputs)
+        return _Ids(jax.jit(emit(block)), reads)
+
+
+def _lookups(block: Block, k: int, axis: int) -> list[Access] | None:
+    """The lookups of rows of an input, none of which is inside of a loop or branch; None if anything else reads it."""
+    leaf, found = block.inputs[k], list[Access]()
+    if leaf in block.outputs:
+        return None
+    for equation in block.equations:
+        if leaf not in equation.inputs:
+            continue
+        numbers = equation.params["dimension_numbers"] if equation.op == "gather" else None
+        is_lookup = numbers is not None and axis in numbers.start_index_map and axis in numbers.collapsed_slice_dims
+        if not is_lookup or leaf in equation.inputs[1:]:
+            return None
+        found.append(Access(equation, (), axis))
+    return found
