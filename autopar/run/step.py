@@ -254,11 +254,11 @@ class ParallelStep:
         grown = entry
         while grown is entry:  # capacities are rounded
             grown = self._again(entry, entry.example, 2 * entry.headroom)
-        old, new = ([f.bounds.capacity for f in e.compiled.bound.families] for e in (entry, grown))
-        shown = ", ".join(f"{a} to {b}" for a, b in zip(old, new, strict=True) if a != b)
+        old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
+        shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
         warn(
             f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
-            f"limits, with the same result; capacities grow from {shown} rows, and the step is compiled again",
+            f"limits, with the same result; capacities grow from {shown}, in rows, and the step is compiled again",
             CapacityWarning,
         )
         return grown

@@ -83,3 +83,17 @@ def test_evaluations_see_what_plain_ones_do(evaluate: Callable[..., Any], flushe
             assert log.is_up_to_date == flushes and (flushes or int(log.entries[1]) > 0)
     for a, b in zip(jax.tree.leaves(autopar.materialize(mine)), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_old_states_are_evaluated_too() -> None:
+    """With `donate=False`, in any order: each has an update log of its own."""
+    step, plain = deferring(train_step, 8, donate=False), jax.jit(train_step)
+    mine, theirs, ids = [make_state()], [make_state()], np.arange(4, dtype=np.int32)
+    for k in range(20):
+        mine.append(step(mine[-1], ids + k)[0])
+        theirs.append(plain(theirs[-1], ids + k)[0])
+    planned = autopar.parallelize(rows_alone)
+    for read in (lambda k: (planned(mine[k], ids), rows_alone(theirs[k], ids)), lambda k: (mine[k], theirs[k])):
+        for k in (20, 5, 7, 8, 9, 16, 15, 1):
+            for a, b in zip(*map(jax.tree.leaves, read(k)), strict=True):
+                np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=1e-6)
