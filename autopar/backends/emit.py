@@ -279,7 +279,7 @@ _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence
 
 
 def _named(equation: Equation) -> contextlib.AbstractContextManager[Any]:
-    """What is autopar's own has its name in profiles: "autopar.fetch"."""
+    """Names what is autopar's own, for profiles: "autopar.fetch"."""
     if not equation.op.startswith(PREFIX):
         return contextlib.nullcontext()
     return jax.named_scope(f"autopar.{plain_name(equation.op)}")

@@ -120,7 +120,7 @@ def _products(x: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[bool], None]) -> float:
-    """Of one run beside a program, over what the program takes alone."""
+    """Returns how many seconds longer a program takes with one run beside it than alone."""
 
     def both() -> None:
         result = program()

@@ -196,7 +196,8 @@ class _Split:
 def _buckets(
     mine: Sequence[Equation], exchanged: Sequence[Equation], least: int
 ) -> Sequence[tuple[Collection[Equation], tuple[Equation, ...]]]:
-    """Parts of a device program, each with the sums to be added up beside what follows: `least` bytes of them or more.
+    """Returns parts of a device program, each with the sums to be added up beside what follows: `least` bytes of them or
+    more.
 
     Args:
       mine: What the program computes.
@@ -233,7 +234,7 @@ def _buckets(
 
 
 def _behind(equations: Collection[Equation], readers: Sequence[Equation]) -> dict[Equation, None]:
-    """Those of some equations, in order, that some readers depend on."""
+    """Returns those of some equations, in order, that some readers depend on."""
     wanted: set[Atom] = {a for e in readers for a in e.inputs}
     found: list[Equation] = []
     for equation in reversed(list(equations)):

@@ -77,12 +77,12 @@ class TouchedRows:
         return None if 2 * padded.size > extent else padded
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """Rows, some of them several times, of which programs are compiled for few numbers."""
+        """Returns rows, some of them several times, so that programs are compiled for few numbers of them."""
         count = max(_LEAST, 1 << max(0, rows.size - 1).bit_length())
         return np.resize(rows if rows.size else np.zeros(1, np.int64), count)
 
     def everything(self, k: int) -> np.ndarray:
-        """All rows of a table."""
+        """Returns the numbers of all rows of a table."""
         return np.arange(self._families[k].extent)
 
     def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
@@ -98,7 +98,7 @@ class TouchedRows:
         return _putter(in_place)(array, rows.astype(np.int32), values, self.axis(k))
 
     def axis(self, k: int) -> int:
-        """Of a table's rows."""
+        """Returns the axis of a table's rows."""
         space = self._families[k]
         return space.axes[space.leaves.index(k)]
 

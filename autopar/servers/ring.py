@@ -109,7 +109,7 @@ class NeighborSpec(Spec):
 
 
 class RingEnd(Protocol):
-    """What a client sends its neighbours, and makes of their answers (`autopar.run.ring_end`)."""
+    """Says what a client sends its neighbours, and makes of their answers (`autopar.run.ring_end`)."""
 
     def spec(self, weights: Mapping[int, Array], passive: int) -> NeighborSpec:
         """Returns what answers for a passive client that has some weights."""

@@ -1,13 +1,13 @@
 """`DeferredTable`: a leaf of the state whose untouched rows wait for steps to be replayed (`ir.deferred`).
 
 The leaves of a family (a table, its optimizer slots) share a `UpdateLog`: what steps wrote down, and the leaves as they
-are stored, some rows lagging behind. Reading any of them brings all rows up to date first, once: a stale row can't be
-read.
+are stored, some rows lagging behind. Reading any of them brings all rows up to date first, once, and an evaluation that
+looks rows up those alone: a stale row can't be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,12 +104,7 @@ class UpdateLog:
         if not ids:
             return
         changed = self.spec.replay.changed
-        try:
-            results = self.spec.catch_up(*self.leaves, *self.entries, jnp.concatenate(ids))
-        except BaseException as error:
-            if self.is_deleted():
-                note_lost_rows(error)
-            raise
+        results = self._run(self.spec.catch_up, jnp.concatenate(ids))
         self.leaves[:changed], self.entries[0] = results[:changed], results[changed]
 
     def make_room(self) -> None:
@@ -127,16 +122,20 @@ class UpdateLog:
                 "keep old states with parallelize(step, donate=False)"
             )
         changed, segments = self.spec.replay.changed, len(self.spec.replay.segments)
-        try:
-            results = self.spec.flush(*self.leaves, *self.entries, full)
-        except BaseException as error:
-            if self.is_deleted():
-                note_lost_rows(error)
-            raise
+        results = self._run(self.spec.flush, full)
         self.leaves[:changed] = results[:changed]
         self.entries[:3] = results[changed : changed + 3]
         self.entries[len(self.entries) - segments :] = results[changed + 3 :]
         self.steps = 0
+
+    def _run(self, program: Callable[..., Sequence[jax.Array]], more: Any) -> Sequence[jax.Array]:
+        """Run a program that updates leaves in place, with one more operand."""
+        try:
+            return program(*self.leaves, *self.entries, more)
+        except BaseException as error:
+            if self.is_deleted():
+                note_lost_rows(error)
+            raise
 
     def is_deleted(self) -> bool:
         """Whether a step got them, and updated them in place."""

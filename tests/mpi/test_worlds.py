@@ -73,6 +73,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     },
     "shard_cases": {(2, 2): (), (3, 1): ()},
     "replica_cases": {(2, 1): (), (2, 2): ("check_a_step_is_compiled_once", "check_all_plan_by_one_minibatch")},
+    "means_cases": {(2, 1): ()},
     "served_cases": {(2, 1): ()},
     "piece_cases": {(2, 1): (), (2, 2): ("check_large_weights_of_a_centre_are_kept_by_all",)},
     "kvstore_cases": {(2, 1): ()},

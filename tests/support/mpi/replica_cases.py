@@ -17,7 +17,6 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.backends import clients
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.launch.group import everyone
@@ -141,39 +140,6 @@ def check_a_step_is_compiled_once() -> None:
     trained(step, state, range(2, 6))
     jax.monitoring.clear_event_listeners()
     assert not [event for event in compiled if "backend_compile" in event]
-
-
-#: Takes some seconds. What one thread dispatches on CPUs, JAX runs in order: this holds up what comes next.
-hold = jax.jit(lambda x: jax.lax.fori_loop(0, 400_000, lambda _, y: (x @ y) / len(x), x))
-
-
-def check_means_run_beside_steps() -> None:
-    """A late mean is held up, and steps that don't read it are not; nor is a mean of `Hybrid` by a held up gradient."""
-    tx, long = optax.sgd(0.1), jnp.ones((64, 64))
-    held: list[jax.Array] = []
-
-    def watched(run: Any, arrays: Any) -> Any:
-        def late(*arrays: Any) -> Any:
-            held.append(hold(long))
-            return run(*arrays)
-
-        made = dispatched(late if sync.delay else run, arrays)
-        means.extend(made)
-        return made
-
-    dispatched, means = clients._dispatched, []
-    for sync, steps in ((Average(every=4, delay=2), 5), (Hybrid(), 1)):
-        step = autopar.parallelize(step_of(tx), sync=sync)
-        state = jax.block_until_ready(trained(step, make_state(tx), range(4)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clients, "_dispatched", watched)
-            held[:] = [] if sync.delay else [hold(long)]
-            means.clear()
-            for k in range(steps):
-                state, loss = step(state, minibatch(RANK, k))
-            jax.block_until_ready(loss if sync.delay else means)
-            assert held and means and not held[0].is_ready(), f"{sync}: a step waits for a mean, or a mean for a step"
-        jax.block_until_ready(state)
 
 
 def check_all_plan_by_one_minibatch() -> None:
