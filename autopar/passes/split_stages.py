@@ -196,8 +196,8 @@ class _Split:
 def _buckets(
     mine: Sequence[Equation], exchanged: Sequence[Equation], least: int
 ) -> Sequence[tuple[Collection[Equation], tuple[Equation, ...]]]:
-    """Returns parts of a device program, each with the sums to be added up beside what follows: `least` bytes of them or
-    more.
+    """Returns parts of a device program, each with the sums, of `least` bytes or more, to be added up beside what comes
+    behind it.
 
     Args:
       mine: What the program computes.
