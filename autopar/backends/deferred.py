@@ -1,17 +1,18 @@
 """Deferred rows on a device (all of a table's, or its shard of them): replay what they missed before they are read, and
-those that lag behind when the update log is full.
+some of those that lag behind between steps.
 
 A row's *stamp* is the step of the update log up to which it has moved. Rows are replayed in groups of about the same
-stamp, each until it is up to date: an old row doesn't make the others wait. A full update log is flushed: all its rows
-are replayed, and it begins anew.
+stamp, each until it is up to date: an old row doesn't make the others wait. While steps fill the newer part of the
+update log (`ir.deferred`), rows are brought up to the end of the older part, some at a time (`catch_up_some`); then the
+newer part becomes the older one (`turn`).
 
-Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: what a full update log multiplies them by is kept as a
+Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: what a full part multiplies them by is kept as a
 *segment*, a number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is
-to be multiplied. Only when there is no room for segments, or a step breaks what scale-only rows rest on, a flush takes
-all rows.
+to be multiplied. Only when there is no room for segments, or a step breaks what scale-only rows rest on, all rows are
+brought up to date at once (`flush`).
 
-Invariants: stamps of rows that aren't scale-only are at most `now`; records from `now` on, and segments from `segment`
-on, are never read; the scales of all segments together are finite.
+Invariants: stamps of rows that aren't scale-only are at most `now`; when the newer part is full they are at least K;
+records from `now` on, and segments from `segment` on, are never read; the scales of all segments together are finite.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Array = Any
 
 #: Elements of a leaf in a group of rows, and rows at least: all wait for the slowest, but loops cost something as well.
 _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
-#: Elements of a leaf that a flush takes at a time.
-_FLUSH_ELEMENTS = 1 << 19
+#: Elements of a leaf that a flush takes at a time, those that are taken between steps, and at least.
+_FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Steps that rows are replayed between two looks at whether they have faded.
 _STRIDE = 16
 _NEVER = np.iinfo(np.int32).max
@@ -48,11 +49,10 @@ class Entries:
     """An update log, but for the stamps.
 
     Attributes:
-      now: int32[], how many steps it holds.
-      segment: int32[], how many update logs were closed before.
-      records: [K, ...] each, what the steps wrote down.
-      segments: [M] each, what the closed update logs multiply scale-only rows by, leaf by leaf (logarithms where near
-        one).
+      now: int32[], where the next step goes: from K to 2 K.
+      segment: int32[], how many parts were closed before.
+      records: [2 K, ...] each, what the steps wrote down.
+      segments: [M] each, what the closed parts multiply scale-only rows by, leaf by leaf (logarithms where near one).
     """
 
     now: Array
@@ -81,31 +81,47 @@ class Deferred:
         rows = [axis if along else None for axis in p.axes]
         stamps = 0 if along else None
         entries = 2 + len(p.records) + len(p.segments)
-        return [*rows, stamps, *[None] * entries], (*rows[: p.changed], stamps, None, None, *[None] * len(p.segments))
+        return [*rows, stamps, *[None] * entries], (*rows[: p.changed], stamps, None, None)
 
     # --- what a step does ---
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
         """The rows ([U, ...] of each leaf, changed ones first) as they are after `now` steps; of the changed leaves."""
-        front = [jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)]
-        changed, read = self._parts(front)
+        changed, read = self._parts(self._rows_first(rows))
         changed, begin = self._scaled(changed, stamps, entries)
-        count, now = stamps.shape[0], entries.now
+        return self._rows_back(self._moved(changed, read, begin, entries.now, entries.records))
+
+    def past_older(self, rows: Sequence[Array], stamps: Array, older: Sequence[Array]) -> tuple[Array, ...]:
+        """The rows as they are at the end of the older part, none of them scale-only; of the changed leaves. `older`:
+        its records when it was closed."""
+        changed, read = self._parts(self._rows_first(rows))
+        return self._rows_back(self._moved(changed, read, stamps, self.replay.part, older))
+
+    def _moved(
+        self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
+    ) -> Sequence[Array]:
+        """Changed leaves of rows [U, ...] with the steps from each one's first (`begin`, int32[U]) to `now` replayed."""
+        count = begin.shape[0]
         group_rows = min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // _row_elements(changed, count)))
         order = jnp.argsort(begin)
         groups = -(-count // group_rows)
         order = jnp.concatenate([order, jnp.full((groups * group_rows - count,), count, order.dtype)])
-        suffixes = None if self.replay.fading is None else self._suffixes(entries.records)
+        suffixes = None if self.replay.fading is None else self._suffixes(records)
         waiting = jnp.sum(begin < now, dtype=jnp.int32)
 
         def group(k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             some = jax.lax.dynamic_slice_in_dim(order, k * group_rows, group_rows)
             first = begin.at[some].get(mode="fill", fill_value=_NEVER)
             mine = [x.at[some].get(mode="clip") for x in (*changed, *read)]
-            new = self._replayed(mine, first, entries, suffixes)
+            new = self._replayed(mine, first, now, records, suffixes)
             return tuple(x.at[some].set(v, mode="drop") for x, v in zip(changed, new, strict=True))
 
-        changed = jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
+        return jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
+
+    def _rows_first(self, rows: Sequence[Array]) -> list[Array]:
+        return [jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)]
+
+    def _rows_back(self, changed: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(changed, self.replay.axes, strict=False))
 
     def record(
@@ -131,37 +147,90 @@ class Deferred:
         p = self.replay
         return Suffixes.of(p, records[len(p.values) + len(p.scale_only.scaled if p.scale_only else ()) + 1 :])
 
-    def flush(
-        self, leaves: Sequence[Array], stamps: Array, entries: Entries, *, full: Array | bool
-    ) -> tuple[Array, ...]:
-        """Changed leaves, stamps, now, segment and segments after rows were brought up to date (`full`: scale-only
-        ones, too). In place where the leaves are donated."""
-        changed, read = self._parts(leaves)
+    def times(self, elements: int) -> int:
+        """How many times `catch_up_some` is called while the newer part becomes full: after each step, but for a few
+        rows. `elements`: of the largest leaf, on one device."""
+        return max(1, min(self.replay.part, elements // _LEAST_ELEMENTS))
+
+    def flush(self, leaves: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
+        """Changed leaves, stamps, now and segment with all rows up to date, and an empty update log. In place where the
+        leaves are donated."""
+        changed, _ = self._parts(leaves)
         extent = stamps.shape[0]
-        size = min(extent, max(1, _FLUSH_ELEMENTS // _row_elements(changed, extent)))
+        size = _block_rows(changed, extent, _FLUSH_ELEMENTS)
+
+        def caught_up(mine: Sequence[Array], stamped: Array) -> tuple[Sequence[Array], Array]:
+            new = self.catch_up(mine, stamped, entries)
+            return new, self.stamps(new)
+
+        numbered = jax.lax.iota(jnp.int32, extent + -extent % size)
+        done = self._visited(leaves, stamps, numbered, jnp.int32(extent), size, caught_up)
+        return (*done, jnp.full_like(entries.now, self.replay.part), jnp.zeros_like(entries.segment))
+
+    def turn(self, stamps: Array, entries: Entries) -> tuple[Array, ...]:
+        """Makes the newer part, which is full, the older one: whether a flush has to do it instead, because scale-only
+        rows can't wait any longer; stamps, entries, and the older part's records."""
+        p = self.replay
         takes_all, segment, segments = self.close(entries)
-        takes_all = takes_all | full
-        segment = jnp.where(takes_all, 0, segment)
-        taken = (stamps >= 0) | takes_all
-        places = jnp.cumsum(taken, dtype=jnp.int32) - 1
-        numbered = jax.lax.iota(jnp.int32, extent)
-        chosen = jnp.full((extent + -extent % size,), extent, jnp.int32)
-        chosen = chosen.at[jnp.where(taken, places, chosen.shape[0])].set(numbered, mode="drop")
-        count = places[-1] + 1
+        records = [jnp.concatenate([x[p.part :], x[p.part :]]) for x in entries.records]  # what is newer isn't read
+        stamps = jnp.where(stamps < 0, stamps, stamps - p.part)
+        older = [x[p.part :] for x in entries.records]
+        return (takes_all, stamps, jnp.full_like(entries.now, p.part), segment, *records, *segments, *older)
+
+    def catch_up_some(
+        self, leaves: Sequence[Array], stamps: Array, segment: Array, older: Sequence[Array], which: Array, times: int
+    ) -> tuple[Array, ...]:
+        """Changed leaves and stamps after some rows (`which` and each `times`-th from there on) were brought up to the
+        end of the older part.
+
+        Args:
+          leaves, stamps: As in `flush`.
+          segment: int32[], that of the newer part.
+          older: [K, ...] each, records of the older part when it was closed.
+          which: int32[], below `times`.
+          times: How many times this is called until it has seen all rows.
+        """
+        p, (changed, _) = self.replay, self._parts(leaves)
+        extent = stamps.shape[0]
+        count = -(-extent // times)
+        size = min(count, _block_rows(changed, extent, _SOME_ELEMENTS))
+        numbered = which + times * jax.lax.iota(jnp.int32, count)
+        stamped = stamps.at[numbered].get(mode="fill", fill_value=_NEVER)
+        lags = (stamped >= 0) & (stamped < p.part)
+        places = jnp.cumsum(lags, dtype=jnp.int32) - 1
+        chosen = jnp.full((count + -count % size,), extent, jnp.int32)
+        chosen = chosen.at[jnp.where(lags, places, chosen.shape[0])].set(numbered, mode="drop")
+
+        def caught_up(mine: Sequence[Array], stamped: Array) -> tuple[Sequence[Array], Array]:
+            new = self.past_older(mine, stamped, older)
+            return new, self.stamps(new, segment)
+
+        return self._visited(leaves, stamps, chosen, places[-1] + 1, size, caught_up)
+
+    def _visited(
+        self,
+        leaves: Sequence[Array],
+        stamps: Array,
+        chosen: Array,
+        count: Array,
+        size: int,
+        caught_up: Callable[[Sequence[Array], Array], tuple[Sequence[Array], Array]],
+    ) -> tuple[Array, ...]:
+        """Changed leaves and stamps after the first `count` of the `chosen` rows were replaced, `size` at a time, by
+        what `caught_up` makes of them and their stamps."""
+        changed, read = self._parts(leaves)
 
         def group(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             *changed, stamps = state
             some = jax.lax.dynamic_slice_in_dim(chosen, k * size, size)
             pairs = zip((*changed, *read), self.replay.axes, strict=True)
             mine = [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
-            stamped = stamps.at[some].get(mode="fill", fill_value=_NEVER)
-            new = self.catch_up(mine, stamped, entries)
+            new, ends = caught_up(mine, stamps.at[some].get(mode="fill", fill_value=_NEVER))
             triples = zip(changed, new, self.replay.axes, strict=False)
             changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
-            return (*changed, set_rows(stamps, self.stamps(new, segment), some, 0))
+            return (*changed, set_rows(stamps, ends, some, 0))
 
-        done = jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
-        return (*done, jnp.zeros_like(entries.now), segment, *segments)
+        return jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
 
     def catch_up_in_place(
         self, leaves: Sequence[Array], stamps: Array, entries: Entries, ids: Array
@@ -185,16 +254,16 @@ class Deferred:
         tables, _, hold = self._scales(entries)
         segments = []
         for scales, by in zip(entries.segments, tables, strict=True):
-            own = by[jnp.minimum(entries.segment, scales.shape[0] - 1)]  # from this segment on: this update log alone
+            own = by[jnp.minimum(entries.segment, scales.shape[0] - 1)]  # from this segment on: this part alone
             segments.append(jax.lax.dynamic_update_index_in_dim(scales, own, entries.segment, 0))
         last = entries.segment + 1 >= entries.segments[0].shape[0] if p.segments else jnp.zeros((), bool)
         return ~hold | last, entries.segment + 1, segments
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
-        """int32[rows]: stamps of rows that are all up to date, at the beginning of a segment."""
+        """int32[rows]: stamps of rows that have moved up to the beginning of the newer part, which has this segment."""
         scale_only, extent = self.replay.scale_only, changed[0].shape[self.replay.axes[0]]
         if scale_only is None:
-            return jnp.zeros((extent,), jnp.int32)
+            return jnp.full((extent,), self.replay.part, jnp.int32)
         good = jnp.ones((extent,), bool)
         for k, leaf in enumerate(changed):
             others = tuple(d for d in range(leaf.ndim) if d != self.replay.axes[k])
@@ -204,7 +273,7 @@ class Deferred:
                 holds = jnp.isfinite(leaf)
                 holds = holds & (leaf >= 0) if k in scale_only.not_negative else holds
                 good &= jnp.all(holds, axis=others)
-        return jnp.where(good, ~jnp.asarray(segment, jnp.int32), 0).astype(jnp.int32)
+        return jnp.where(good, ~jnp.asarray(segment, jnp.int32), self.replay.part).astype(jnp.int32)
 
     # --- scale-only rows ---
 
@@ -214,12 +283,13 @@ class Deferred:
         Logarithms where factors are near one, and sums of them: a product would round each factor.
 
         Returns:
-          With this update log's steps, without them, and whether the first may be used.
+          With the newer part's steps, without them, and whether the first may be used.
         """
         p, segment = self.replay, entries.segment
         assert p.scale_only is not None, "there are scale-only rows"
         *rates, holds = entries.records[len(p.values) :][: len(p.scale_only.scaled) + 1]
-        done = jax.lax.iota(jnp.int32, p.length) < entries.now
+        step = jax.lax.iota(jnp.int32, p.length)
+        done = (step >= p.part) & (step < entries.now)
         hold = jnp.all(jnp.where(done, holds, True))
         closed, whole = [], []
         for rate, scales, near_one in zip(rates, entries.segments, p.scale_only.near_one, strict=True):
@@ -248,16 +318,21 @@ class Deferred:
         for k, all_, before, near_one in zip(scale_only.scaled, whole, closed, scale_only.near_one, strict=True):
             by = jnp.where(hold, all_, before).at[since].get(mode="clip")
             changed[k] = jnp.where(beside(waits, changed[k]), times(changed[k], by, near_one), changed[k])
-        return changed, jnp.where(waits, jnp.where(hold, entries.now, 0), stamps)
+        return changed, jnp.where(waits, jnp.where(hold, entries.now, self.replay.part), stamps)
 
     # --- rows that are replayed ---
 
     def _replayed(
-        self, rows: Sequence[Array], begin: Array, entries: Entries, suffixes: Suffixes | None
+        self,
+        rows: Sequence[Array],
+        begin: Array,
+        now: Array | int,
+        records: Sequence[Array],
+        suffixes: Suffixes | None,
     ) -> list[Array]:
         """Rows [B, ...] with the untouched update replayed from each one's step on, until it has caught up or faded."""
-        p, now = self.replay, entries.now
-        values = entries.records[: len(p.values)]
+        p = self.replay
+        values = records[: len(p.values)]
         changed, read = self._parts(rows)
 
         def one(*row_and_values: Array) -> tuple[Array, ...]:
@@ -283,7 +358,7 @@ class Deferred:
         start = jnp.minimum(jnp.min(begin), now)
         if suffixes is None:
             return list(steps(begin, start, now, tuple(changed)))
-        usual = suffixes.ends(changed, jnp.minimum(begin, p.length - 1))
+        usual = suffixes.ends(changed, jnp.minimum(begin, suffixes.holds.size - 1))
 
         def round_(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
             k, begin, changed = state
@@ -305,6 +380,11 @@ class Deferred:
 
     def _parts(self, leaves: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         return leaves[: self.replay.changed], leaves[self.replay.changed :]
+
+
+def _block_rows(leaves: Sequence[Array], rows: int, elements: int) -> int:
+    """Rows of which no leaf has more than so many elements, or one."""
+    return min(rows, max(1, elements // _row_elements(leaves, rows)))
 
 
 def _row_elements(leaves: Sequence[Array], rows: int) -> int:

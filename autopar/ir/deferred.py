@@ -3,8 +3,11 @@
 An optimizer with momentum or decay moves every row in every step. On rows that a step doesn't touch the move is a
 function of the row itself, the *untouched update*, and of a few values of the step that are the same for all rows. So a
 step writes down those values, in an *update log*, and leaves the rows; before a row is read, the untouched update is
-replayed for the steps that it missed. When the update log is full all rows are brought up to date (a *flush*), and it
-begins anew.
+replayed for the steps that it missed.
+
+An update log has two parts of K steps. Steps write into the *newer* one. Meanwhile the rows that the *older* one moves
+are brought up to its end, some before each step. When the newer part is full, no row needs the older one any more: the
+newer takes its place. A *flush* brings all rows up to date, and the update log begins anew.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from autopar.ir.program import ArrayType, Block, Equation
 
 #: What elements of a leaf may be known not to fall below (`Fading.floors`): second moments, mostly.
 FLOORS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
-#: Full update logs that scale-only rows wait for at most.
+#: Parts of an update log that scale-only rows wait for at most.
 SEGMENTS = 256
 
 
@@ -86,7 +89,7 @@ class Replay:
       values: Types of the values that a step writes down.
       scale_only: What needn't be replayed, if there is such.
       fading: What needn't be replayed to the end, if there is such.
-      length: K, steps in a full update log.
+      part: K, steps in each part of an update log.
     """
 
     leaves: tuple[int, ...]
@@ -96,7 +99,12 @@ class Replay:
     values: tuple[ArrayType, ...]
     scale_only: ScaleOnly | None
     fading: Fading | None
-    length: int
+    part: int
+
+    @property
+    def length(self) -> int:
+        """Steps that an update log has room for. An empty one begins at K, with the newer part."""
+        return 2 * self.part
 
     @property
     def read(self) -> int:
@@ -126,7 +134,7 @@ class Replay:
 
     @property
     def segments(self) -> tuple[ArrayType, ...]:
-        """Types of what is kept of update logs that were full: a number for each of them, and for each scaled leaf."""
+        """Types of what is kept of parts that were full: a number for each of them, and for each scaled leaf."""
         dtypes = () if self.scale_only is None else self.scale_only.dtypes
         return tuple(ArrayType((SEGMENTS,), dtype) for dtype in dtypes)
 

@@ -66,7 +66,7 @@ class DevicesRunner:
         self._layouts = bound.layouts
         self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
         self._states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
-        self._read_rows = None if self._states or devices.count > 1 else ReadRows(analysed)
+        self._read_rows = None if self._states or devices.processes.several else ReadRows(analysed)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
@@ -117,7 +117,7 @@ class DevicesRunner:
         """The step's results, of flat arguments (arrays or Tables), placed where need be."""
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
-        leaves, entries, steps = self._logs(leaves)
+        leaves, going, entries = self._logs(leaves)
         placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
@@ -131,7 +131,7 @@ class DevicesRunner:
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
             self._flags.append(results.pop())
-        self._keep_logs(results, lengths, steps)
+        self._keep_logs(results, lengths, going)
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
@@ -150,10 +150,10 @@ class DevicesRunner:
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
-    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[list[Any]], list[int]]:
-        """The leaves, those of update logs that go on as they are stored; each log's entries, none where it begins; and
-        how many steps it holds."""
-        leaves, entries, steps = list(leaves), [], []
+    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[UpdateLog | None], list[list[Any]]]:
+        """The leaves, those of update logs that go on as they are stored; these logs, None where one begins; and their
+        entries, or none."""
+        leaves, entries = list(leaves), []
         logs = [common_log([leaves[k] for k in j.replay.leaves], j) for j in self._log_specs]
         going = {id(log) for log in logs if log is not None}
         members = {k for j in self._log_specs for k in j.replay.leaves}
@@ -164,20 +164,19 @@ class DevicesRunner:
             if log is not None:
                 log.make_room()
             entries.append([] if log is None else list(log.entries))
-            steps.append(0 if log is None else log.steps)
             pairs = zip(spec.replay.leaves, log.leaves if log is not None else (), strict=False)
             for k, stored in pairs:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
-        return leaves, entries, steps
+        return leaves, logs, entries
 
-    def _keep_logs(self, results: list[Any], lengths: Sequence[int], steps: Sequence[int]) -> None:
+    def _keep_logs(self, results: list[Any], lengths: Sequence[int], going: Sequence[UpdateLog | None]) -> None:
         """Take the update logs off the end of the results, and make tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
-        for spec, length, before in zip(self._log_specs, lengths, steps, strict=True):
+        for spec, length, before in zip(self._log_specs, lengths, going, strict=True):
             entries, rest = rest[:length], rest[length:]
             outs = [self._new_states[k] for k in spec.replay.leaves]
-            log = UpdateLog(spec, [results[out] for out in outs], entries, before + 1)
+            log = UpdateLog.after(before, spec, [results[out] for out in outs], entries)
             axes, layout = spec.replay.axes, spec.layout
             layout = None if layout is None or layout.is_plain else layout
             # Those that are only read as well: nobody is to change them before the update was replayed.

@@ -175,7 +175,9 @@ class HostRunner:
             members = spec.replay.leaves
             leaves = [tables[k] for k in members]
             layout, ranks = self._tables[members[0]][1], self._ranks.exchange
-            logs.append(common_host_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank))
+            log = common_host_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank)
+            log.make_room()
+            logs.append(log)
             waiting.update(members)
         for k, storage in tables.items():
             if k not in waiting:
@@ -217,7 +219,7 @@ class HostRunner:
             program: Program = follow(self._program, plan, self._options)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
             mark(self._ranks.step, "compiling", "compiles")
-            staged = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated, self._log_specs)
+            staged = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated)
             self._programs[bucket] = staged
         return staged
 

@@ -47,11 +47,11 @@ class ReadRows:
         self._known: dict[tuple[int, int], _Ids | None] = {}
 
     def current(self, leaves: Sequence[Any]) -> list[Any]:
-        """A call's flat arguments, with the stored array, its rows up to date where they are read, in place of tables
-        of which nothing is read but rows, by numbers that don't follow from such tables."""
+        """A call's flat arguments, with the table as it is stored, its rows up to date where they are read, in place of
+        tables of which nothing is read but rows, by numbers that don't follow from such tables."""
         by_log: dict[int, tuple[UpdateLog, list[int]]] = {}
         for k, leaf in enumerate(leaves):
-            if isinstance(leaf, DeferredTable) and leaf.layout is None:
+            if isinstance(leaf, DeferredTable):
                 by_log.setdefault(id(leaf.log), (leaf.log, []))[1].append(k)
         made = list(leaves)
         for log, places in by_log.values():
@@ -62,7 +62,7 @@ class ReadRows:
                 continue
             log.catch_up([rows for ids in found for rows in ids.of(leaves)])
             for k in places:
-                made[k] = log.leaves[leaves[k].place]
+                made[k] = leaves[k].lagging()
         return made
 
     def _ids(self, k: int, axis: int) -> _Ids | None:

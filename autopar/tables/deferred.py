@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.analysis.rules import resized
 from autopar.backends.across import local
@@ -29,7 +30,7 @@ from autopar.tables.sharded import Table
 
 
 class UpdateLogSpec:
-    """What a planned step knows of a family's update logs: how to begin one, and how to flush it early."""
+    """What a planned step knows of a family's update logs: how to begin one, and what is done with it between steps."""
 
     def __init__(self, flush: Equation, layout: RowLayout | None, devices: Devices) -> None:
         """`flush`: the equation of the planned step that does it. `layout`: None where each device has all rows."""
@@ -43,28 +44,54 @@ class UpdateLogSpec:
         self.shardings = tuple(map(devices.sharding, axes))
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, *entries, full) = operands[:m], operands[m:]
-            return deferred.flush(leaves, stamps, Entries.of(replay, entries), full=full)
+            leaves, (stamps, *entries) = operands[:m], operands[m:]
+            return deferred.flush(leaves, stamps, Entries.of(replay, entries))
 
         def begin(*leaves: Any) -> tuple[Any, ...]:
             stamps = devices.local(lambda *some: deferred.stamps(some), operand_axes[:n], axes[0], *leaves)
             records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
             segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
-            return stamps, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
+            return stamps, jnp.full((), replay.part, jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
 
+        def turn(*operands: Any) -> tuple[Any, ...]:
+            return deferred.turn(operands[0], Entries.of(replay, operands[1:]))
+
+        def some(*operands: Any) -> tuple[Any, ...]:
+            leaves, (stamps, segment, which, *older) = operands[:m], operands[m:]
+            return deferred.catch_up_some(leaves, stamps, segment, older, which, self.times)
+
+        spread = 1 if layout is None else devices.count
+        self.times = deferred.times(max(leaf.type.size for leaf in flush.inputs[:n]) // spread)
+        whole = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
         self.flush = jax.jit(
-            lambda *operands: devices.local(run, (*operand_axes, None), returned, *operands),
+            lambda *operands: devices.local(run, operand_axes, returned, *operands),
             out_shardings=places,
             donate_argnums=(*range(n), m, m + 1, m + 2),
         )
         self._begin = jax.jit(begin, out_shardings=self.shardings)
+        self.turn = jax.jit(turn, out_shardings=(whole, *self.shardings, *[whole] * len(replay.records)))
+        some_axes = (*operand_axes[: m + 1], *[None] * (2 + len(replay.records)))
+        self.catch_up_some = jax.jit(
+            lambda *operands: devices.local(some, some_axes, returned[: n + 1], *operands),
+            out_shardings=places[: n + 1],
+            donate_argnums=(*range(n), m),
+        )
 
         def catch_up(*operands: Any) -> tuple[Any, ...]:
             leaves, (stamps, *entries, ids) = operands[:m], operands[m:]
+            if layout is not None:
+                ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * len(
+                    stamps
+                )
+                ids = jnp.where(ids < 0, len(stamps), ids)  # others have them
             return deferred.catch_up_in_place(leaves, stamps, Entries.of(replay, entries), ids)
 
-        self.catch_up = jax.jit(catch_up, donate_argnums=(*range(n), m))
+        self.catch_up = jax.jit(
+            lambda *operands: devices.local(catch_up, (*operand_axes, None), returned[: n + 1], *operands),
+            out_shardings=places[: n + 1],
+            donate_argnums=(*range(n), m),
+        )
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """An empty update log for leaves that are up to date: stamps and entries."""
@@ -82,60 +109,87 @@ class UpdateLog:
     Attributes:
       leaves: Changed ones, then those that are only read.
       entries: Stamps, now, segment, records, segments.
-      steps: How many it holds at most.
+      now: As in the entries, or more if some steps were done again.
+      older: Records of the older part when it was closed; none: no row needs them.
+      seen: How many times some rows were brought up to its end.
     """
 
     spec: UpdateLogSpec
     leaves: list[jax.Array]
     entries: list[jax.Array]
-    steps: int
+    now: int
+    older: list[jax.Array] | None = None
+    seen: int = 0
     is_up_to_date: bool = False
 
-    def up_to_date(self, k: int) -> jax.Array:
-        """A leaf with all rows up to date. The update log is empty then, and goes on with the next step."""
+    @staticmethod
+    def after(
+        before: UpdateLog | None, spec: UpdateLogSpec, leaves: list[jax.Array], entries: list[jax.Array]
+    ) -> UpdateLog:
+        """The update log after a step: one that began with it, or `before` with one step more."""
+        if before is None:
+            return UpdateLog(spec, leaves, entries, spec.replay.part + 1)
+        return UpdateLog(spec, leaves, entries, before.now + 1, before.older, before.seen)
+
+    def bring_up_to_date(self) -> None:
+        """Bring all rows up to date. The update log is empty then, and goes on with the next step."""
         if not self.is_up_to_date or self.is_deleted():
-            self._flush(full=True)
+            self._flush()
             self.is_up_to_date = True
-        return self.leaves[k]
 
     @uninterrupted
     def catch_up(self, ids: Sequence[jax.Array]) -> None:
-        """Bring some rows up to date, on the one device that has all. `ids`: flat int32, out of range is no row."""
-        if not ids:
-            return
-        changed = self.spec.replay.changed
-        results = self._run(self.spec.catch_up, jnp.concatenate(ids))
-        self.leaves[:changed], self.entries[0] = results[:changed], results[changed]
-
-    def make_room(self) -> None:
-        """Flush the update log where no step has room in it, but for rows that may wait."""
-        if self.steps >= self.spec.replay.length:
-            self.steps = int(local(self.entries[1]))  # it holds fewer if some steps were done again
-            if self.steps >= self.spec.replay.length:
-                self._flush(full=False)
+        """Bring some rows up to date. `ids`: flat int32, out of range is no row."""
+        if ids:
+            self._run(self.spec.catch_up, *self.entries, jnp.concatenate(ids))
 
     @uninterrupted
-    def _flush(self, *, full: bool) -> None:
+    def make_room(self) -> None:
+        """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
+        length, part = self.spec.replay.length, self.spec.replay.part
+        if self.now >= length:
+            self.now = int(local(self.entries[1]))
+        if self.now >= length:
+            self._turn()
+        if self.older is None:
+            return
+        due = self.spec.times * (self.now + 1 - part) // part
+        for which in range(self.seen, due):
+            self._run(self.spec.catch_up_some, self.entries[0], self.entries[2], np.int32(which), *self.older)
+            self.seen = which + 1
+        if self.seen == self.spec.times:
+            self.older = None
+
+    def _turn(self) -> None:
+        takes_all, *entries = self.spec.turn(*self.entries)
+        if bool(local(takes_all)):
+            self._flush()
+        else:
+            count = len(self.entries)
+            self.entries, self.older, self.seen = entries[:count], entries[count:], 0
+            self.now = self.spec.replay.part
+
+    @uninterrupted
+    def _flush(self) -> None:
         if self.is_deleted():
             raise DonatedStateError(
                 "the rows were given to a later step, which updated them in place: read the state that it returned, or "
                 "keep old states with parallelize(step, donate=False)"
             )
-        changed, segments = self.spec.replay.changed, len(self.spec.replay.segments)
-        results = self._run(self.spec.flush, full)
-        self.leaves[:changed] = results[:changed]
-        self.entries[:3] = results[changed : changed + 3]
-        self.entries[len(self.entries) - segments :] = results[changed + 3 :]
-        self.steps = 0
+        self.entries[1:3] = self._run(self.spec.flush, *self.entries)
+        self.now, self.older = self.spec.replay.part, None
 
-    def _run(self, program: Callable[..., Sequence[jax.Array]], more: Any) -> Sequence[jax.Array]:
-        """Run a program that updates leaves in place, with one more operand."""
+    def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Any) -> Sequence[jax.Array]:
+        """Run a program that updates leaves and stamps in place; what else it returns."""
+        changed = self.spec.replay.changed
         try:
-            return program(*self.leaves, *self.entries, more)
+            results = program(*self.leaves, *operands)
         except BaseException as error:
             if self.is_deleted():
                 note_lost_rows(error)
             raise
+        self.leaves[:changed], self.entries[0] = results[:changed], results[changed]
+        return results[changed + 1 :]
 
     def is_deleted(self) -> bool:
         """Whether a step got them, and updated them in place."""
@@ -181,7 +235,12 @@ class DeferredTable(StandingLeaf):
 
     def current(self) -> jax.Array | Table:
         """The table with all rows up to date: the log's own array, or a `Table` of it. The next step takes it."""
-        stored = self.log.up_to_date(self.place)
+        self.log.bring_up_to_date()
+        return self.lagging()
+
+    def lagging(self) -> jax.Array | Table:
+        """The table as it is, some rows lagging behind."""
+        stored = self.log.leaves[self.place]
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
     @property

@@ -14,7 +14,9 @@ import pytest
 
 import autopar
 from autopar import jax_compat
+from autopar.backends import deferred
 from autopar.backends.deferred import Deferred, Entries
+from autopar.tables.deferred import UpdateLog
 from tests.support.deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
 from tests.support.pairs import diagonal, every
 from tests.zoo.case import Case, zipf_ids
@@ -52,6 +54,42 @@ def test_a_factor_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Deferred, "_scales", short)
     assert differ(case, steps=60)
+
+
+# --- between steps, rows are brought past the older part of the update log ---
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Some rows after each step, as of large tables; counts flushes."""
+    monkeypatch.setattr(deferred, "_LEAST_ELEMENTS", 1)
+    monkeypatch.setattr(deferred, "_SOME_ELEMENTS", 2 * WIDTH)
+    flushes = [0]
+
+    def flush(self: UpdateLog, _flush: Callable[..., None] = UpdateLog._flush) -> None:
+        flushes[0] += 1
+        _flush(self)
+
+    monkeypatch.setattr(UpdateLog, "_flush", flush)
+    return flushes
+
+
+@pytest.mark.parametrize("update", [adam(), adam(b2=0.7), momentum], ids=["adam", "small moments", "momentum"])
+@pytest.mark.parametrize("log_steps", [2, 7, 24])
+def test_some_rows_at_a_time(few_at_a_time: list[int], update: Any, log_steps: int) -> None:
+    case = rows_case(update, one_slot if update is momentum else two_slots)
+    assert differ(case, steps=70, log_steps=log_steps) == []
+    assert few_at_a_time == [1], "no step brings all rows up to date: the read at the end does"
+
+
+@pytest.mark.usefixtures("few_at_a_time")
+def test_rows_that_are_left_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Deferred, *operands: Any, _some: Any = Deferred.catch_up_some) -> Any:
+        *most, which, times = operands
+        return _some(self, *most, which // 2, times)
+
+    monkeypatch.setattr(Deferred, "catch_up_some", forgetful)
+    assert differ(rows_case(momentum, one_slot), steps=70)
 
 
 # --- an optimizer that nobody has heard of ---

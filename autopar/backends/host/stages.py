@@ -22,10 +22,8 @@ from autopar.backends.host.ranks import ANYHOW, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
-from autopar.backends.host.update_log import HostUpdateLogSpec
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.bound_plan import BoundPlan
-from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name, split
 from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
@@ -102,7 +100,6 @@ class StagedProgram:
         buckets: ShapeBuckets,
         bucket: ShapeBucket,
         donated: frozenset[int],
-        log_specs: Sequence[HostUpdateLogSpec] = (),
     ) -> None:
         """
         Args:
@@ -110,9 +107,7 @@ class StagedProgram:
           bound: Whose sizes it was made for: those of the bucket.
           buckets: All of the step's; `bucket` is among them.
           donated: Inputs whose buffers may be used for their new values.
-          log_specs: How deferred rows are brought up to date, in the order of the update logs.
         """
-        self._log_specs = dict(zip(flushes(program.block), log_specs, strict=True))
         self._ranks = ranks
         self._bound = bound
         self._buckets, self._bucket = buckets, bucket
@@ -317,16 +312,11 @@ class StagedProgram:
         return self._commit(equation, step, leaf, rows, route)
 
     def _flush(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
-        """Deferred rows, where the update log is full."""
-        spec = self._log_specs[equation]
+        """Nothing: the update log's owner does it before the next step (`HostUpdateLog.make_room`)."""
+        replay = equation.params["replay"]
         named = split(equation.op, equation.params, operands)
-        leaves, (stamps,), entries = (named[name] for name in ("leaves", "stamps", "entries"))
-        entries = [np.asarray(self._ranks.own(x)) for x in entries]
-        ends = [*entries[:2], *entries[2 + len(spec.replay.records) :]]
-        if int(entries[0]) >= spec.replay.length:
-            step.has_written = True
-            ends = spec.flush(leaves, stamps, entries, full=False)
-        return [*leaves[: spec.replay.changed], stamps, *ends]
+        leaves, stamps, entries = (named[name] for name in ("leaves", "stamps", "entries"))
+        return [*leaves[: replay.changed], *stamps, *entries[:2], *entries[2 + len(replay.records) :]]
 
     def _sweep(self, equation: Equation, step: RunningStep, needed: Any, *operands: Any) -> Sequence[Any]:
         if np.any(needed):

@@ -5,7 +5,7 @@ Each rank flushes its own shard, block by block; nothing travels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
 from autopar.ir.program import Equation
 
-#: Elements of the widest leaf that are brought up to date at a time.
-_BLOCK_ELEMENTS = 1 << 19
+#: Elements of the widest leaf that are brought up to date at a time, by a flush and between steps.
+_BLOCK_ELEMENTS, _SOME_ELEMENTS = 1 << 19, 1 << 15
 
 
 class HostUpdateLogSpec:
@@ -40,17 +40,19 @@ class HostUpdateLogSpec:
         self._device = device
         m = len(self.replay.leaves)
 
-        def run(*operands: Any) -> tuple[Any, ...]:
-            rows, stamps, segment = operands[:m], operands[m], operands[m + 1]
-            new = deferred.catch_up(rows, stamps, Entries.of(self.replay, operands[m + 2 :]))
-            return *new, deferred.stamps(new, segment)
+        def up_to_date(*operands: Any) -> tuple[Any, ...]:
+            new = deferred.catch_up(operands[:m], operands[m], Entries.of(self.replay, operands[m + 1 :]))
+            return *new, deferred.stamps(new)
 
-        def close(*flat: Any) -> tuple[Any, ...]:
-            takes_all, segment, segments = deferred.close(Entries.of(self.replay, flat))
-            return takes_all, segment, *segments
+        def past_older(*operands: Any) -> tuple[Any, ...]:
+            new = deferred.past_older(operands[:m], operands[m], operands[m + 2 :])
+            return *new, deferred.stamps(new, operands[m + 1])
 
-        self._run = jax.jit(run)
-        self._close = jax.jit(close)
+        elements = max(leaf.type.size for leaf in flush.inputs[: self.replay.changed])
+        self.times = deferred.times(elements)
+        self._up_to_date = jax.jit(up_to_date)
+        self._past_older = jax.jit(past_older)
+        self._close = jax.jit(lambda *entries: deferred.close(Entries.of(self.replay, entries)))
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
 
     def begin(self, leaves: Sequence[HostRows], layout: RowLayout, rank: int) -> HostUpdateLog:
@@ -64,22 +66,35 @@ class HostUpdateLogSpec:
             stamps.rows[some] = np.asarray(new_stamps)
         records = [np.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
         segments = [np.zeros(t.shape, t.dtype) for t in self.replay.segments]
-        none = np.zeros((), np.int32)
-        return HostUpdateLog(self, list(leaves), stamps, [none, none, *records, *segments])
+        now, segment = np.full((), self.replay.part, np.int32), np.zeros((), np.int32)
+        return HostUpdateLog(self, list(leaves), stamps, [now, segment, *records, *segments])
 
-    def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], *, full: bool) -> list[Any]:
-        """Bring rows (scale-only ones, too, if `full`) up to date, in place; now, segment and segments after it.
+    def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any]) -> None:
+        """Bring all rows up to date, in place. `entries`: now, segment, records, segments."""
+        rows = self._rows(leaves)
+        self._replace(leaves, stamps, np.arange(len(stamps.rows)), rows, self._up_to_date, *entries)
 
-        `entries`: now, segment, records, segments.
-        """
-        with jax.default_device(self._device):
-            takes_all, segment, *segments = map(np.asarray, self._close(*entries))
-        if full or bool(takes_all):
-            taken, segment = np.arange(len(stamps.rows)), np.zeros((), np.int32)
-        else:
-            taken = np.flatnonzero(stamps.rows >= 0)
+    def catch_up_some(
+        self, leaves: Sequence[HostRows], stamps: HostRows, segment: Any, older: Sequence[np.ndarray], which: int
+    ) -> None:
+        """Bring some rows, in place, up to the end of the older part; arguments as in `Deferred.catch_up_some`."""
+        numbers = np.arange(which, len(stamps.rows), self.times)
+        stamped = stamps.rows[numbers]
+        lagging = numbers[(stamped >= 0) & (stamped < self.replay.part)]
+        rows = min(-(-len(stamps.rows) // self.times), self._rows(leaves, _SOME_ELEMENTS))
+        self._replace(leaves, stamps, lagging, rows, self._past_older, segment, *older)
+
+    def _replace(
+        self,
+        leaves: Sequence[HostRows],
+        stamps: HostRows,
+        taken: np.ndarray,
+        count: int,
+        program: Callable[..., Sequence[Any]],
+        *operands: Any,
+    ) -> None:
+        """Replace rows and their stamps, `count` at a time, by what a program makes of them."""
         taken = taken[np.argsort(stamps.rows[taken], kind="stable")]
-        count = self._rows(leaves)
         has_begun = False
         try:
             for start in range(0, taken.size, count):
@@ -87,7 +102,7 @@ class HostUpdateLogSpec:
                 padded = np.concatenate([some, np.repeat(some[-1:], count - some.size)])  # one program for all
                 rows = [rows_back(leaf.rows[padded], leaf.axis) for leaf in leaves]
                 with jax.default_device(self._device):
-                    *new, ends = map(np.asarray, self._run(*rows, stamps.rows[padded], segment, *entries))
+                    *new, ends = map(np.asarray, program(*rows, stamps.rows[padded], *operands))
                 has_begun = True
                 for leaf, x in zip(leaves, new, strict=False):
                     leaf.rows[some] = rows_first(x, leaf.axis)[: some.size]
@@ -98,12 +113,24 @@ class HostUpdateLogSpec:
                     leaf.generation += 1
                 note_lost_rows(error)
             raise
-        return [np.zeros((), np.int32), segment, *segments]
 
-    def _rows(self, leaves: Sequence[HostRows]) -> int:
-        """Rows that are brought up to date at a time."""
+    def turn(self, stamps: HostRows, entries: Sequence[Any]) -> tuple[list[Any], list[np.ndarray]] | None:
+        """Makes the newer part the older one, stamps in place: the entries, and the older part's records; None if a
+        flush has to do it (`Deferred.turn`)."""
+        with jax.default_device(self._device):
+            takes_all, segment, segments = jax.tree.map(np.asarray, self._close(*entries))
+        if takes_all:
+            return None
+        part, count = self.replay.part, len(self.replay.records)
+        older = [x[part:].copy() for x in entries[2 : 2 + count]]
+        records = [np.concatenate([x, x]) for x in older]  # what is newer isn't read
+        stamps.rows[stamps.rows >= 0] -= part
+        return [np.full((), part, np.int32), segment, *records, *segments], older
+
+    def _rows(self, leaves: Sequence[HostRows], elements: int = _BLOCK_ELEMENTS) -> int:
+        """Rows of which no leaf has more than so many elements."""
         widest = max(leaf.rows[:1].size for leaf in leaves)
-        return min(len(leaves[0].rows), max(1, _BLOCK_ELEMENTS // max(1, widest)))
+        return min(len(leaves[0].rows), max(1, elements // max(1, widest)))
 
 
 @dataclass(eq=False, repr=False)
@@ -114,12 +141,16 @@ class HostUpdateLog:
       leaves: Changed ones, then those that are only read.
       stamps: By row the step up to which it has moved.
       entries: now, segment, records, segments.
+      older: Records of the older part when it was closed; none: no row needs them.
+      seen: How many times some rows were brought up to its end.
     """
 
     spec: HostUpdateLogSpec
     leaves: Sequence[HostRows]
     stamps: HostRows
     entries: list[Any]
+    older: list[np.ndarray] | None = None
+    seen: int = 0
     _is_up_to_date: bool = True
 
     def __post_init__(self) -> None:
@@ -131,9 +162,29 @@ class HostUpdateLog:
     def bring_up_to_date(self) -> None:
         """Bring all rows up to date."""
         if not self._is_up_to_date:
-            now, segment, *_ = self.spec.flush(self.leaves, self.stamps, self.entries, full=True)
-            self.entries[:2] = [now, segment]  # there are no segments then
+            self.spec.flush(self.leaves, self.stamps, self.entries)
+            part = np.full((), self.spec.replay.part, np.int32)
+            self.entries[:2], self.older = [part, np.zeros((), np.int32)], None  # there are no segments then
             self._is_up_to_date = True
+
+    @uninterrupted
+    def make_room(self) -> None:
+        """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
+        spec, part = self.spec, self.spec.replay.part
+        if int(self.entries[0]) >= spec.replay.length:
+            turned = spec.turn(self.stamps, self.entries)
+            if turned is None:
+                self.bring_up_to_date()
+            else:
+                (self.entries, self.older), self.seen = turned, 0
+        if self.older is None:
+            return
+        due = spec.times * (int(self.entries[0]) + 1 - part) // part
+        for which in range(self.seen, due):
+            spec.catch_up_some(self.leaves, self.stamps, self.entries[1], self.older, which)
+            self.seen = which + 1
+        if self.seen == spec.times:
+            self.older = None
 
     def wrote(self, entries: Sequence[Any]) -> None:
         """A step was written down."""

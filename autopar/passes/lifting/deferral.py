@@ -115,7 +115,7 @@ def read_untouched_update(
         values=types,
         scale_only=scale_only,
         fading=None if scale_only is None else find_fading(body, len(changed), len(read), scale_only),
-        length=scope.lifting.families[family].table.log_steps,
+        part=max(1, scope.lifting.families[family].table.log_steps // 2),
     )
     if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
         reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"

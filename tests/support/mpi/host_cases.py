@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
-from autopar.backends.host import shape_buckets
+from autopar.backends import deferred as rows
+from autopar.backends.host import shape_buckets, update_log
 from autopar.ir import deferred
 from autopar.mpi.machines import exchange
 from autopar.passes import once_per_row
@@ -343,6 +344,7 @@ def check_shape_buckets() -> None:
 def check_deferred_growth() -> None:
     """Adam: a short update log, flushes of all rows, rows that outgrow their bucket, and reads in between."""
     deferred.SEGMENTS = 3
+    rows._LEAST_ELEMENTS, update_log._SOME_ELEMENTS = 1, 64  # some rows after each step
     case = net(optax.adamw(0.1, weight_decay=1e-2), norm=False, batch=48)
     step = autopar.parallelize(case.step, strategy=HOSTS)
     set_options(step, log_steps=5)

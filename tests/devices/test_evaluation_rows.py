@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from tests.support.deferred import deferring
+from tests.support.meshes import mesh_of
 
 ROWS, OTHER = 60, 40
 TX = optax.adamw(0.05, weight_decay=0.1)
@@ -61,15 +62,17 @@ def returned(state: Any, ids: jax.Array) -> Any:
     return state["params"]["emb"][ids], state["params"]["emb"]
 
 
+@pytest.mark.parametrize("devices", [None, 4])
 @pytest.mark.parametrize(
     ("evaluate", "flushes"),
     [(rows_alone, False), (whole, True), (by_a_table, True), (looped, True), (returned, True)],
 )
-def test_evaluations_see_what_plain_ones_do(evaluate: Callable[..., Any], flushes: bool) -> None:
+def test_evaluations_see_what_plain_ones_do(evaluate: Callable[..., Any], flushes: bool, devices: int | None) -> None:
     """And training goes on with the same numbers, past the end of the update log."""
-    step = deferring(train_step, 8)
+    mesh = mesh_of(devices) if devices else None
+    step = deferring(train_step, 8, mesh=mesh)
     mine, theirs, plain = make_state(), make_state(), jax.jit(train_step)
-    planned, random = autopar.parallelize(evaluate), np.random.default_rng(0)
+    planned, random = autopar.parallelize(evaluate, mesh=mesh), np.random.default_rng(0)
     for k in range(30):
         ids = random.integers(0, ROWS, 4).astype(np.int32)
         mine, theirs = step(mine, ids)[0], plain(theirs, ids)[0]
