@@ -114,9 +114,9 @@ def _state(rows: int, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
 
 
 def _compare(steps: Mapping[str, Step], states: dict[str, Any], batches: list[Any], told: str) -> None:
-    """Seconds a step, a mean of each turn, and the longest step."""
+    """Seconds a step, a mean of each turn, and how even steps are."""
     means: dict[str, list[float]] = {name: [] for name in steps}
-    worst = dict.fromkeys(steps, 0.0)
+    every: dict[str, list[float]] = {name: [] for name in steps}
     done = 0
     for turn in range(TURNS + 1):
         for name, step in steps.items():
@@ -128,13 +128,18 @@ def _compare(steps: Mapping[str, Step], states: dict[str, Any], batches: list[An
                 jax.block_until_ready((states[name], loss))
                 seconds.append(time.perf_counter() - start)
             if turn:  # the first one compiles
-                means[name].append(float(np.mean(seconds[min(SKIPPED, count - 1) :])))
-                worst[name] = max(worst[name], *seconds)
+                timed = seconds[min(SKIPPED, count - 1) :]
+                means[name].append(float(np.mean(timed)))
+                every[name] += timed
         done += max(STEPS.values())
     total = {name: float(np.mean(found)) * 1e3 for name, found in means.items()}
-    shown = ", ".join(f"{name} {ms:.1f} ms (longest {worst[name] * 1e3:.0f})" for name, ms in total.items())
+    shares = {name: np.quantile(found, (0.5, 0.99, 1)) * 1e3 for name, found in every.items()}
+    shown = "\n".join(
+        f"  {name}: mean {total[name]:.1f} ms, median {p50:.1f}, p99 {p99:.1f}, longest {longest:.1f}"
+        for name, (p50, p99, longest) in shares.items()
+    )
     print(
-        f"{told}: {shown}; plain / autopar {total['plain'] / total['autopar']:.1f}, "
+        f"{told}:\n{shown}\n  plain / autopar {total['plain'] / total['autopar']:.1f}, "
         f"autopar / lazy {total['autopar'] / total['lazy by hand']:.2f}",
         flush=True,
     )

@@ -7,6 +7,7 @@ looks rows up those alone: a stale row can't be read.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.analysis.rules import resized
 from autopar.backends.across import local
 from autopar.backends.deferred import Entries
@@ -24,9 +26,12 @@ from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
-from autopar.ir.program import Equation
+from autopar.ir.program import ArrayType, Equation
 from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
+
+#: Steps after which what a full update log needs is compiled beside them: a state that is evaluated has fewer.
+_PREPARED_AFTER = 16
 
 
 class UpdateLogSpec:
@@ -64,6 +69,8 @@ class UpdateLogSpec:
         self.times = deferred.times(max(leaf.type.size for leaf in flush.inputs[:n]) // spread)
         whole = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
+        self._whole = whole
+        self._compiles: threading.Thread | None = None
         self.flush = jax.jit(
             lambda *operands: devices.local(run, operand_axes, returned, *operands),
             out_shardings=places,
@@ -97,9 +104,34 @@ class UpdateLogSpec:
         """An empty update log for leaves that are up to date: stamps and entries."""
         return list(self._begin(*leaves[: self.replay.changed]))
 
+    def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
+        """Compile, in a thread beside the steps, what they need once the newer part is full."""
+        if self._compiles is not None:
+            return
+        leaves, (stamps, *rest) = list(map(_shape, leaves)), map(_shape, entries)
+        types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
+        older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._whole) for t in types]
+
+        def compile_all(x64: bool) -> None:
+            with jax_compat.enable_x64(x64):
+                self.turn.lower(stamps, *rest).compile()
+                self.catch_up_some.lower(*leaves, stamps, rest[1], np.int32(0), *older).compile()
+
+        self._compiles = threading.Thread(target=compile_all, args=(jax_compat.uses_x64(),), name="autopar compiles")
+        self._compiles.start()
+
+    def wait(self) -> None:
+        """Wait for what `prepare` began."""
+        if self._compiles is not None:
+            self._compiles.join()
+
     def continues(self, other: UpdateLogSpec) -> bool:
         """Whether an update log of another plan is one of this one's, too."""
         return self is other or self._signature == other._signature
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 @dataclass(eq=False)
@@ -151,6 +183,8 @@ class UpdateLog:
             self.now = int(local(self.entries[1]))
         if self.now >= length:
             self._turn()
+        if self.now >= part + min(_PREPARED_AFTER, part // 2):
+            self.spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
         due = self.spec.times * (self.now + 1 - part) // part
@@ -161,6 +195,7 @@ class UpdateLog:
             self.older = None
 
     def _turn(self) -> None:
+        self.spec.wait()
         takes_all, *entries = self.spec.turn(*self.entries)
         if bool(local(takes_all)):
             self._flush()
