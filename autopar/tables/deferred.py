@@ -108,14 +108,14 @@ class UpdateLogSpec:
         """Compile, in a thread beside the steps, what they need once the newer part is full."""
         if self._compiles is not None:
             return
-        leaves, (stamps, *rest) = list(map(_shape, leaves)), map(_shape, entries)
+        rows, (stamps, *rest) = list(map(_shape, leaves)), map(_shape, entries)
         types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
         older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._whole) for t in types]
 
         def compile_all(x64: bool) -> None:
             with jax_compat.enable_x64(x64):
                 self.turn.lower(stamps, *rest).compile()
-                self.catch_up_some.lower(*leaves, stamps, rest[1], np.int32(0), *older).compile()
+                self.catch_up_some.lower(*rows, stamps, rest[1], np.int32(0), *older).compile()
 
         self._compiles = threading.Thread(target=compile_all, args=(jax_compat.uses_x64(),), name="autopar compiles")
         self._compiles.start()
